@@ -1,0 +1,69 @@
+"""The typed errors that reach a client.
+
+Every refusal is one of these; anything else that escapes is a fault of ours and is reported as
+`Internal`, without a traceback. `code` is the name of the matching `pb_utils.TritonError` code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class VLoraError(Exception):
+    """A request was not answered. The message says what was wrong and what would be right."""
+
+    code: ClassVar[str] = "INTERNAL"
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class InvalidArgument(VLoraError):
+    """The request is wrong."""
+
+    code = "INVALID_ARG"
+
+
+class NotFound(VLoraError):
+    """The request names an adapter that does not exist."""
+
+    code = "NOT_FOUND"
+
+
+class Unavailable(VLoraError):
+    """The queue is full, or the server is shutting down."""
+
+    code = "UNAVAILABLE"
+
+
+class Cancelled(VLoraError):
+    """Cancelled by the client, or stopped."""
+
+    code = "CANCELLED"
+
+
+class Unsupported(VLoraError):
+    """The request is well formed, but asks for what this server does not do."""
+
+    code = "UNSUPPORTED"
+
+
+class Internal(VLoraError):
+    """A fault of ours."""
+
+    code = "INTERNAL"
+
+
+BY_CODE: dict[str, type[VLoraError]] = {
+    kind.code: kind
+    for kind in (InvalidArgument, NotFound, Unavailable, Cancelled, Unsupported, Internal)
+}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for an unknown name: `; did you mean 'x'?` where something is near, else empty."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""

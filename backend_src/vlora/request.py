@@ -1,0 +1,123 @@
+"""What the engine is asked and what it answers: plain values, no torch, no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vlora.errors import VLoraError
+    from vlora.sampling import SamplingParams
+
+FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+MIN_STOPPABLE_ID = 16
+"""Ids shorter than this cannot be stopped: load tools reuse small ones for unrelated requests."""
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Encoded images of one request, in the order of their placeholders in the prompt.
+
+    features: [rows, hidden] float32, the connector's output.
+    layout: [images, 6] int32 = first row, rows, t, h, w, is_video; rows are contiguous and
+        ascending, so that image i owns `features[first:first + rows]`.
+    """
+
+    features: FloatArray
+    layout: IntArray
+
+    @property
+    def count(self) -> int:
+        return int(self.layout.shape[0])
+
+    def rows_of(self, index: int) -> int:
+        return int(self.layout[index, 1])
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question to the model.
+
+    id: unique among live requests (made by the loop, not by the client).
+    client_id: the id the client gave, by which `stop` finds the request; may be empty.
+    prompt: the whole text with one image placeholder per image; expansion is the engine's.
+    adapter: name of a LoRA adapter, or None for the base model.
+    use_head: answer with the adapter's vision task head instead of the LM head.
+    """
+
+    id: str
+    prompt: str
+    sampling: SamplingParams
+    adapter: str | None = None
+    images: ImageFeatures | None = None
+    use_head: bool = False
+    client_id: str = ""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of one token (natural log, raw model distribution), rank from 1."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """Answer of a vision task head: softmax scores by label, in the order of the adapter."""
+
+    labels: tuple[str, ...]
+    scores: tuple[float, ...]
+
+    @property
+    def best(self) -> str:
+        return self.labels[max(range(len(self.scores)), key=self.scores.__getitem__)]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds since the request was accepted; `first_token` is 0 until there is one."""
+
+    queued: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
+class Output:
+    """One step's news of one request. The last has `finish_reason` or `error` set, never both.
+
+    text: what is new since the last output (never split inside a UTF-8 character).
+    finish_reason: None while running, else "stop" (end of text, stop string, head or choice
+        complete) or "length" (max_tokens reached).
+    logprobs: one tuple per new token, the sampled token first; None unless asked for.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    finish_reason: str | None = None
+    error: VLoraError | None = None
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    head: HeadScores | None = None
+    adapter: str | None = None
+    adapter_digest: str | None = None
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+class OutputSink(Protocol):
+    """Called on the response thread, in order, once per output of a request."""
+
+    def __call__(self, output: Output) -> None: ...
