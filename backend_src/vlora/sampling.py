@@ -56,7 +56,7 @@ class SamplingParams:
         `include_stop_str_in_output`).
     max_tokens: None means up to the context. min_tokens: end of text is masked before that.
     logprobs: None, or how many alternatives to report beside the sampled token (0–20).
-    choices: the answer is exactly one of these strings.
+    choices: the answer is exactly one of these strings; the longest sets the token limit.
     """
 
     temperature: float = 1.0
@@ -106,6 +106,8 @@ class SamplingParams:
                     f" Known: {', '.join(KNOWN_KEYS)}"
                 )
             values[key] = _READERS[key](key, value)
+        if "choices" in values:
+            values.setdefault("max_tokens", None)
         params = replace(defaults or SamplingParams(), **values)
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise InvalidArgument(
@@ -234,6 +236,10 @@ def _texts(most: int, lone: bool) -> Callable[[str, Any], tuple[str, ...]]:
     return read
 
 
+def _stop(key: str, value: Any) -> tuple[str, ...]:
+    return () if value is None or value == [] else _texts(MAX_STOP_STRINGS, lone=True)(key, value)
+
+
 def _top_k(key: str, value: Any) -> int:
     number = _whole(key, value)
     if number < -1:
@@ -258,7 +264,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "presence_penalty": _floats(-2.0, 2.0, "a number between -2 and 2"),
     "frequency_penalty": _floats(-2.0, 2.0, "a number between -2 and 2"),
     "seed": _optional(_wholes(-(2**63), 2**64 - 1, "a whole number of at most 64 bits")),
-    "stop": _optional(_texts(MAX_STOP_STRINGS, lone=True)),
+    "stop": _stop,
     "stop_token_ids": _token_ids,
     "include_stop_str_in_output": _boolean,
     "max_tokens": _optional(_TOKENS),

@@ -1,0 +1,185 @@
+"""Options of the server, read once from `lmm/1/model.json` and then frozen.
+
+Strict: an unknown key is an error that names it and its nearest known key, and vLLM's keys are
+mapped to ours or refused by name with our equivalent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from vlora.errors import InvalidArgument, nearest
+
+MODEL_VARIABLE = "VLORA_MODEL"
+ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
+"""Environment variables by which `vlora serve --model/--adapters` overrides `model.json`."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may carry; an error that hits one gives the value and the limit."""
+
+    max_image_megapixels: float = 40.0
+    max_image_bytes: int = 64 * 1024 * 1024
+    max_images: int = 64
+    max_json_bytes: int = 64 * 1024
+    max_metadata_bytes: int = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Options:
+    """Engine and encoder options.
+
+    model, adapters: folders; a relative path is taken from the file's own folder.
+    dtype: of weights, KV and features; "float32" is the only one served so far.
+    max_model_len: context in tokens; None takes the checkpoint's.
+    max_num_seqs: requests running at once. max_num_batched_tokens: rows of one step.
+    max_num_waiting: queue length at which requests are refused with UNAVAILABLE.
+    block_size: tokens per KV page. kv_cache_tokens: capacity of the page pool in tokens.
+    engine_threads, encoder_threads: torch threads of the two processes.
+    feature_cache_bytes: budget of the encoder's image feature cache; 0 turns it off.
+    """
+
+    model: Path = Path()
+    adapters: Path | None = None
+    dtype: str = "float32"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    max_num_waiting: int = 1024
+    block_size: int = 16
+    kv_cache_tokens: int = 32768
+    engine_threads: int = 1
+    encoder_threads: int = 1
+    feature_cache_bytes: int = 256 * 1024 * 1024
+    limits: Limits = field(default_factory=Limits)
+
+
+RENAMED: dict[str, str] = {"tokenizer": "model"}
+"""vLLM keys that say what one of ours says; accepted only where the values agree."""
+
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "enable_lora": (True,),
+    "trust_remote_code": (False,),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "enforce_eager": (True, False),
+    "disable_log_requests": (True, False),
+    "disable_log_stats": (True, False),
+    "enable_log_requests": (True, False),
+    "enable_chunked_prefill": (True,),
+    "enable_prefix_caching": (False,),
+}
+"""vLLM keys without an option of ours, with the values that describe what we do anyway."""
+
+REFUSED: dict[str, str] = {
+    "gpu_memory_utilization": "give the pool's size as 'kv_cache_tokens'",
+    "kv_cache_memory_bytes": "give the pool's size as 'kv_cache_tokens'",
+    "num_gpu_blocks_override": "give the pool's size as 'kv_cache_tokens'",
+    "swap_space": "a preempted request is recomputed",
+    "cpu_offload_gb": "weights stay on one device",
+    "max_loras": "every adapter under 'adapters' is served at once",
+    "max_cpu_loras": "every adapter under 'adapters' is served at once",
+    "max_lora_rank": "each adapter keeps its own rank; nothing is padded",
+    "lora_modules": "list adapters in multi_lora.json",
+    "limit_mm_per_prompt": "use 'limits': {'max_images': …}",
+    "max_logprobs": "it is 20",
+    "quantization": "weights are served as stored",
+    "load_format": "safetensors only",
+    "seed": "give 'seed' with the request",
+    "tokenizer_mode": "the checkpoint's fast tokenizer is used",
+}
+
+
+def load_options(path: Path, environment: Mapping[str, str] | None = None) -> Options:
+    """Options from a `model.json`, with the environment's overrides, checked.
+
+    Raises InvalidArgument naming the file, the key and what would be right.
+    """
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise InvalidArgument(f"cannot read {path}: {error}") from error
+    if not isinstance(given, dict):
+        raise InvalidArgument(f"{path} must hold a JSON object")
+    options = parse_options(given, where=str(path), folder=path.parent)
+    environment = os.environ if environment is None else environment
+    if environment.get(MODEL_VARIABLE):
+        options = replace(options, model=Path(environment[MODEL_VARIABLE]).resolve())
+    if environment.get(ADAPTERS_VARIABLE):
+        options = replace(options, adapters=Path(environment[ADAPTERS_VARIABLE]).resolve())
+    return options
+
+
+def parse_options(given: Mapping[str, Any], where: str, folder: Path) -> Options:
+    """Options from a JSON object; relative paths are resolved against `folder`."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in REFUSED:
+            raise InvalidArgument(f"{where}: '{key}' is not used here: {REFUSED[key]}")
+        if key in ACCEPTED:
+            if value not in ACCEPTED[key]:
+                right = " or ".join(json.dumps(v) for v in ACCEPTED[key])
+                raise InvalidArgument(
+                    f"{where}: '{key}' = {json.dumps(value)} is not supported; it may be {right}"
+                )
+            continue
+        if key in RENAMED:
+            if value != given.get(RENAMED[key]):
+                raise InvalidArgument(
+                    f"{where}: '{key}' must equal '{RENAMED[key]}': both come from one folder"
+                )
+            continue
+        values[key] = value
+    if "model" not in values:
+        raise InvalidArgument(f"{where}: 'model' is missing: the checkpoint's folder")
+    if isinstance(values.get("limits"), dict):
+        values["limits"] = Limits(**_checked(Limits, values["limits"], f"{where}: limits"))
+    options = Options(**_checked(Options, values, where))
+    if options.dtype not in ("float32", "auto"):
+        raise InvalidArgument(f"{where}: 'dtype' = '{options.dtype}'; only 'float32' is served")
+    adapters = options.adapters
+    return replace(
+        options,
+        dtype="float32",
+        model=(folder / options.model).resolve(),
+        adapters=None if adapters is None else (folder / adapters).resolve(),
+    )
+
+
+def _checked(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    known = {f.name for f in fields(kind)}
+    hints = get_type_hints(kind)
+    result: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            raise InvalidArgument(f"{where}: unknown key '{key}'{nearest(key, known)}")
+        result[key] = _cast(value, hints[key], f"{where}: '{key}'")
+    return result
+
+
+def _cast(value: Any, hint: Any, what: str) -> Any:
+    """`value` as the field's type; numbers must be positive (budgets may be 0)."""
+    if hint in (Path, Path | None) and isinstance(value, str) and value:
+        return Path(value)
+    if hint == Limits and isinstance(value, Limits):
+        return value
+    if hint is str and isinstance(value, str):
+        return value
+    if hint in (int, int | None) and isinstance(value, int) and not isinstance(value, bool):
+        least = 0 if what.endswith("bytes'") else 1
+        if value >= least:
+            return value
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if value > 0:
+            return float(value)
+    if value is None and hint in (Path | None, int | None):
+        return None
+    names = {int: "a positive whole number", float: "a positive number", str: "a string"}
+    names |= {Path: "a folder's path", Limits: "an object", int | None: "a positive whole number"}
+    raise InvalidArgument(f"{what} must be {names.get(hint, str(hint))}, not {json.dumps(value)}")
