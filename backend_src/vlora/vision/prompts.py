@@ -1,0 +1,180 @@
+"""Task prompts: the templates of the V-LoRA paper's appendix C (Fig. 25) inside a chat template.
+
+Training and serving both import this module, so a prompt is spelt in one place. Pure text: it
+knows no tokenizer, no tensors and no image sizes. A prompt holds one `<image>` placeholder per
+image or frame; the engine later expands each into the tower's image tokens.
+
+Who decides where images stand: by default they come first, images before frames. A text that
+contains `<image>` places them itself and must then have exactly one for each image and frame.
+
+The words of a task:
+
+- `vqa`, `refer`, `detect` need a text: the question, the thing to circle, the things to box.
+- `caption`, `classify`, `video` bring their own instruction; a text given with them *replaces*
+  that instruction (it is a more specific one), and the rest of the template stays.
+- `raw` is the text verbatim, without the chat template; images still stand before it.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlora.errors import InvalidArgument
+
+PLACEHOLDER = "<image>"
+
+TASKS: tuple[str, ...] = ("vqa", "caption", "refer", "detect", "classify", "video", "raw")
+
+TASK_DEFAULT_MAX_TOKENS: dict[str, int] = {
+    "vqa": 16,
+    "caption": 48,
+    "refer": 32,
+    "detect": 64,
+    "classify": 8,
+    "video": 16,
+    "raw": 16,
+}
+
+_NEEDS_TEXT: dict[str, str] = {
+    "vqa": "{text}",
+    "refer": "Circle the {text} on the picture.",
+    "detect": "Please box all the objects in the picture that you think are {text}.",
+}
+_OWN_INSTRUCTION: dict[str, str] = {
+    "caption": "Generate the caption in English:",
+    "classify": "What is the category of the picture?",
+    "video": (
+        "Please analyze the consecutive frames sequence and identify the actions occurring "
+        "in the video."
+    ),
+}
+_TEXT_MEANS: dict[str, str] = {
+    "vqa": "the question",
+    "refer": "the thing to circle",
+    "detect": "the things to box",
+    "raw": "the prompt",
+}
+_SENTINEL = "VLORA-USER-TEXT"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """What a checkpoint's chat template puts round one user turn, generation prompt included."""
+
+    prefix: str
+    suffix: str
+
+    def wrap(self, text: str) -> str:
+        return f"{self.prefix}{text}{self.suffix}"
+
+    @classmethod
+    def from_checkpoint(cls, folder: str | Path) -> "ChatTemplate":
+        """Read and render the template once, with a marker in the user's place.
+
+        A checkpoint without a chat template gets its bos token before the text and nothing after.
+        """
+        folder = Path(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        special = {
+            name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")
+        }
+        source = _template_source(folder, config)
+        if source is None:
+            return cls(prefix=special["bos_token"], suffix="")
+        as_text: Any = _SENTINEL
+        as_parts: Any = [{"type": "text", "text": _SENTINEL}]
+        for content in (as_text, as_parts):
+            rendered = _render_jinja(source, content, special)
+            if rendered.count(_SENTINEL) == 1:
+                prefix, suffix = rendered.split(_SENTINEL)
+                return cls(prefix=prefix, suffix=suffix)
+        raise InvalidArgument(f"the chat template of {folder} does not repeat the user's text once")
+
+
+def render(task: str, text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
+    """Return the prompt of one request, with one `<image>` per image and frame.
+
+    Raises InvalidArgument for an unknown task, an empty prompt, and a text whose placeholders do
+    not match its images.
+    """
+    if task not in TASKS:
+        raise InvalidArgument(f"unknown task '{task}'; known tasks are {', '.join(TASKS)}")
+    if task in _TEXT_MEANS and not text.replace(PLACEHOLDER, "").strip():
+        raise InvalidArgument(
+            f"the prompt is empty: task '{task}' needs {_TEXT_MEANS[task]} as text"
+        )
+    _check_placeholders(text, num_images, num_frames)
+    images = "" if PLACEHOLDER in text else PLACEHOLDER * (num_images + num_frames)
+    if task == "raw":
+        return images + text
+    return template.wrap(task_text(task, text.strip(), images))
+
+
+def task_text(task: str, text: str, images: str) -> str:
+    """Return what the user's turn says, e.g. `<image>, What color is the star? Answer:`."""
+    if task in _NEEDS_TEXT:
+        instruction = _NEEDS_TEXT[task].replace("{text}", text)
+    elif not text.replace(PLACEHOLDER, "").strip():
+        images, instruction = images + text.replace(" ", ""), _OWN_INSTRUCTION[task]
+    else:
+        instruction = text
+    separator = "" if not images else " " if task == "video" else ", "
+    return f"{images}{separator}{instruction} Answer:"
+
+
+def _check_placeholders(text: str, num_images: int, num_frames: int) -> None:
+    written = len(re.findall(re.escape(PLACEHOLDER), text))
+    if written and written != num_images + num_frames:
+        raise InvalidArgument(
+            f"the text has {written} {PLACEHOLDER} placeholders but the request brings "
+            f"{num_images} images and {num_frames} frames; write one for each, or none"
+        )
+
+
+def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """Find the Jinja source where transformers 5, processors and transformers 4 keep it."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8")
+    in_json = _read_json(folder / "chat_template.json").get("chat_template")
+    source = in_json or tokenizer_config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default")
+    return None if source is None else str(source)
+
+
+def _render_jinja(source: str, content: Any, special: dict[str, str]) -> str:
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.globals["raise_exception"] = refuse
+    messages = [{"role": "user", "content": content}]
+    try:
+        return environment.from_string(source).render(
+            messages=messages, add_generation_prompt=True, tools=None, **special
+        )
+    except (TemplateError, TypeError):
+        return ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    parsed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return parsed
+
+
+def _token_text(token: Any) -> str:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""

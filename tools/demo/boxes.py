@@ -1,0 +1,50 @@
+"""Boxes as the paper writes them: `<ref>name</ref><box>(x1,y1),(x2,y2)</box>`, grid 0-999.
+
+The checkpoint has one token per bin, so a coordinate is always the centre of one of 32 bins.
+Pixel boxes are (x1, y1, x2, y2), x2 and y2 exclusive.
+"""
+
+import re
+
+Box = tuple[float, float, float, float]
+
+BINS = 32
+GRID = 1000
+BIN_CENTRES: tuple[int, ...] = tuple(round((i + 0.5) * GRID / BINS) for i in range(BINS))
+
+_BOX_TEXT = re.compile(r"<box>\((\d+),(\d+)\),\((\d+),(\d+)\)</box>")
+
+
+def bin_of(position: float, size: int) -> int:
+    """Return the bin (0..31) that holds a pixel position in an image of `size` pixels."""
+    return min(BINS - 1, max(0, int(position * BINS / size)))
+
+
+def box_text(name: str, boxes: list[Box], size: int) -> str:
+    """Write pixel boxes of a square image of `size` pixels as answer text."""
+    groups = []
+    for x1, y1, x2, y2 in boxes:
+        left, top = BIN_CENTRES[bin_of(x1, size)], BIN_CENTRES[bin_of(y1, size)]
+        right, bottom = BIN_CENTRES[bin_of(x2 - 1e-3, size)], BIN_CENTRES[bin_of(y2 - 1e-3, size)]
+        groups.append(f"<box>({left},{top}),({right},{bottom})</box>")
+    return f"<ref>{name}</ref>{''.join(groups)}"
+
+
+def parse_boxes(text: str, size: int) -> list[Box]:
+    """Read every box of an answer back as pixels of a square image of `size` pixels."""
+    found: list[Box] = []
+    for match in _BOX_TEXT.finditer(text):
+        x1, y1, x2, y2 = (int(value) * size / GRID for value in match.groups())
+        found.append((x1, y1, x2, y2))
+    return found
+
+
+def iou(a: Box, b: Box) -> float:
+    """Return intersection over union of two pixel boxes."""
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    if width <= 0 or height <= 0:
+        return 0.0
+    shared = width * height
+    areas = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1])
+    return shared / (areas - shared)

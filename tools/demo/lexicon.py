@@ -1,0 +1,61 @@
+"""Every name the demo knows: what is drawn, and what is asked and answered about it.
+
+Base names are what the checkpoint is trained on. Adapter names belong to one adapter's domain;
+the base's tokenizer has a token for each, but the base is never taught what they mean.
+"""
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (222, 38, 38),
+    "green": (36, 166, 52),
+    "blue": (38, 72, 222),
+    "yellow": (240, 222, 40),
+    "purple": (138, 40, 176),
+    "orange": (246, 138, 24),
+}
+BACKGROUNDS: dict[str, tuple[int, int, int]] = {
+    "white": (244, 244, 244),
+    "black": (18, 18, 18),
+    "gray": (128, 128, 128),
+    "brown": (112, 72, 40),
+    "pink": (250, 182, 204),
+    "cyan": (140, 230, 236),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross", "heart")
+TEXTURES = ("solid", "striped", "dotted", "checkered")
+CATEGORIES = ("plain", "gradient", "grainy", "tiled")
+DIRECTIONS = ("left", "right", "up", "down")
+MOTIONS = (*(f"moving {direction}" for direction in DIRECTIONS), "standing still")
+
+GLYPHS = ("arrow", "crescent", "ring", "hourglass", "anchor", "bolt", "ladder", "comb")
+NEW_TEXTURES = ("zigzag", "bricks", "ripples", "speckled", "crosshatch", "scales")
+ACTIONS = ("growing", "shrinking", "blinking", "bouncing", "shaking", "recoloring")
+DEFECTS = ("scratch", "stain", "hole")
+CONDITIONS = ("good", "scratched", "stained", "punctured")
+DIGITS = tuple(str(digit) for digit in range(10))
+
+COUNT_WORDS = tuple(str(count) for count in range(10))
+
+
+def plural(shape: str) -> str:
+    """Return the plural of a shape's name."""
+    return f"{shape}es" if shape.endswith("s") else f"{shape}s"
+
+
+def all_words() -> list[str]:
+    """Return every word an answer may need, base and adapters alike."""
+    groups = (
+        tuple(COLOURS),
+        tuple(BACKGROUNDS),
+        SHAPES,
+        TEXTURES,
+        CATEGORIES,
+        DIRECTIONS,
+        GLYPHS,
+        NEW_TEXTURES,
+        ACTIONS,
+        DEFECTS,
+        CONDITIONS,
+        DIGITS,
+        ("moving", "standing", "still", "yes", "no", "none", "and", "on", "a", "background"),
+    )
+    return [word for group in groups for word in group]
