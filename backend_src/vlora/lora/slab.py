@@ -1,0 +1,74 @@
+"""Target matrices of all layers in one contiguous slab.
+
+The base slab is written once, at load, and never again. Layers read the *active* slab through one
+shared reference, so that switching to merged weights and back is one assignment (DESIGN: base
+weights are never modified). q, k, v lie adjacent, and so do gate and up: a fused GEMM is a view.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+GROUPS: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj"),
+    ("down_proj",),
+)
+"""Targets that share their input, in slab order."""
+
+TARGETS: tuple[str, ...] = tuple(target for group in GROUPS for target in group)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one matrix, or one fused group of them, lies in the slab (in elements)."""
+
+    offset: int
+    rows: int
+    columns: int
+
+    def view(self, slab: torch.Tensor) -> torch.Tensor:
+        """[rows, columns] view, no copy."""
+        return slab[self.offset : self.offset + self.rows * self.columns].view(
+            self.rows, self.columns
+        )
+
+
+class WeightSlab:
+    """Owns the base weights; `active` is what forward passes read.
+
+    shapes: target → (d_out, d_in), the same in every layer.
+    """
+
+    def __init__(self, layers: int, shapes: Mapping[str, tuple[int, int]]) -> None:
+        self.layers = layers
+        self.shapes = dict(shapes)
+        self._places: dict[tuple[int, str], Place] = {}
+        offset = 0
+        for layer in range(layers):
+            for target in TARGETS:
+                rows, columns = shapes[target]
+                self._places[layer, target] = Place(offset, rows, columns)
+                offset += rows * columns
+        self.base = torch.empty(offset, dtype=torch.float32)
+        self.active = self.base
+
+    def place(self, layer: int, *targets: str) -> Place:
+        """Place of one target, or of adjacent targets that share their input, fused."""
+        first = self._places[layer, targets[0]]
+        rows = sum(self._places[layer, target].rows for target in targets)
+        return Place(first.offset, rows, first.columns)
+
+    def fill(self, read: Callable[[int, str], torch.Tensor]) -> None:
+        """Write the base weights, once, from `read(layer, target)` → [d_out, d_in]."""
+        for (layer, target), place in self._places.items():
+            place.view(self.base).copy_(read(layer, target))
+
+    def digest(self) -> str:
+        """SHA-256 of the base weights: the same before and after any work."""
+        return hashlib.sha256(self.base.numpy().tobytes()).hexdigest()

@@ -1,0 +1,109 @@
+"""The adapters of a server: names, slots, and each target's pairs by slot.
+
+Every adapter is loaded at start and stays. One that does not load is remembered with its reason
+and is an error for its own requests alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from vlora.atmm.types import LoraPair
+from vlora.errors import InvalidArgument, NotFound, nearest
+from vlora.lora.adapter import Adapter, AdapterInfo, ModelShape, Place, load_adapter
+from vlora.lora.segments import BASE
+
+log = logging.getLogger(__name__)
+
+MAX_NAMES_IN_ERROR = 20
+
+
+class AdapterStore:
+    """Owns the packed weights; a slot is an adapter's index in every list of pairs."""
+
+    def __init__(self, model: ModelShape) -> None:
+        self._model = model
+        self._adapters: list[Adapter] = []
+        self._slots: dict[str, int] = {}
+        self._broken: dict[str, InvalidArgument] = {}
+        self._pairs: dict[Place, list[LoraPair | None]] = {}
+
+    def load(self, folders: Mapping[str, Path]) -> None:
+        """Load each named folder, in order of name."""
+        for name, folder in sorted(folders.items()):
+            try:
+                self._add(load_adapter(name, folder, self._model))
+            except InvalidArgument as error:
+                log.warning("%s", error)
+                self._broken[name] = error
+
+    def _add(self, adapter: Adapter) -> None:
+        self._slots[adapter.info.name] = len(self._adapters)
+        self._adapters.append(adapter)
+        for place, pairs in self._pairs.items():
+            pairs.append(adapter.pairs.get(place))
+
+    def pairs(self, place: Place) -> list[LoraPair | None]:
+        """Pairs of one matrix by slot; the list is shared and grows as adapters are added."""
+        if place not in self._pairs:
+            self._pairs[place] = [adapter.pairs.get(place) for adapter in self._adapters]
+        return self._pairs[place]
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the adapters that can be asked for."""
+        return tuple(self._slots)
+
+    @property
+    def broken(self) -> Mapping[str, InvalidArgument]:
+        """Adapters that exist but do not load, with the reason."""
+        return self._broken
+
+    def info(self, name: str) -> AdapterInfo:
+        """Raises NotFound (lists the known), or InvalidArgument for one that does not load."""
+        return self.adapter(self.slot(name)).info
+
+    def slot(self, name: str | None) -> int:
+        """Slot of an adapter, `BASE` for None. Raises as `info`."""
+        if name is None:
+            return BASE
+        if name in self._broken:
+            raise self._broken[name]
+        if name not in self._slots:
+            raise NotFound(f"unknown adapter '{name}'{nearest(name, self._slots)} {self._known()}")
+        return self._slots[name]
+
+    def adapter(self, slot: int) -> Adapter:
+        return self._adapters[slot]
+
+    def _known(self) -> str:
+        names = list(self._slots)
+        if not names:
+            return "(no adapter is loaded)"
+        more = len(names) - MAX_NAMES_IN_ERROR
+        tail = f" and {more} more" if more > 0 else ""
+        return f"Known: {', '.join(names[:MAX_NAMES_IN_ERROR])}{tail}"
+
+
+def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
+    """Name → folder: every folder under `root` under its own name, and those of `names`.
+
+    names: as in the vLLM backend's `multi_lora.json`, name → folder relative to the root. The
+    file wins over a folder of the same name; a clash is logged. Relative folders need a root.
+    """
+    folders: dict[str, Path] = {}
+    if root is not None:
+        if not root.is_dir():
+            raise InvalidArgument(f"the adapter root {root} is not a folder")
+        folders = {
+            entry.name: entry
+            for entry in sorted(root.iterdir())
+            if entry.is_dir() and not entry.name.startswith(".")
+        }
+    for name, folder in names.items():
+        path = Path(folder) if root is None else root / folder
+        if name in folders and folders[name].resolve() != path.resolve():
+            log.warning("adapter '%s' is %s by the file, not %s", name, path, folders[name])
+        folders[name] = path
+    return folders
