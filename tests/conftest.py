@@ -1,0 +1,23 @@
+"""Fixtures for all tests: a tiny untrained checkpoint and random adapters, made once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained but complete checkpoint of the demo architecture (seed 0)."""
+    from tools.demo.build import build
+
+    return build(tmp_path_factory.mktemp("checkpoint"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def adapters_dir(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one random adapter per entry of `tests.make_adapters.SPECS`."""
+    from tests.make_adapters import make_adapters
+
+    return make_adapters(checkpoint, tmp_path_factory.mktemp("adapters"))
