@@ -1,0 +1,117 @@
+"""Pixels to image features: the stock vision tower and connector, without the decoder.
+
+Knows nothing of requests, caches and Triton. float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, LlavaConfig
+from transformers.models.llava.modeling_llava import (
+    LlavaModel,
+    LlavaMultiModalProjector,
+    LlavaPreTrainedModel,
+)
+
+from vlora.errors import InvalidArgument
+from vlora.request import FloatArray
+from vlora.vision.images import DecodedImage
+
+
+class _VisionPart(LlavaModel):  # type: ignore[misc]
+    """A stock LLaVA model that never builds its decoder; `get_image_features` is the stock one."""
+
+    _keys_to_ignore_on_load_unexpected = (r"language_model", r"lm_head")
+
+    def __init__(self, config: LlavaConfig) -> None:
+        LlavaPreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = LlavaMultiModalProjector(config)
+        self.post_init()
+
+
+class VisionEncoder:
+    """The tower and connector of one checkpoint folder, in float32.
+
+    hidden: width of a feature row. rows: feature rows of one image. grid: (h, w) of its patches.
+    tower_digest: SHA-256 (hex) of all that features depend on besides the pixels: weights,
+    architecture and preprocessing.
+    """
+
+    def __init__(self, checkpoint: Path, threads: int) -> None:
+        """Load from `checkpoint`; sets torch's thread count for this process.
+
+        Raises InvalidArgument where the folder holds no LLaVA tower with all its weights.
+        """
+        torch.set_num_threads(threads)
+        try:
+            config = AutoConfig.from_pretrained(checkpoint)
+            self._processor: Any = AutoImageProcessor.from_pretrained(checkpoint)
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(f"{checkpoint} has no vision tower to read: {error}") from None
+        if not isinstance(config, LlavaConfig):
+            raise InvalidArgument(
+                f"{checkpoint} is of type '{config.model_type}'; its vision tower must be LLaVA's"
+            )
+        model, report = _VisionPart.from_pretrained(
+            checkpoint, dtype=torch.float32, output_loading_info=True, use_safetensors=True
+        )
+        lacking = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
+        if lacking:
+            raise InvalidArgument(
+                f"{checkpoint} lacks {len(lacking)} weights of the vision tower, or has them in"
+                f" another shape; the first is {lacking[0]}"
+            )
+        self._model = model.eval().requires_grad_(False)
+        side = config.vision_config.image_size // config.vision_config.patch_size
+        self.hidden = int(config.text_config.hidden_size)
+        self.grid = (side, side)
+        self.rows = side * side + int(config.vision_feature_select_strategy == "full")
+        self.tower_digest = _digest(config, self._processor, self._model)
+
+    def encode(self, images: Sequence[DecodedImage]) -> list[FloatArray]:
+        """Features of each image, float32 [rows, hidden], in one call of the tower.
+
+        An image's features do not depend on the others beyond the rounding of sums (1e-5).
+        """
+        if not images:
+            return []
+        pixels = torch.cat([self.preprocess(image) for image in images])
+        with torch.inference_mode():
+            features = self._model.get_image_features(pixels).pooler_output
+        return [one.numpy() for one in features]
+
+    def preprocess(self, image: DecodedImage) -> torch.Tensor:
+        """The stock image processor's pixel values of one image, float32 [1, 3, h, w]."""
+        values = self._processor(images=Image.fromarray(image.rgb), return_tensors="pt")
+        pixels: torch.Tensor = values["pixel_values"]
+        return pixels.to(torch.float32)
+
+
+def _digest(config: LlavaConfig, processor: Any, model: torch.nn.Module) -> str:
+    whole = config.to_dict()
+    matters = {key: value for key, value in whole.items() if key in _CONFIG_KEYS}
+    described = {"model": matters, "preprocessing": processor.to_dict()}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(np.ascontiguousarray(weight.numpy()).reshape(math.prod(weight.shape)).data)
+    return digest.hexdigest()
+
+
+_CONFIG_KEYS = (
+    "vision_config",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+    "projector_hidden_act",
+    "multimodal_projector_bias",
+)

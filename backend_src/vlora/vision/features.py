@@ -1,0 +1,239 @@
+"""Image features by content: a cache with a byte budget, and the service that fills it.
+
+A key is the SHA-256 of an image's pixels, its shape and the tower's digest, computed here and
+never taken from a client. Knows nothing of Triton.
+
+**Invariant:** of the calls that miss one image at the same time, one encodes it (it leads the
+flight) and the others wait for it. Whoever leads encodes before it waits, so no two callers can
+wait for each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from vlora.errors import Internal, VLoraError
+from vlora.request import FloatArray, IntArray
+from vlora.vision.images import DecodedImage
+
+CHUNK = 32
+"""Images in one call of the tower, which bounds the memory of its activations."""
+
+
+class Encoder(Protocol):
+    """What the service needs of a `VisionEncoder`."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def grid(self) -> tuple[int, int]: ...
+    @property
+    def tower_digest(self) -> str: ...
+    def encode(self, images: Sequence[DecodedImage]) -> list[FloatArray]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedImages:
+    """The images of one request.
+
+    features: float32 [rows, hidden]. layout: int32 [n, 6] = first row, rows, t, h, w, is_video,
+    where t is 1 (a clip has one line per frame) and h, w count patches. size: int32 [n, 2] =
+    original height, width. digests: n hex keys.
+    """
+
+    features: FloatArray
+    layout: IntArray
+    size: IntArray
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Since the start: images asked for = hits + misses; a miss is an image given to the tower.
+
+    batches: calls of the tower. evictions: entries that had to make room.
+    """
+
+    images: int = 0
+    hits: int = 0
+    misses: int = 0
+    batches: int = 0
+    evictions: int = 0
+
+
+Flight = Future[FloatArray]
+
+
+class FeatureCache:
+    """Least recently used features within `budget` bytes; 0 turns it off. Safe among threads."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.evictions = 0
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, FloatArray] = OrderedDict()
+        self._flights: dict[str, Flight] = {}
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes of features held."""
+        return self._used
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def claim(self, key: str) -> tuple[Flight, bool]:
+        """The flight that brings `key`'s features, and whether the caller leads it.
+
+        A cached key's flight has landed already. A leader must call `land` or `crash` with it.
+        """
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                landed: Flight = Future()
+                landed.set_result(self._entries[key])
+                return landed, False
+            if key in self._flights:
+                return self._flights[key], False
+            flight: Flight = Future()
+            if self.budget:
+                self._flights[key] = flight
+            return flight, True
+
+    def land(self, key: str, flight: Flight, features: FloatArray) -> None:
+        """The leader's features, float32 [rows, hidden]: cached if they fit, given to all."""
+        owned = np.array(features, np.float32)
+        owned.flags.writeable = False
+        with self._lock:
+            self._flights.pop(key, None)
+            if owned.nbytes <= self.budget:
+                self._insert(key, owned)
+        flight.set_result(owned)
+
+    def crash(self, key: str, flight: Flight, error: VLoraError) -> None:
+        """The leader failed: whoever follows gets the same error; the next to ask leads anew."""
+        with self._lock:
+            self._flights.pop(key, None)
+        flight.set_exception(error)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the books do not balance; for tests and idle times."""
+        with self._lock:
+            held = sum(entry.nbytes for entry in self._entries.values())
+            assert held == self._used, f"holds {held} bytes, books say {self._used}"
+            assert self._used <= self.budget, f"{self._used} bytes of {self.budget}"
+            assert not self._flights.keys() & self._entries.keys(), "in flight and cached"
+            assert not any(entry.flags.writeable for entry in self._entries.values())
+
+    def _insert(self, key: str, features: FloatArray) -> None:
+        while self._used + features.nbytes > self.budget:
+            _, oldest = self._entries.popitem(last=False)
+            self._used -= oldest.nbytes
+            self.evictions += 1
+        self._entries[key] = features
+        self._used += features.nbytes
+
+
+class EncoderService:
+    """Encodes the images of a batch of requests, each image that is not known once."""
+
+    def __init__(self, encoder: Encoder, cache: FeatureCache) -> None:
+        self._encoder = encoder
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._counters = Counters()
+
+    @property
+    def counters(self) -> Counters:
+        return replace(self._counters, evictions=self._cache.evictions)
+
+    def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
+        """Features of each request of `batch`, which may have no images at all.
+
+        Raises the encoder's VLoraError, or Internal where it failed in any other way.
+        """
+        images = [image for request in batch for image in request]
+        keys = [_key(image, self._encoder.tower_digest) for image in images]
+        features = self._encode_all(images, keys)
+        answers = []
+        start = 0
+        for request in batch:
+            mine = slice(start, start + len(request))
+            answers.append(self._assemble(request, features[mine], keys[mine]))
+            start += len(request)
+        return answers
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the books do not balance."""
+        self._cache.check_integrity()
+        counters = self.counters
+        assert counters.images == counters.hits + counters.misses, counters
+        assert counters.batches <= counters.misses, counters
+
+    def _encode_all(self, images: list[DecodedImage], keys: list[str]) -> list[FloatArray]:
+        claims = [self._cache.claim(key) for key in keys]
+        led = [i for i, (_, leads) in enumerate(claims) if leads]
+        self._count(images=len(images), hits=len(images) - len(led), misses=len(led))
+        try:
+            for start in range(0, len(led), CHUNK):
+                chunk = led[start : start + CHUNK]
+                self._count(batches=1)
+                encoded = self._encoder.encode([images[i] for i in chunk])
+                for i, features in zip(chunk, encoded, strict=True):
+                    self._cache.land(keys[i], claims[i][0], features)
+        except BaseException as error:
+            failure = _typed(error)
+            for i in led:
+                if not claims[i][0].done():
+                    self._cache.crash(keys[i], claims[i][0], failure)
+            raise failure from error
+        return [flight.result() for flight, _ in claims]
+
+    def _assemble(
+        self, images: Sequence[DecodedImage], features: list[FloatArray], keys: list[str]
+    ) -> EncodedImages:
+        height, width = self._encoder.grid
+        rows = [len(one) for one in features]
+        firsts = np.cumsum([0, *rows])[:-1]
+        layout = [
+            (first, count, 1, height, width, int(image.is_video))
+            for first, count, image in zip(firsts, rows, images, strict=True)
+        ]
+        empty = np.zeros((0, self._encoder.hidden), np.float32)
+        return EncodedImages(
+            features=np.concatenate([empty, *features]),
+            layout=np.array(layout, np.int32).reshape(-1, 6),
+            size=np.array([(i.height, i.width) for i in images], np.int32).reshape(-1, 2),
+            digests=tuple(keys),
+        )
+
+    def _count(self, images: int = 0, hits: int = 0, misses: int = 0, batches: int = 0) -> None:
+        with self._lock:
+            before = self._counters
+            self._counters = Counters(
+                images=before.images + images,
+                hits=before.hits + hits,
+                misses=before.misses + misses,
+                batches=before.batches + batches,
+            )
+
+
+def _key(image: DecodedImage, tower_digest: str) -> str:
+    digest = hashlib.sha256(f"{tower_digest} {image.rgb.shape}".encode())
+    digest.update(np.ascontiguousarray(image.rgb).data)
+    return digest.hexdigest()
+
+
+def _typed(error: BaseException) -> VLoraError:
+    if isinstance(error, VLoraError):
+        return error
+    return Internal(f"the vision tower failed: {type(error).__name__}: {error}")

@@ -1,0 +1,295 @@
+"""Encoded bytes of a request to checked RGB pixels. Knows nothing of models and tensors' names.
+
+What is decided here:
+
+- An element is told by its first bytes: those of an accepted format are decoded as they are, all
+  else must be strict base64 of such a file (white space and a `data:...;base64,` head allowed).
+- EXIF orientation is applied, transparency is put on white, 16-bit samples are scaled to 8 bits,
+  palette, grey and CMYK become RGB. Colour profiles are ignored.
+- An animated file is refused as an image; inside `frames` it stands for its own frames, each
+  counted against the limit of a request. A multi-picture JPEG (as phones write) is its first
+  picture.
+- Counts are checked before anything is decoded, sizes from the header before pixels are. A very
+  long strip is refused: a processor that fixes the short edge would blow it up.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from vlora.config import Limits
+from vlora.errors import InvalidArgument
+
+ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_REQUEST_MEGAPIXELS = 640.0
+"""Pixels of one request together: bounds its memory at 1.9 GB where each image is within limits."""
+
+MAX_ASPECT = 200
+"""Longer over shorter edge, as Qwen-VL's processor bounds it."""
+
+_PILLOW_MEGAPIXELS = 2e-6 * (Image.MAX_IMAGE_PIXELS or 0)
+_BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+_DATA_URL = re.compile(rb"data:[\w.+/;=-]*;base64,", re.IGNORECASE)
+_WHITE_SPACE = b" \t\r\n"
+_ORIENTATION_TAG = 0x0112
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedImage:
+    """One image, or one frame of a clip. rgb: uint8 [height, width, 3], upright, contiguous."""
+
+    rgb: ByteArray
+    is_video: bool = False
+
+    @property
+    def height(self) -> int:
+        return int(self.rgb.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.rgb.shape[1])
+
+
+def decode_request(
+    images: Sequence[bytes],
+    frames: Sequence[bytes],
+    frames_raw: np.ndarray[Any, Any] | None,
+    limits: Limits,
+) -> list[DecodedImage]:
+    """The images of one request in order: independent images first, then the clip.
+
+    images, frames: encoded files or their base64. frames_raw: uint8 [n, height, width, 3], owned
+    by the caller and not changed until the request ends; n = 0 is no clip. Raises InvalidArgument
+    naming the element and, for a limit, the value and the limit.
+    """
+    raw = _check_raw(frames_raw)
+    if len(frames) and len(raw):
+        raise InvalidArgument("give the clip as 'frames' or as 'frames_raw', not as both")
+    count = len(images) + len(frames) + len(raw)
+    if count > limits.max_images:
+        raise InvalidArgument(
+            f"the request brings {count} images and frames; the limit is {limits.max_images}"
+        )
+    budget = _Budget(limits)
+    decoded = [_decode_image(data, f"image {i}", budget) for i, data in enumerate(images)]
+    for i, data in enumerate(frames):
+        for rgb in _decode_frames(data, f"frame {i}", budget):
+            decoded.append(DecodedImage(rgb, is_video=True))
+            if len(decoded) > limits.max_images:
+                raise InvalidArgument(
+                    f"frame {i} is animated and brings the request to more than"
+                    f" {limits.max_images} images and frames, which is the limit"
+                )
+    for i, frame in enumerate(raw):
+        budget.spend(f"frame {i} of 'frames_raw'", frame.shape[1], frame.shape[0])
+        decoded.append(DecodedImage(np.ascontiguousarray(frame), is_video=True))
+    return decoded
+
+
+class _Budget:
+    """What one request may bring, and the pixels it has brought so far."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.max_bytes = limits.max_image_bytes
+        self._each = min(limits.max_image_megapixels, _PILLOW_MEGAPIXELS)
+        self._pixels = 0
+
+    def spend(self, what: str, width: int, height: int) -> None:
+        megapixels = width * height / 1e6
+        if megapixels > self._each:
+            raise InvalidArgument(
+                f"{what} is {width}x{height} = {megapixels:.1f} megapixels;"
+                f" the limit is {self._each:g}"
+            )
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise InvalidArgument(
+                f"{what} is {width}x{height}; its longer edge may be at most {MAX_ASPECT} times"
+                " the shorter"
+            )
+        self._pixels += width * height
+        if self._pixels > MAX_REQUEST_MEGAPIXELS * 1e6:
+            raise InvalidArgument(
+                f"with {what} the request brings {self._pixels / 1e6:.4g} megapixels;"
+                f" the limit of a request is {MAX_REQUEST_MEGAPIXELS:g}"
+            )
+
+    def refuse_bomb(self, what: str, error: BaseException) -> InvalidArgument:
+        pixels = re.search(r"\d+", str(error))
+        megapixels = f"{int(pixels[0]) / 1e6:.1f}" if pixels else "too many"
+        return InvalidArgument(f"{what} has {megapixels} megapixels; the limit is {self._each:g}")
+
+
+def _check_raw(frames_raw: np.ndarray[Any, Any] | None) -> ByteArray:
+    """`frames_raw` as uint8 [n, height, width, 3], with n = 0 where there is none."""
+    if frames_raw is None:
+        return np.zeros((0, 1, 1, 3), np.uint8)
+    if frames_raw.dtype != np.uint8 or frames_raw.ndim != 4 or frames_raw.shape[3] != 3:
+        raise InvalidArgument(
+            "'frames_raw' must be UINT8 [frames, height, width, 3],"
+            f" not {frames_raw.dtype.name} {list(frames_raw.shape)}"
+        )
+    if len(frames_raw) and 0 in frames_raw.shape:
+        raise InvalidArgument(f"'frames_raw' {list(frames_raw.shape)} has frames without pixels")
+    return frames_raw
+
+
+def _decode_image(data: bytes, what: str, budget: _Budget) -> DecodedImage:
+    with _open(data, what, budget) as image:
+        if _is_animated(image):
+            raise InvalidArgument(
+                f"{what} is animated or has several pages; send it as 'frames', or one of its"
+                " pictures as an image"
+            )
+        return DecodedImage(_load(image, what, budget))
+
+
+def _decode_frames(data: bytes, what: str, budget: _Budget) -> Iterator[ByteArray]:
+    """The pictures of one element of `frames`: itself, or each of an animated file's."""
+    with _open(data, what, budget) as image:
+        animated = _is_animated(image)
+        yield _load(image, what, budget)
+        index = 1
+        while animated and _seek(image, index, what, budget):
+            yield _load(image, f"{what} (its picture {index})", budget)
+            index += 1
+
+
+def _open(data: bytes, what: str, budget: _Budget) -> Image.Image:
+    """The file with its header read and its size checked against no budget yet."""
+    encoded = _unwrap(data, what, budget.max_bytes)
+    try:
+        return Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except _BOMBS as error:
+        raise budget.refuse_bomb(what, error) from None
+    except Exception as error:  # decoders raise nearly anything on hostile bytes
+        raise _corrupt(what, error) from None
+
+
+def _seek(image: Image.Image, index: int, what: str, budget: _Budget) -> bool:
+    """Whether there is a picture `index`, which then becomes the current one."""
+    try:
+        image.seek(index)
+    except EOFError:
+        return False
+    except _BOMBS as error:
+        raise budget.refuse_bomb(what, error) from None
+    except Exception as error:
+        raise _corrupt(what, error) from None
+    return True
+
+
+def _load(image: Image.Image, what: str, budget: _Budget) -> ByteArray:
+    budget.spend(what, image.width, image.height)
+    try:
+        image.load()
+        return _to_rgb(image, what)
+    except InvalidArgument:
+        raise
+    except _BOMBS as error:
+        raise budget.refuse_bomb(what, error) from None
+    except Exception as error:
+        raise _corrupt(what, error) from None
+
+
+def _corrupt(what: str, error: Exception) -> InvalidArgument:
+    accepted = ", ".join(FORMATS)
+    if isinstance(error, UnidentifiedImageError):
+        return InvalidArgument(f"{what} is corrupt or of an unknown format; accepted: {accepted}")
+    return InvalidArgument(f"{what} is corrupt or truncated: {error or type(error).__name__}")
+
+
+def _unwrap(data: bytes, what: str, limit: int) -> bytes:
+    """The encoded file in `data`, which holds it as it is or as base64."""
+    if not data:
+        raise InvalidArgument(f"{what} is empty")
+    if len(data) > limit * 4 // 3 + 1024 or (_is_encoded(data) and len(data) > limit):
+        raise InvalidArgument(f"{what} has {len(data)} bytes; the limit is {limit}")
+    if _is_encoded(data):
+        return data
+    head = _DATA_URL.match(data)
+    text = data[head.end() if head else 0 :].translate(None, _WHITE_SPACE)
+    try:
+        encoded = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        encoded = b""
+    if not _is_encoded(encoded):
+        raise InvalidArgument(
+            f"{what} is neither an encoded image ({', '.join(FORMATS)}) nor base64 of one"
+        )
+    if len(encoded) > limit:
+        raise InvalidArgument(f"{what} has {len(encoded)} bytes; the limit is {limit}")
+    return encoded
+
+
+def _is_encoded(data: bytes) -> bool:
+    """Whether `data` begins as a file of an accepted format; base64 of one never does."""
+    bitmap = data[:2] == b"BM" and data[14:18] in _BITMAP_HEADERS
+    webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+    return bitmap or webp or data.startswith(_MAGIC)
+
+
+_MAGIC = (
+    b"\x89PNG\r\n\x1a\n",
+    b"\xff\xd8\xff",
+    b"GIF87a",
+    b"GIF89a",
+    b"II*\x00",
+    b"MM\x00*",
+    b"II+\x00",
+    b"MM\x00+",
+)
+_BITMAP_HEADERS = {size.to_bytes(4, "little") for size in (12, 40, 52, 56, 64, 108, 124)}
+
+
+def _is_animated(image: Image.Image) -> bool:
+    return image.format != "MPO" and bool(getattr(image, "is_animated", False))
+
+
+def _to_rgb(image: Image.Image, what: str) -> ByteArray:
+    """Upright RGB of a loaded image (a TIFF has then been turned already)."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION_TAG)
+    except Exception:  # a broken EXIF block beside sound pixels: nothing to turn by
+        orientation = None
+    if image.mode.startswith("I;16"):
+        upright = Image.fromarray(_scale(image))
+    elif image.mode in ("I", "F"):
+        raise InvalidArgument(f"{what} has 32-bit samples; send 8 or 16 bits a sample")
+    elif image.has_transparency_data:
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        upright = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    else:
+        upright = image.convert("RGB")
+    if orientation in _TRANSPOSE:
+        upright = upright.transpose(_TRANSPOSE[orientation])
+    return np.array(upright.convert("RGB"), np.uint8)
+
+
+def _scale(image: Image.Image) -> ByteArray:
+    """16-bit grey to 8-bit, uint8 [h, w]; a transparent value becomes white."""
+    values = np.asarray(image).astype(np.uint32)
+    grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[values == transparent] = 255
+    return grey

@@ -1,0 +1,130 @@
+"""The vision encoder against the stock model, on an untrained checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from vlora.errors import InvalidArgument
+from vlora.vision.encoder import VisionEncoder
+from vlora.vision.images import DecodedImage
+
+
+@pytest.fixture(scope="module")
+def encoder(checkpoint: Path) -> VisionEncoder:
+    return VisionEncoder(checkpoint, threads=1)
+
+
+def random_images(seed: int, count: int) -> list[DecodedImage]:
+    """Images of random sizes, the odd and the narrow among them."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 150, (count, 2))
+    return [DecodedImage(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
+
+
+def copy_of(checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint in one file of weights, which the caller then changes."""
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("model*"))
+    weights: dict[str, torch.Tensor] = {}
+    for shard in checkpoint.glob("model*.safetensors"):
+        weights |= load_file(shard)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def change_weights(folder: Path, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(change(weights), folder / "model.safetensors", {"format": "pt"})
+
+
+def doubling(part: str):
+    """A change that doubles the weights whose name contains `part`."""
+    return lambda weights: {k: w * 2 if part in k else w for k, w in weights.items()}
+
+
+def test_features_equal_those_of_the_stock_model(checkpoint, encoder):
+    stock = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(checkpoint).image_processor
+    images = random_images(0, 5)
+    values = processor(images=[image.rgb for image in images], return_tensors="pt")
+    with torch.inference_mode():
+        expected = stock.get_image_features(values["pixel_values"]).pooler_output
+    for ours, theirs in zip(encoder.encode(images), expected, strict=True):
+        assert ours.shape == (encoder.rows, encoder.hidden) == tuple(theirs.shape)
+        assert ours.dtype == np.float32
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_image_has_the_same_features_in_every_batch(encoder):
+    images = random_images(1, 9)
+    together = encoder.encode(images)
+    for image, features in zip(images, together, strict=True):
+        (alone,) = encoder.encode([image])
+        np.testing.assert_allclose(alone, features, rtol=0, atol=1e-5)
+
+
+def test_no_images_have_no_features(encoder):
+    assert encoder.encode([]) == []
+
+
+def test_the_decoder_is_not_loaded(checkpoint, encoder):
+    ours = sum(weight.numel() for weight in encoder._model.parameters())
+    stock = LlavaForConditionalGeneration.from_pretrained(checkpoint)
+    parts = (stock.model.vision_tower, stock.model.multi_modal_projector)
+    assert ours == sum(weight.numel() for part in parts for weight in part.parameters())
+
+
+def test_the_digest_depends_on_the_tower_and_the_connector_alone(checkpoint, encoder, tmp_path):
+    folder = copy_of(checkpoint, tmp_path / "copy")
+    assert VisionEncoder(folder, 1).tower_digest == encoder.tower_digest
+    change_weights(folder, doubling("language_model"))
+    assert VisionEncoder(folder, 1).tower_digest == encoder.tower_digest
+    change_weights(folder, doubling("projector.linear_2"))
+    assert VisionEncoder(folder, 1).tower_digest != encoder.tower_digest
+
+
+def test_the_digest_depends_on_the_preprocessing(checkpoint, encoder, tmp_path):
+    folder = copy_of(checkpoint, tmp_path / "copy")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        text = (folder / name).read_text()
+        assert "0.5" in text
+        (folder / name).write_text(text.replace("0.5", "0.25"))
+    assert VisionEncoder(folder, 1).tower_digest != encoder.tower_digest
+
+
+def test_key_layouts_of_published_checkpoints_load(checkpoint, encoder, tmp_path):
+    """transformers 4 wrote `vision_tower.vision_model...`; the features stay the same."""
+    folder = copy_of(checkpoint, tmp_path / "copy")
+
+    def as_published(weights):
+        return {
+            name.replace("vision_tower.", "vision_tower.vision_model."): weight
+            for name, weight in weights.items()
+        }
+
+    change_weights(folder, as_published)
+    images = random_images(2, 2)
+    published = VisionEncoder(folder, 1).encode(images)
+    np.testing.assert_array_equal(published, encoder.encode(images))
+
+
+def test_a_missing_weight_is_named(checkpoint, tmp_path):
+    folder = copy_of(checkpoint, tmp_path / "copy")
+    change_weights(folder, lambda ws: {k: w for k, w in ws.items() if "linear_2.bias" not in k})
+    with pytest.raises(InvalidArgument, match=r"lacks 1 weights .*linear_2\.bias"):
+        VisionEncoder(folder, 1)
+
+
+def test_a_folder_without_a_llava_tower_is_refused(checkpoint, tmp_path):
+    with pytest.raises(InvalidArgument, match="no vision tower"):
+        VisionEncoder(tmp_path, 1)
+    folder = copy_of(checkpoint, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())["text_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgument, match="type 'llama'"):
+        VisionEncoder(folder, 1)
