@@ -175,11 +175,15 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
         least = 0 if what.endswith("bytes'") else 1
         if value >= least:
             return value
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if value > 0:
-            return float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is float and is_number and value > 0:
+        return float(value)
     if value is None and hint in (Path | None, int | None):
         return None
-    names = {int: "a positive whole number", float: "a positive number", str: "a string"}
+    names: dict[Any, str] = {
+        int: "a positive whole number",
+        float: "a positive number",
+        str: "a string",
+    }
     names |= {Path: "a folder's path", Limits: "an object", int | None: "a positive whole number"}
     raise InvalidArgument(f"{what} must be {names.get(hint, str(hint))}, not {json.dumps(value)}")

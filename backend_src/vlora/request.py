@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vlora.sampling import SamplingParams
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+DoubleArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 MIN_STOPPABLE_ID = 16

@@ -97,9 +97,7 @@ class SamplingParams:
             if key in NOT_YET:
                 raise Unsupported(f"sampling parameter '{key}' is not yet supported")
             if key in REFUSED:
-                raise Unsupported(
-                    f"sampling parameter '{key}' is not supported: {REFUSED[key]}"
-                )
+                raise Unsupported(f"sampling parameter '{key}' is not supported: {REFUSED[key]}")
             if key not in _READERS:
                 raise InvalidArgument(
                     f"unknown sampling parameter '{key}'{nearest(key, KNOWN_KEYS)}"
@@ -113,10 +111,10 @@ class SamplingParams:
             raise InvalidArgument(
                 f"'min_tokens' = {params.min_tokens} is above 'max_tokens' = {params.max_tokens}"
             )
-        if params.choices and (params.stop or params.min_tokens or params.ignore_eos):
+        clash = [key for key in _NOT_WITH_CHOICES if params.choices and getattr(params, key)]
+        if clash:
             raise InvalidArgument(
-                "'choices' cannot be combined with 'stop', 'min_tokens' or 'ignore_eos':"
-                " the answer is one whole choice"
+                f"'choices' cannot be combined with '{clash[0]}': the answer is one whole choice"
             )
         return params
 
@@ -252,6 +250,8 @@ def _token_ids(key: str, value: Any) -> tuple[int, ...]:
         raise _wrong(key, value, f"a list of at most {MAX_STOP_STRINGS} token ids")
     return tuple(_whole(key, item) for item in value)
 
+
+_NOT_WITH_CHOICES = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
 
 _TOKENS = _wholes(1, 2**31 - 1, "a whole number ≥ 1")
 

@@ -59,11 +59,36 @@ CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations whose adapters only fit a base they have changed themselves."""
 
 HARMLESS = frozenset(
-    "alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying"
-    " eva_config exclude_modules inference_mode init_lora_weights layers_pattern"
-    " layers_to_transform loftq_config lora_alpha lora_dropout lora_ga_config megatron_config"
-    " megatron_core peft_type peft_version qalora_group_size r rank_pattern revision"
-    " target_modules task_type use_rslora runtime_config".split()
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_config",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    }
 )
 """Keys of `adapter_config.json` that are either used below or change nothing at inference."""
 

@@ -65,7 +65,7 @@ def _declaration(declared: Any, refuse: Refuse) -> tuple[tuple[str, ...], tuple[
     if declared is None:
         raise refuse("declares no 'head', though head.safetensors exists")
     if not isinstance(declared, dict) or set(declared) != {"labels", "tasks"}:
-        raise refuse("must give 'head' as {\"labels\": [...], \"tasks\": [...]}")
+        raise refuse('must give \'head\' as {"labels": [...], "tasks": [...]}')
     for key, value in declared.items():
         if (
             not isinstance(value, list)

@@ -39,6 +39,6 @@ class LoraLinear:
         """x: [T, d_in] → [T, sum of the group's d_out]."""
         y = F.linear(x, self._place.view(self._slab.active), self._bias)
         if segments:
-            for part, pairs in zip(y.split(self.widths, dim=1), self._pairs, strict=True):
+            for part, pairs in zip(torch.split(y, self.widths, dim=1), self._pairs, strict=True):
                 op.apply(part, x, segments, pairs)
         return y

@@ -1,0 +1,276 @@
+"""The engine: schedule → forward → update, one step at a time, on whichever thread calls it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from vlora.config import Options
+from vlora.engine.answer import Answer
+from vlora.engine.plan import StepPlan
+from vlora.engine.scheduler import Budgets, Scheduler
+from vlora.engine.sequence import Sequence
+from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
+from vlora.lora.adapter import ModelShape
+from vlora.lora.store import AdapterStore, find_folders
+from vlora.memory.kv import BlockTable
+from vlora.memory.pool import PagePool
+from vlora.metrics import EngineStats
+from vlora.model.inputs import Prompt, PromptReader
+from vlora.model.loader import load_config, load_weights
+from vlora.model.runner import RowRange, Runner, StepResult
+from vlora.model.sampler import TokenSampler
+from vlora.model.vocabulary import Vocabulary
+from vlora.request import Output, Request
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that has passed every check at the edge."""
+
+    request: Request
+    prompt: Prompt
+    sampler: TokenSampler
+    slot: int
+    max_tokens: int
+
+
+class Engine:
+    """One model, its adapters, its pages. `prepare` may be called from any thread; all else
+    belongs to one."""
+
+    def __init__(
+        self,
+        options: Options,
+        adapter_names: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Loads the checkpoint and the adapters. adapter_names: name → folder besides those under
+        `options.adapters`. Raises InvalidArgument for what cannot be served."""
+        if options.max_num_batched_tokens < options.max_num_seqs:
+            raise InvalidArgument(
+                f"'max_num_batched_tokens' = {options.max_num_batched_tokens} must be at least"
+                f" 'max_num_seqs' = {options.max_num_seqs}: each running request needs a row a step"
+            )
+        self._clock = clock
+        self.config = load_config(options.model)
+        weights = load_weights(options.model, self.config)
+        self.slab = weights.slab
+        self.adapters = AdapterStore(
+            ModelShape(
+                layers=self.config.layers,
+                hidden=self.config.hidden,
+                vocabulary=self.config.vocabulary,
+                shapes=self.config.target_shapes,
+                lm_head=weights.lm_head,
+            )
+        )
+        self.adapters.load(find_folders(options.adapters, adapter_names or {}))
+        pages = options.kv_cache_tokens // options.block_size
+        self.pool = PagePool(pages)
+        self._block_size = options.block_size
+        self.max_model_len = _context(options, self.config.context, pages * options.block_size)
+        self._runner = Runner(self.config, weights, self.adapters, pages, options.block_size)
+        self._reader = PromptReader(options.model, self.config)
+        self._tokenizing = threading.Lock()
+        self._vocabulary = Vocabulary(self._reader.tokenizer)
+        self.scheduler = Scheduler(Budgets(options.max_num_seqs, options.max_num_batched_tokens))
+        self._answers: dict[str, Answer] = {}
+        self._stats = EngineStats(pages_total=pages, block_size=options.block_size)
+
+    # -- at the edge, on the caller's thread -------------------------------------------------
+
+    def prepare(self, request: Request) -> Prepared:
+        """Every check that a request can fail, before it is queued. Raises a VLoraError."""
+        params = request.sampling
+        slot = self.adapters.slot(request.adapter)
+        if request.use_head and (slot < 0 or self.adapters.adapter(slot).head is None):
+            raise InvalidArgument(f"adapter {request.adapter!r} has no vision task head")
+        beyond = [t for t in params.stop_token_ids if not 0 <= t < self.config.vocabulary]
+        if beyond:
+            raise InvalidArgument(
+                f"'stop_token_ids' holds {beyond[0]}; ids run from 0 to"
+                f" {self.config.vocabulary - 1}"
+            )
+        if not request.prompt:
+            raise InvalidArgument("the prompt is empty; give a text")
+        with self._tokenizing:
+            prompt = self._reader.read(request.prompt, request.images)
+        max_tokens = self._max_tokens(request, len(prompt.ids))
+        sampler = TokenSampler(params, request.id, self.config.eos_tokens, self._vocabulary)
+        if sampler.choices is not None and sampler.choices.least_tokens > max_tokens:
+            raise InvalidArgument(
+                f"the longest of 'choices' needs {sampler.choices.least_tokens} tokens;"
+                f" {max_tokens} are left for it"
+            )
+        return Prepared(request, prompt, sampler, slot, max_tokens)
+
+    def _max_tokens(self, request: Request, prompt: int) -> int:
+        """Tokens this answer may have; a prompt or a limit beyond the context is refused."""
+        if prompt < 1:
+            raise InvalidArgument("the prompt is empty; give a text")
+        least = 0 if request.use_head else 1
+        room = self.max_model_len - prompt
+        if room < least:
+            raise InvalidArgument(
+                f"the prompt has {prompt} tokens; with at least {least} for the answer"
+                f" it must fit the context of {self.max_model_len}"
+            )
+        if request.use_head:
+            return 0
+        asked = request.sampling.max_tokens
+        if asked is not None and asked > room:
+            raise InvalidArgument(
+                f"'max_tokens' = {asked} with a prompt of {prompt} tokens exceeds"
+                f" the context of {self.max_model_len}; at most {room} are left"
+            )
+        return room if asked is None else asked
+
+    # -- on the engine's thread --------------------------------------------------------------
+
+    def add(self, prepared: Prepared, arrival: float) -> None:
+        """Queues a prepared request; its id must not be live."""
+        request = prepared.request
+        if request.id in self._answers:
+            raise ValueError(f"request id {request.id!r} is live already")
+        sequence = Sequence(
+            request=request,
+            prompt=prepared.prompt.ids,
+            slot=prepared.slot,
+            max_tokens=prepared.max_tokens,
+            arrival=arrival,
+            table=BlockTable(self.pool, self._block_size),
+        )
+        info = self.adapters.info(request.adapter) if request.adapter else None
+        self._answers[request.id] = Answer(
+            sequence, prepared.prompt, prepared.sampler, self._vocabulary, info
+        )
+        self.scheduler.add(sequence)
+
+    def step(self) -> list[Output]:
+        """One iteration; the news of every request that has some."""
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            return []
+        result = self._forward(plan)
+        return self._update(plan, result)
+
+    def abort(self, request_id: str, reason: VLoraError | None = None) -> list[Output]:
+        """Ends a request; its last output carries `reason` (Cancelled by default). An unknown id
+        is no error: it may just have finished."""
+        answer = self._answers.get(request_id)
+        if answer is None:
+            return []
+        self._forget(answer)
+        failed = isinstance(reason, Internal)
+        self._count(failed=failed, aborted=not failed)
+        return [answer.ended(reason or Cancelled("the request was cancelled"), self._clock())]
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    @property
+    def live_ids(self) -> tuple[str, ...]:
+        return tuple(self._answers)
+
+    @property
+    def running_ids(self) -> tuple[str, ...]:
+        return tuple(sequence.id for sequence in self.scheduler.running)
+
+    def stats(self) -> EngineStats:
+        """A snapshot; also safe from other threads."""
+        running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
+        return replace(
+            self._stats,
+            running=len(running),
+            waiting=len(waiting),
+            pages_used=self.pool.used,
+            running_adapters=Counter(s.request.adapter or "" for s in running),
+            waiting_adapters=Counter(s.request.adapter or "" for s in waiting),
+        )
+
+    def check_integrity(self) -> None:
+        """Pages add up, and every page in use belongs to a running sequence."""
+        self.pool.check_integrity()
+        held = sum(len(sequence.table.pages) for sequence in self.scheduler.running)
+        assert held == self.pool.used, (held, self.pool.used)
+        assert all(not sequence.table.pages for sequence in self.scheduler.waiting)
+        known = {s.id for s in (*self.scheduler.running, *self.scheduler.waiting)}
+        assert known == set(self._answers), known ^ set(self._answers)
+
+    def _forward(self, plan: StepPlan) -> StepResult:
+        now = self._clock()
+        ranges = []
+        for chunk in plan.chunks:
+            answer = self._answers[chunk.sequence_id]
+            answer.started(now)
+            sequence = answer.sequence
+            kind = "head" if sequence.request.use_head else "logits"
+            ranges.append(
+                RowRange(
+                    tokens=sequence.tokens[chunk.start : chunk.start + chunk.length],
+                    start=chunk.start,
+                    pages=sequence.table.pages,
+                    slot=chunk.slot,
+                    prompt=answer.prompt,
+                    last=kind if chunk.completes else None,
+                )
+            )
+        return self._runner.forward(ranges, plan.live)
+
+    def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
+        """Counters forward, tokens drawn, answers ended."""
+        now = self._clock()
+        best = result.logits.argmax(dim=1).tolist()
+        logits = iter(zip(result.logits, best, strict=True))
+        scores = iter(result.scores)
+        outputs: list[Output] = []
+        for chunk in plan.chunks:
+            answer = self._answers[chunk.sequence_id]
+            answer.sequence.computed += chunk.length
+            if not chunk.completes:
+                continue
+            if answer.sequence.request.use_head:
+                output = answer.scored(next(scores), now)
+            else:
+                row, largest = next(logits)
+                output = answer.drawn(row, largest, now)
+            outputs.append(output)
+            if output.finished:
+                self._forget(answer)
+        self._count(
+            steps=1,
+            rows=plan.rows,
+            decode_steps=plan.decode_rows > 0,
+            decode_rows=plan.decode_rows,
+            prompt_tokens=plan.rows - plan.decode_rows,
+            generated_tokens=len(result.logits),
+            finished=sum(output.finished for output in outputs),
+            preemptions=len(plan.preempted),
+        )
+        return outputs
+
+    def _forget(self, answer: Answer) -> None:
+        self.scheduler.remove(answer.sequence)
+        del self._answers[answer.sequence.id]
+
+    def _count(self, **more: int) -> None:
+        self._stats = replace(
+            self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()}
+        )
+
+
+def _context(options: Options, checkpoint: int, pool: int) -> int:
+    """The context served: asked for, the checkpoint's, and what the pool can hold of one."""
+    asked = options.max_model_len or checkpoint
+    if asked > checkpoint:
+        raise InvalidArgument(f"'max_model_len' = {asked} is above the checkpoint's {checkpoint}")
+    if pool < 1 or (options.max_model_len and asked > pool):
+        raise InvalidArgument(
+            f"'kv_cache_tokens' = {options.kv_cache_tokens} cannot hold a context of {asked}"
+        )
+    return min(asked, pool)

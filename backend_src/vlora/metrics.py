@@ -1,0 +1,39 @@
+"""Figures of a running engine: counted by the engine thread, read by anyone as a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since start, and gauges of now.
+
+    decode_steps: steps with at least one row that continues an answer; decode_rows: such rows,
+    so that decode_rows / decode_steps is the mean batch of decoding.
+    running_adapters, waiting_adapters: requests by adapter name ("" is the base model).
+    """
+
+    steps: int = 0
+    rows: int = 0
+    decode_steps: int = 0
+    decode_rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    preemptions: int = 0
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    block_size: int = 0
+    running_adapters: Mapping[str, int] = field(default_factory=dict)
+    waiting_adapters: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of pages in use, 0–1."""
+        return self.pages_used / self.pages_total if self.pages_total else 0.0

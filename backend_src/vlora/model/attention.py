@@ -1,0 +1,123 @@
+"""Paged attention in plain torch: keys and values live in pages, one block table a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows `row … row + length - 1` of a step are positions `start …` of one sequence."""
+
+    row: int
+    length: int
+    start: int
+    pages: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """Positions known to this sequence once the step is done."""
+        return self.start + self.length
+
+
+class KVStore:
+    """The pages' bytes: [pages, layers, 2, block, kv_heads, head_dim] fp32, a page contiguous."""
+
+    def __init__(self, pages: int, layers: int, block: int, kv_heads: int, head_dim: int) -> None:
+        self.block = block
+        self._data = torch.zeros(pages, layers, 2, block, kv_heads, head_dim)
+
+    def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [pages, block, kv_heads, head_dim] of one layer."""
+        return self._data[:, layer, 0], self._data[:, layer, 1]
+
+
+class AttentionPlan:
+    """Where a step's rows write and read. Made once a step, used by every layer.
+
+    Spans of one row are attended together, padded to the longest; longer ones each alone.
+    """
+
+    def __init__(self, spans: Sequence[Span], store: KVStore) -> None:
+        self._store = store
+        block = store.block
+        positions: list[int] = []
+        pages: list[int] = []
+        for span in spans:
+            for position in range(span.start, span.end):
+                positions.append(position)
+                pages.append(span.pages[position // block])
+        self.positions = torch.tensor(positions, dtype=torch.long)
+        self._write_page = torch.tensor(pages, dtype=torch.long)
+        self._write_offset = self.positions % block
+        self._long = [
+            (span, torch.tensor(span.pages[: -(-span.end // block)]), _causal(span))
+            for span in spans
+            if span.length > 1
+        ]
+        self._single = [span for span in spans if span.length == 1]
+        if self._single:
+            self._single_rows = torch.tensor([span.row for span in self._single])
+            used = [-(-span.end // block) for span in self._single]
+            widest = max(used)
+            self._single_pages = torch.tensor(
+                [
+                    [*span.pages[:count], *[span.pages[0]] * (widest - count)]
+                    for span, count in zip(self._single, used, strict=True)
+                ]
+            )
+            ends = torch.tensor([span.end for span in self._single])
+            columns = torch.arange(widest * block)
+            self._single_mask = (columns[None, :] < ends[:, None])[:, None, None, :]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query: [T, heads, dim]; key, value: [T, kv_heads, dim] → [T, heads, dim].
+
+        Writes key and value to their pages, then lets every row see its sequence up to itself.
+        """
+        keys, values = self._store.keys_values(layer)
+        keys[self._write_page, self._write_offset] = key
+        values[self._write_page, self._write_offset] = value
+        out = torch.empty_like(query)
+        for span, pages, mask in self._long:
+            rows = slice(span.row, span.row + span.length)
+            out[rows] = F.scaled_dot_product_attention(
+                query[rows].transpose(0, 1)[None],
+                _gather(keys, pages[None], span.end),
+                _gather(values, pages[None], span.end),
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+        if self._single:
+            width = self._single_mask.shape[-1]
+            out[self._single_rows] = F.scaled_dot_product_attention(
+                query[self._single_rows][:, :, None],
+                _gather(keys, self._single_pages, width),
+                _gather(values, self._single_pages, width),
+                attn_mask=self._single_mask,
+                enable_gqa=True,
+            )[:, :, 0]
+        return out
+
+
+def _causal(span: Span) -> torch.Tensor | None:
+    """[length, end] mask of a chunk; None where it starts its sequence (plain causal)."""
+    if span.start == 0:
+        return None
+    rows = torch.arange(span.start, span.end)
+    return torch.arange(span.end)[None, :] <= rows[:, None]
+
+
+def _gather(store: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    """[pages, block, kv_heads, dim] by [batch, n] → [batch, kv_heads, length, dim]."""
+    batch, count = pages.shape
+    block, heads, dim = store.shape[1:]
+    gathered = store[pages].view(batch, count * block, heads, dim)
+    return gathered[:, :length].transpose(1, 2)

@@ -1,0 +1,96 @@
+"""Prompt text and image features → token ids and where each image row goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from vlora.errors import InvalidArgument
+from vlora.model.loader import DecoderConfig
+from vlora.request import ImageFeatures
+
+NO_IMAGE = -1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids: token ids, image placeholders expanded. feature_row: [len(ids)] row of `features` that
+    replaces the embedding at this position, or NO_IMAGE. features: [rows, hidden] or None."""
+
+    ids: tuple[int, ...]
+    feature_row: torch.Tensor
+    features: torch.Tensor | None
+
+
+class PromptReader:
+    """The checkpoint's tokenizer, and the expansion of its image placeholder."""
+
+    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+        self._config = config
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def read(self, text: str, images: ImageFeatures | None) -> Prompt:
+        """Raises InvalidArgument where placeholders and images do not agree, or features do not
+        fit the model."""
+        tokens = self._tokenize(text)
+        image_token = self._config.image_token
+        placeholders = tokens.count(image_token) if image_token is not None else 0
+        given = images.count if images is not None else 0
+        if placeholders != given:
+            raise InvalidArgument(
+                f"the prompt has {placeholders} image placeholder{'s' * (placeholders != 1)}"
+                f" for {given} image{'s' * (given != 1)}"
+            )
+        if images is None or given == 0:
+            return Prompt(tuple(tokens), torch.full((len(tokens),), NO_IMAGE), None)
+        self._check(images)
+        ids: list[int] = []
+        rows: list[int] = []
+        image = 0
+        for token in tokens:
+            if token != image_token:
+                ids.append(token)
+                rows.append(NO_IMAGE)
+                continue
+            first, count = int(images.layout[image, 0]), int(images.layout[image, 1])
+            ids.extend([token] * count)
+            rows.extend(range(first, first + count))
+            image += 1
+        return Prompt(tuple(ids), torch.tensor(rows), torch.from_numpy(images.features.copy()))
+
+    def _tokenize(self, text: str) -> list[int]:
+        """Text that begins with the begin-of-text token has it once; other text gets it where
+        the tokenizer adds one."""
+        bos = self.tokenizer.bos_token
+        starts = bool(bos) and text.startswith(bos)
+        return list(self.tokenizer(text, add_special_tokens=not starts)["input_ids"])
+
+    def _check(self, images: ImageFeatures) -> None:
+        features, layout = images.features, images.layout
+        if features.ndim != 2 or features.shape[1] != self._config.hidden:
+            raise InvalidArgument(
+                f"'image_features' has shape {list(features.shape)};"
+                f" it must be [rows, {self._config.hidden}]"
+            )
+        if layout.ndim != 2 or layout.shape[1] != 6:
+            raise InvalidArgument(
+                f"'image_layout' has shape {list(layout.shape)}; it must be [images, 6]"
+            )
+        expected = 0
+        for first, count in layout[:, :2].tolist():
+            if first != expected or count < 1:
+                raise InvalidArgument(
+                    "'image_layout' must list contiguous row ranges in order:"
+                    f" ({first}, {count}) does not start at row {expected}"
+                )
+            expected += count
+        if expected != features.shape[0]:
+            raise InvalidArgument(
+                f"'image_layout' covers {expected} rows, 'image_features' has {features.shape[0]}"
+            )
+        if not np.isfinite(features).all():
+            raise InvalidArgument("'image_features' holds NaN or Inf")
