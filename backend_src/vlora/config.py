@@ -116,6 +116,19 @@ def load_options(path: Path, environment: Mapping[str, str] | None = None) -> Op
     return options
 
 
+def load_adapter_names(path: Path) -> dict[str, str]:
+    """`multi_lora.json`, name → folder relative to the adapter root; empty without the file."""
+    if not path.is_file():
+        return {}
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise InvalidArgument(f"cannot read {path}: {error}") from error
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        raise InvalidArgument(f"{path} must hold a JSON object of adapter name → folder")
+    return given
+
+
 def parse_options(given: Mapping[str, Any], where: str, folder: Path) -> Options:
     """Options from a JSON object; relative paths are resolved against `folder`."""
     values: dict[str, Any] = {}

@@ -1,0 +1,113 @@
+"""Engine outputs → response tensors, as the vLLM backend lays them out.
+
+Not known here: Triton, and when a response is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+
+from vlora.request import HeadScores, Output, Timings
+from vlora.serving.codec import Call
+from vlora.serving.tensors import strings
+
+
+class AnswerWriter:
+    """Turns the outputs of one request into its responses.
+
+    Streaming: one response per output, with what is new. Otherwise: nothing until the last one,
+    then everything at once.
+    """
+
+    def __init__(self, call: Call, task: str) -> None:
+        self._call = call
+        self._task = task
+        self._text: list[str] = []
+        self._num_tokens = 0
+        self._logprobs: list[dict[str, dict[str, object]]] | None = None
+        self._cumulative: float | None = None
+
+    def write(self, output: Output) -> dict[str, np.ndarray] | None:
+        """The response for `output` (which carries no error), or None when there is none yet."""
+        self._collect(output)
+        if not (self._call.wanted.stream or output.finished):
+            return None
+        response = self._response(output)
+        self._text.clear()
+        self._num_tokens = 0
+        self._logprobs = None
+        return response
+
+    def _collect(self, output: Output) -> None:
+        text = output.text
+        if output.head is not None and not text:
+            text = output.head.best
+        self._text.append(text)
+        self._num_tokens += len(output.token_ids)
+        if output.logprobs is None:
+            return
+        self._logprobs = self._logprobs or []
+        for token in output.logprobs:
+            self._cumulative = (self._cumulative or 0.0) + token[0].logprob
+            self._logprobs.append(
+                {
+                    str(entry.token_id): {
+                        "logprob": entry.logprob,
+                        "rank": entry.rank,
+                        "decoded_token": entry.text,
+                    }
+                    for entry in token
+                }
+            )
+
+    def _response(self, output: Output) -> dict[str, np.ndarray]:
+        wanted = self._call.wanted
+        text = "".join(self._text)
+        if wanted.prepend_input:
+            text = self._call.text + text
+        tensors = {"text_output": strings([text])}
+        if wanted.finish_reason:
+            tensors["finish_reason"] = strings([str(output.finish_reason)])
+        if wanted.num_input_tokens:
+            tensors["num_input_tokens"] = np.array([output.num_input_tokens], dtype=np.uint32)
+        if wanted.num_output_tokens:
+            tensors["num_output_tokens"] = np.array([self._num_tokens], dtype=np.uint32)
+        if wanted.logprobs:
+            tensors["logprobs"] = strings([json.dumps(self._logprobs)])
+        if wanted.cumulative_logprob:
+            value = math.nan if self._cumulative is None else self._cumulative
+            tensors["cumulative_logprob"] = np.array([value], dtype=np.float32)
+        if self._call.metadata is not None or wanted.everything:
+            tensors["metadata"] = strings([self._call.metadata or b""])
+        if output.head is not None or wanted.everything:
+            tensors |= _head_tensors(output.head)
+        if output.finished:
+            tensors["details"] = strings([self._details(output)])
+        return tensors
+
+    def _details(self, output: Output) -> str:
+        adapter = None
+        if output.adapter is not None:
+            adapter = {"name": output.adapter, "digest": output.adapter_digest}
+        return json.dumps(
+            {"task": self._task, "adapter": adapter, "timings": _timings(output.timings)}
+        )
+
+
+def _head_tensors(head: HeadScores | None) -> dict[str, np.ndarray]:
+    scores, labels = (head.scores, head.labels) if head is not None else ((), ())
+    return {
+        "head_scores": np.array(scores, dtype=np.float32),
+        "head_labels": strings(labels),
+    }
+
+
+def _timings(timings: Timings) -> dict[str, float]:
+    return {
+        "queued": round(timings.queued, 6),
+        "first_token": round(timings.first_token, 6),
+        "total": round(timings.total, 6),
+    }

@@ -1,0 +1,284 @@
+"""Tensors of the wire ↔ values of the engine. Pure: numpy in, values out, and back.
+
+Names, shapes and defaults follow the vLLM backend, so that its clients work unchanged; a request
+that carries `image_layout` came through the vision encoder (the ensembles' first step always
+sends it) and gets the ensembles' defaults instead.
+
+Not known here: Triton, threads, the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlora.config import Limits
+from vlora.errors import InvalidArgument
+from vlora.request import ImageFeatures, IntArray, Request
+from vlora.sampling import SamplingParams, load_object
+from vlora.serving.tensors import Inputs, Tensors
+from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
+
+if TYPE_CHECKING:
+    from vlora.lora.adapter import AdapterInfo
+
+TRITONS_OWN_PARAMETERS = frozenset(
+    {
+        "binary_data",
+        "binary_data_output",
+        "binary_data_size",
+        "classification",
+        "priority",
+        "sequence_end",
+        "sequence_id",
+        "sequence_start",
+        "shared_memory_byte_size",
+        "shared_memory_offset",
+        "shared_memory_region",
+        "timeout",
+    }
+)
+"""Request parameters that Triton's protocols define; never sampling keys."""
+
+TRITONS_OWN_PREFIXES = ("triton_", "x-")
+"""Reserved by Triton, and headers forwarded by its HTTP front end."""
+
+IMAGE_INPUTS = ("image", "frames", "frames_raw")
+FEATURE_INPUTS = ("image_features", "image_layout", "image_size")
+
+DEFAULT_TASK = "vqa"
+"""The ensembles' task where neither the request nor its adapter says which."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the client asked to be told beside the text, and how."""
+
+    stream: bool
+    prepend_input: bool
+    finish_reason: bool
+    num_input_tokens: bool
+    num_output_tokens: bool
+    logprobs: bool
+    cumulative_logprob: bool
+    everything: bool
+    """Every output is set in every response: an ensemble's step must not leave one out."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One `lmm` request as read from the wire, before adapter, task and template are applied.
+
+    images: features that came with the request; None when there are no images, or when
+        `raw_images` still has to go through the vision encoder.
+    counts: images and frames, in the order of the prompt's placeholders.
+    """
+
+    text: str
+    task: str | None
+    sampling: Mapping[str, Any]
+    wanted: Wanted
+    client_id: str
+    images: ImageFeatures | None
+    counts: tuple[int, int]
+    raw_images: Mapping[str, np.ndarray]
+    metadata: bytes | None
+    ensemble: bool
+
+    def with_images(self, images: ImageFeatures) -> Call:
+        return replace(self, images=images, counts=count_images(images.layout), raw_images={})
+
+
+def is_stop(tensors: Tensors) -> bool:
+    """Whether this request only asks to end another one (`stop: true`)."""
+    return bool(Inputs(tensors).flag("stop"))
+
+
+def read_call(
+    tensors: Tensors, parameters: Mapping[str, Any], client_id: str, limits: Limits, hidden: int
+) -> Call:
+    """The request in `tensors`, every field checked. `hidden`: width of an image feature.
+
+    Raises InvalidArgument (or Unsupported) naming the field and what would fit.
+    """
+    inputs = Inputs(tensors)
+    ensemble = "image_layout" in tensors
+    text = inputs.required_text("text_input")
+    images = _read_features(inputs, hidden)
+    raw_images = {name: tensors[name] for name in IMAGE_INPUTS if inputs.has_rows(name)}
+    if raw_images and "image_features" in tensors:
+        raise InvalidArgument(
+            f"'{next(iter(raw_images))}' and 'image_features' were both given;"
+            " send images, or the encoder's features of them"
+        )
+    return Call(
+        text=text,
+        task=inputs.text("task") or None,
+        sampling=read_sampling(inputs, parameters, limits),
+        wanted=_read_wanted(inputs, ensemble),
+        client_id=client_id,
+        images=images,
+        counts=(0, 0) if images is None else count_images(images.layout),
+        raw_images=raw_images,
+        metadata=inputs.blob("metadata", limits.max_metadata_bytes),
+        ensemble=ensemble,
+    )
+
+
+def read_sampling(
+    inputs: Inputs, parameters: Mapping[str, Any], limits: Limits
+) -> Mapping[str, Any]:
+    """Sampling keys: those of `sampling_parameters`, or, without it, the request's parameters."""
+    given = inputs.blob("sampling_parameters", limits.max_json_bytes)
+    if given is not None:
+        return load_object(inputs.decode("sampling_parameters", given))
+    return sampling_keys(parameters)
+
+
+def sampling_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The request's parameters without Triton's own."""
+    return {
+        key: value
+        for key, value in parameters.items()
+        if key not in TRITONS_OWN_PARAMETERS and not key.lower().startswith(TRITONS_OWN_PREFIXES)
+    }
+
+
+def _read_wanted(inputs: Inputs, ensemble: bool) -> Wanted:
+    stream = inputs.flag("stream")
+    if stream is None:
+        stream = ensemble
+    exclude = inputs.flag("exclude_input_in_output")
+    if exclude is None:
+        exclude = ensemble or stream
+    if stream and not exclude:
+        raise InvalidArgument(
+            "'exclude_input_in_output' = false is not possible while streaming;"
+            " leave it out or send 'stream' = false"
+        )
+
+    def asked(name: str) -> bool:
+        return bool(inputs.flag(name))
+
+    return Wanted(
+        stream=stream,
+        prepend_input=not exclude,
+        finish_reason=asked("return_finish_reason") or ensemble,
+        num_input_tokens=asked("return_num_input_tokens") or ensemble,
+        num_output_tokens=asked("return_num_output_tokens") or ensemble,
+        logprobs=asked("return_logprobs"),
+        cumulative_logprob=asked("return_cumulative_logprob"),
+        everything=ensemble,
+    )
+
+
+def count_images(layout: IntArray) -> tuple[int, int]:
+    """Images and frames in a layout; frames are its video rows."""
+    frames = int((layout[:, 5] != 0).sum())
+    return int(layout.shape[0]) - frames, frames
+
+
+def _read_features(inputs: Inputs, hidden: int) -> ImageFeatures | None:
+    layout = inputs.array("image_layout", np.int32, (None, 6))
+    features = inputs.array("image_features", np.float32, (None, None))
+    sizes = inputs.array("image_size", np.int32, (None, 2))
+    if layout is None:
+        if features is not None:
+            raise InvalidArgument(
+                "'image_features' came without 'image_layout'; send both as the encoder gave them"
+            )
+        return None
+    if features is None:
+        if layout.shape[0]:
+            raise InvalidArgument("'image_layout' describes images but 'image_features' is absent")
+        return None
+    if sizes is not None and sizes.shape[0] != layout.shape[0]:
+        raise InvalidArgument(
+            f"'image_size' has {sizes.shape[0]} rows but 'image_layout' has {layout.shape[0]};"
+            " there must be one for each image"
+        )
+    check_features(features, layout, hidden)
+    return ImageFeatures(features, layout) if layout.shape[0] else None
+
+
+def check_features(features: np.ndarray, layout: np.ndarray, hidden: int) -> None:
+    """Raise InvalidArgument unless the layout covers the features row by row, all finite."""
+    rows = features.shape[0]
+    if rows and features.shape[1] != hidden:
+        raise InvalidArgument(
+            f"'image_features' has width {features.shape[1]}; this model's is {hidden}"
+        )
+    expected = 0
+    for index, (first, count, t, h, w, is_video) in enumerate(layout.tolist()):
+        if first != expected or count < 1:
+            raise InvalidArgument(
+                f"'image_layout' row {index} is rows {first} to {first + count};"
+                f" it must begin at row {expected} and have at least one"
+            )
+        if min(t, h, w) < 1 or is_video not in (0, 1):
+            raise InvalidArgument(
+                f"'image_layout' row {index} has t, h, w, is_video = {t}, {h}, {w}, {is_video};"
+                " the first three must be positive and the last 0 or 1"
+            )
+        expected += count
+    if expected != rows:
+        raise InvalidArgument(
+            f"'image_layout' describes {expected} rows but 'image_features' has {rows}"
+        )
+    if not np.isfinite(features).all():
+        raise InvalidArgument("'image_features' holds NaN or infinite values; all must be finite")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request ready for the engine, with the task that was chosen for it."""
+
+    request: Request
+    task: str
+
+
+def prepare(
+    call: Call, request_id: str, info: AdapterInfo | None, template: ChatTemplate
+) -> Prepared:
+    """Choose the task, render the prompt and parse the sampling parameters.
+
+    info: of the adapter that `call` names, None for the base model.
+    """
+    task = call.task or _default_task(call, info)
+    prompt = render(task, call.text, *call.counts, template)
+    defaults = SamplingParams()
+    if call.ensemble:
+        defaults = SamplingParams(temperature=0.0, max_tokens=TASK_DEFAULT_MAX_TOKENS[task])
+    sampling = SamplingParams.parse(call.sampling, defaults)
+    if call.wanted.cumulative_logprob and sampling.logprobs is None:
+        sampling = replace(sampling, logprobs=0)
+    request = Request(
+        id=request_id,
+        prompt=prompt,
+        sampling=sampling,
+        adapter=None if info is None else info.name,
+        images=call.images,
+        use_head=info is not None and task in info.head_tasks,
+        client_id=call.client_id,
+    )
+    return Prepared(request, task)
+
+
+def adapter_name(call: Call) -> str | None:
+    """The adapter that the request names, checked to be a string."""
+    name = call.sampling.get("lora_name")
+    if name is not None and not isinstance(name, str):
+        raise InvalidArgument(f"'lora_name' must be a string, not {json.dumps(name)}")
+    return name
+
+
+def _default_task(call: Call, info: AdapterInfo | None) -> str:
+    if not call.ensemble:
+        return "raw"
+    if info is not None and len(info.tasks) == 1:
+        return info.tasks[0]
+    return DEFAULT_TASK

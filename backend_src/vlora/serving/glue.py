@@ -1,0 +1,153 @@
+"""Between Triton's Python backend and the services: the only importer of `pb_utils`.
+
+Everything here is a thin adaptation; what is decided is decided in the services.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from vlora.config import Options, load_adapter_names, load_options
+from vlora.errors import VLoraError
+from vlora.request import ImageFeatures
+from vlora.serving.encoder import from_tensors
+from vlora.serving.responder import coded, decoded
+from vlora.serving.tensors import Tensors
+
+log = logging.getLogger(__name__)
+
+LMM = "lmm"
+VISION_ENCODER = "vision_encoder"
+
+
+def model_folder(args: Mapping[str, str], model: str | None = None) -> Path:
+    """The folder of this model, or of another in the same repository."""
+    own = Path(args["model_repository"])
+    return own if model is None else own.parent / model
+
+
+def options(args: Mapping[str, str]) -> Options:
+    """The options of `lmm/1/model.json`, which all models of the repository share."""
+    return load_options(model_folder(args, LMM) / "1" / "model.json")
+
+
+def adapter_names(args: Mapping[str, str]) -> dict[str, str]:
+    """The names of `lmm/1/multi_lora.json`."""
+    return load_adapter_names(model_folder(args, LMM) / "1" / "multi_lora.json")
+
+
+def inputs(request: Any) -> dict[str, np.ndarray]:
+    """The request's tensors by name; views that are gone when the request is."""
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def parameters(request: Any) -> dict[str, Any]:
+    found = json.loads(request.parameters() or "{}")
+    return found if isinstance(found, dict) else {}
+
+
+def response(tensors: Tensors) -> Any:
+    return pb_utils.InferenceResponse(
+        output_tensors=[pb_utils.Tensor(name, value) for name, value in tensors.items()]
+    )
+
+
+def error_response(error: VLoraError) -> Any:
+    """`error` with its code, beside the message and in it."""
+    code = getattr(pb_utils.TritonError, error.code)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(coded(error), code))
+
+
+class TritonResponder:
+    """Answers one request through its response sender.
+
+    **Invariant:** the sender is never asked anything once the final response is on its way:
+    Triton frees what `is_cancelled` looks at. The lock makes send and ask exclude each other.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def send(self, tensors: Tensors, final: bool) -> None:
+        self._send(response(tensors), final)
+
+    def fail(self, error: VLoraError) -> None:
+        self._send(error_response(error), final=True)
+
+    def is_cancelled(self) -> bool:
+        with self._lock:
+            return not self._closed and bool(self._sender.is_cancelled())
+
+    def _send(self, message: Any, final: bool) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = final
+            flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+            self._sender.send(message, flags=flags)
+
+
+def ask_lmm(tensors: Tensors, request_id: str) -> list[Tensors]:
+    """All responses of `lmm`; raises the error of one that failed. Blocks."""
+    outputs = ["text_output", "details"]
+    if "stop" not in tensors:
+        outputs += ["finish_reason", "num_input_tokens", "num_output_tokens", "logprobs"]
+        outputs += ["cumulative_logprob", "head_scores", "head_labels", "metadata"]
+    answers = _request(LMM, tensors, outputs, request_id).exec(decoupled=True)
+    return [_unwrap(answer) for answer in answers]
+
+
+def encode_images(tensors: Tensors) -> ImageFeatures:
+    """Features from `vision_encoder`, whose batch dimension is put on and taken off. Blocks."""
+    batched = {name: value[None] for name, value in tensors.items()}
+    outputs = ("image_features", "image_layout")
+    return from_tensors(_unwrap(_request(VISION_ENCODER, batched, outputs, "").exec()))
+
+
+def _request(model: str, tensors: Tensors, outputs: Sequence[str], request_id: str) -> Any:
+    return pb_utils.InferenceRequest(
+        model_name=model,
+        request_id=request_id,
+        inputs=[pb_utils.Tensor(name, value) for name, value in tensors.items()],
+        requested_output_names=list(outputs),
+    )
+
+
+def _unwrap(answer: Any) -> Tensors:
+    if answer.has_error():
+        raise decoded(answer.error().message())
+    return {tensor.name(): np.array(tensor.as_numpy()) for tensor in answer.output_tensors()}
+
+
+class _TritonHandler(logging.Handler):
+    """Log records of ours as lines of Triton's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = pb_utils.Logger
+        text = self.format(record)
+        if record.levelno >= logging.ERROR:
+            logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            logger.log_warn(text)
+        else:
+            logger.log_info(text)
+
+
+def set_up_logging(model: str) -> None:
+    """Send the log of `vlora` to Triton's, each line with the model's name."""
+    handler = _TritonHandler()
+    handler.setFormatter(logging.Formatter(f"[{model}] %(message)s"))
+    logger = logging.getLogger("vlora")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

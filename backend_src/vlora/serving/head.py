@@ -1,0 +1,41 @@
+"""The `task_head` model without Triton: an answer of `lmm_unary` in, `result` JSON out."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from vlora.config import Limits
+from vlora.errors import InvalidArgument
+from vlora.serving.tensors import Inputs, Tensors, strings
+from vlora.vision.results import build_result
+
+
+def read_answer(tensors: Tensors, limits: Limits) -> Tensors:
+    """`result` of one answer; InvalidArgument names the input that does not fit."""
+    inputs = Inputs(tensors)
+    layout = inputs.array("image_layout", np.int32, (None, 6))
+    size = inputs.array("image_size", np.int32, (None, 2))
+    scores = inputs.array("head_scores", np.float32, (None,))
+    metadata = inputs.blob("metadata", limits.max_metadata_bytes) or b""
+    result = build_result(
+        text=inputs.required_text("text_output"),
+        details=_details(inputs.required_text("details")),
+        layout=np.zeros((0, 6), np.int32) if layout is None else layout,
+        size=np.zeros((0, 2), np.int32) if size is None else size,
+        labels=[inputs.decode("head_labels", label) for label in inputs.strings("head_labels")],
+        scores=[] if scores is None else scores.tolist(),
+        metadata=inputs.decode("metadata", metadata),
+    )
+    return {"result": strings([result])}
+
+
+def _details(text: str) -> dict[str, object]:
+    try:
+        details = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"'details' is not valid JSON: {error}") from error
+    if not isinstance(details, dict):
+        raise InvalidArgument("'details' must be a JSON object, as 'lmm' answers it")
+    return details

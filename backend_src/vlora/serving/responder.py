@@ -1,0 +1,52 @@
+"""How services answer: the one interface between them and Triton.
+
+Errors carry their code in the message as well (`NOT_FOUND: …`): a gRPC stream and a BLS call
+lose the code that Triton keeps beside the message, and no refusal may reach a client untyped.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Protocol
+
+from vlora.errors import BY_CODE, Internal, VLoraError
+from vlora.serving.tensors import Tensors
+
+log = logging.getLogger(__name__)
+
+_CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
+
+
+class Responder(Protocol):
+    """Answers one request. Owned by the service until it has sent the final response.
+
+    send and fail may be called from any thread, in order; after a final one nothing is sent.
+    """
+
+    def send(self, tensors: Tensors, final: bool) -> None: ...
+
+    def fail(self, error: VLoraError) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+def coded(error: VLoraError) -> str:
+    """The message as it goes over the wire: `CODE: sentence`."""
+    return f"{error.code}: {error.message}"
+
+
+def decoded(message: str) -> VLoraError:
+    """The error behind a wire message; one without a code is not ours, hence Internal."""
+    match = _CODED.search(message)
+    if match is None:
+        return Internal(message)
+    return BY_CODE[match[1]](match[2])
+
+
+def as_vlora_error(error: BaseException, what: str) -> VLoraError:
+    """`error` if it is typed; anything else is a fault of ours: logged here, told without detail."""
+    if isinstance(error, VLoraError):
+        return error
+    log.error("%s failed", what, exc_info=error)
+    return Internal(f"{what} failed; the server's log says more")

@@ -1,0 +1,43 @@
+"""`lmm`: hosts the engine. Decoupled: `execute` hands requests over and returns at once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from vlora.engine.loop import EngineLoop
+from vlora.serving import glue
+from vlora.serving.lmm import LmmService
+from vlora.vision.prompts import ChatTemplate
+
+BLS_THREADS = 16
+DRAIN_SECONDS = 20.0
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        glue.set_up_logging(args["model_name"])
+        options = glue.options(args)
+        self._loop = EngineLoop.from_options(options, glue.adapter_names(args))
+        self._pool = ThreadPoolExecutor(BLS_THREADS, thread_name_prefix="encode")
+        self._service = LmmService(
+            self._loop,
+            ChatTemplate.from_checkpoint(options.model),
+            options.limits,
+            glue.encode_images,
+            self._pool,
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            self._service.handle(
+                glue.inputs(request),
+                glue.parameters(request),
+                request.request_id(),
+                glue.TritonResponder(request),
+            )
+
+    def finalize(self) -> None:
+        self._service.close()
+        self._loop.shutdown(DRAIN_SECONDS)
+        self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,31 @@
+"""`lmm_unary`: `lmm` with one response per request."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from vlora.serving import glue
+from vlora.serving.unary import UnaryService
+
+REQUESTS_AT_ONCE = 128
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        glue.set_up_logging(args["model_name"])
+        self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="relay")
+        self._service = UnaryService(glue.ask_lmm, self._pool)
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            self._service.handle(
+                glue.inputs(request),
+                glue.parameters(request),
+                request.request_id(),
+                glue.TritonResponder(request),
+            )
+
+    def finalize(self) -> None:
+        self._service.close()
+        self._pool.shutdown()

@@ -1,0 +1,24 @@
+"""`task_head`: answers of the LMM as labels, boxes and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlora.serving import glue
+from vlora.serving.head import read_answer
+from vlora.serving.responder import as_vlora_error
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        glue.set_up_logging(args["model_name"])
+        self._limits = glue.options(args).limits
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            return glue.response(read_answer(glue.inputs(request), self._limits))
+        except Exception as error:
+            return glue.error_response(as_vlora_error(error, "reading the answer"))

@@ -1,0 +1,30 @@
+"""`vision_encoder`: images and frames to features, in batches, each distinct image once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vlora.errors import VLoraError
+from vlora.serving import glue
+from vlora.serving.encoder import encode_batch
+from vlora.vision.encoder import VisionEncoder
+from vlora.vision.features import EncoderService, FeatureCache
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        glue.set_up_logging(args["model_name"])
+        options = glue.options(args)
+        encoder = VisionEncoder(options.model, options.encoder_threads)
+        self._limits = options.limits
+        self._service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
+        logging.getLogger("vlora").info("%d rows of %d per image", encoder.rows, encoder.hidden)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        batch = [glue.inputs(request) for request in requests]
+        answers = encode_batch(batch, self._service, self._limits)
+        return [
+            glue.error_response(answer) if isinstance(answer, VLoraError) else glue.response(answer)
+            for answer in answers
+        ]
