@@ -1,0 +1,168 @@
+"""What the clients share: the connection, tensors of strings, streams, errors people can act on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+DEFAULT_URL = "127.0.0.1:8001"
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 120.0
+TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw")
+
+
+class ClientError(Exception):
+    """What the user can mend; shown as one sentence, without a traceback."""
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """Run a client's `main` as a program: exit status, errors as one line, Ctrl-C without noise."""
+    try:
+        sys.exit(main() or 0)
+    except ClientError as error:
+        sys.exit(f"error: {error}")
+    except InferenceServerException as error:
+        sys.exit(f"error: {explain(error)}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options by which every client finds the server and chooses an adapter."""
+    parser.add_argument(
+        "--url",
+        default=DEFAULT_URL,
+        metavar="HOST:PORT",
+        help="gRPC address (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--adapter", metavar="NAME", help="LoRA adapter that answers (default: the base model)"
+    )
+    parser.add_argument(
+        "--task",
+        choices=TASKS,
+        help="prompt template (default: the adapter's own task if it has just one, else vqa)",
+    )
+
+
+def sampling_parameters(adapter: str | None, **options: object) -> str:
+    """`sampling_parameters` as JSON; options that are None are left to the server."""
+    given = {"lora_name": adapter, **options}
+    return json.dumps({key: value for key, value in given.items() if value is not None})
+
+
+def string_input(name: str, values: Sequence[str | bytes]) -> Any:
+    """An input tensor of type BYTES and shape [len(values)]."""
+    raw = [value.encode() if isinstance(value, str) else value for value in values]
+    tensor = grpcclient.InferInput(name, [len(raw)], "BYTES")
+    tensor.set_data_from_numpy(np.array(raw, dtype=np.object_))
+    return tensor
+
+
+def request_inputs(
+    text: str,
+    *,
+    images: Sequence[bytes] = (),
+    frames: Sequence[bytes] = (),
+    sampling: str | None = None,
+    task: str | None = None,
+    metadata: str | None = None,
+) -> list[Any]:
+    """The inputs of one request to either ensemble; images and frames are encoded files."""
+    inputs = [string_input("text_input", [text])]
+    if images:
+        inputs.append(string_input("image", images))
+    if frames:
+        inputs.append(string_input("frames", frames))
+    for name, value in (
+        ("sampling_parameters", sampling),
+        ("task", task),
+        ("metadata", metadata),
+    ):
+        if value is not None:
+            inputs.append(string_input(name, [value]))
+    return inputs
+
+
+def connect(url: str, model: str) -> Any:
+    """A gRPC client of a server that is live and has `model` ready; ClientError says what is not.
+
+    The caller closes it.
+    """
+    client = grpcclient.InferenceServerClient(url)
+    try:
+        if not client.is_server_live(client_timeout=CONNECT_SECONDS):
+            raise ClientError(f"the server at {url} is not live yet; try again in a moment")
+        if not client.is_model_ready(model, client_timeout=CONNECT_SECONDS):
+            raise ClientError(f"the server at {url} has no model '{model}' ready")
+    except InferenceServerException as error:
+        client.close()
+        raise ClientError(
+            f"no server answers at {url} ({explain(error)});"
+            " start one with `make serve`, or give its gRPC address with --url"
+        ) from error
+    except ClientError:
+        client.close()
+        raise
+    return client
+
+
+def stream_responses(
+    client: Any,
+    model: str,
+    inputs: Sequence[Any],
+    request_id: str = "",
+    seconds: float = ANSWER_SECONDS,
+) -> Iterator[Any]:
+    """Each response of one streaming request as it comes, up to the final one.
+
+    Leaving the loop early, by an error or Ctrl-C as well, cancels the request. Raises the server's
+    error, or ClientError if `seconds` pass without a response.
+    """
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    client.start_stream(callback=lambda result, error: answers.put((result, error)))
+    finished = False
+    try:
+        client.async_stream_infer(
+            model, list(inputs), request_id=request_id, enable_empty_final_response=True
+        )
+        while not finished:
+            try:
+                result, error = answers.get(timeout=seconds)
+            except queue.Empty:
+                raise ClientError(f"no answer within {seconds:.0f} s") from None
+            if error is not None:
+                raise error
+            response = result.get_response()
+            finished = response.parameters["triton_final_response"].bool_param
+            if response.outputs:
+                yield result
+    finally:
+        client.stop_stream(cancel_requests=not finished)
+
+
+def first_string(result: Any, output: str) -> str:
+    """The first element of a string output, or an empty string where the output is absent."""
+    values = result.as_numpy(output)
+    return "" if values is None or not values.size else bytes(values.reshape(-1)[0]).decode()
+
+
+def first_number(result: Any, output: str) -> int:
+    """The first element of a number output, or 0 where the output is absent."""
+    values = result.as_numpy(output)
+    return 0 if values is None or not values.size else int(values.reshape(-1)[0])
+
+
+def explain(error: InferenceServerException) -> str:
+    """The server's own sentence, or gRPC's, with the status code where there is one."""
+    message = str(error.message() or error).strip()
+    status = error.status()
+    return f"{message} [{str(status).removeprefix('StatusCode.')}]" if status else message

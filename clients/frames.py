@@ -1,0 +1,192 @@
+"""Where frames come from: a video file, a folder of pictures, or a synthetic camera.
+
+A source yields chunks: one second of video each, of which a few evenly spaced frames are kept.
+Frames are uint8 [height, width, 3], RGB.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageOps
+
+from clients.common import ClientError
+
+Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """The kept frames of one second of a stream; `truth` is what happens, where it is known."""
+
+    frames: list[Pixels]
+    truth: str | None = None
+
+
+class Source(Protocol):
+    """One stream's endless supply of chunks."""
+
+    def chunks(self) -> Iterator[Chunk]: ...
+
+
+def pick(count: int, wanted: int) -> list[int]:
+    """Indices of `wanted` evenly spaced frames of `count`, each from the middle of its share."""
+    return [int((i + 0.5) * count / wanted) for i in range(wanted)]
+
+
+def open_source(name: str, fps: int, kept: int, stream: int) -> Source:
+    """`camera`, a folder or a video file as a source; ClientError where it is none of them."""
+    if name == "camera":
+        return SyntheticCamera(fps, kept, seed=stream)
+    path = Path(name)
+    if path.is_dir():
+        return FrameFolder(path, fps, kept)
+    if path.is_file():
+        return VideoFile(path, kept)
+    raise ClientError(f"'{name}' is no video file, no folder of frames, and not 'camera'")
+
+
+def encode_frame(frame: Pixels, format: str) -> bytes:
+    """A frame as a PNG or JPEG file."""
+    buffer = io.BytesIO()
+    options: dict[str, Any] = {"quality": 90} if format == "JPEG" else {"compress_level": 1}
+    Image.fromarray(frame).save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+class FrameFolder:
+    """The pictures of a folder in the order of their names, `fps` of them a second, repeated."""
+
+    def __init__(self, folder: Path, fps: int, kept: int) -> None:
+        self._fps = fps
+        self._kept = kept
+        self._paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in PICTURES)
+        if not self._paths:
+            raise ClientError(f"{folder} holds no pictures ({', '.join(sorted(PICTURES))})")
+
+    def chunks(self) -> Iterator[Chunk]:
+        start = 0
+        while True:
+            indices = [start + i for i in pick(min(self._fps, len(self._paths)), self._kept)]
+            yield Chunk([self._read(i % len(self._paths)) for i in indices])
+            start = (start + self._fps) % len(self._paths)
+
+    def _read(self, index: int) -> Pixels:
+        path = self._paths[index]
+        try:
+            with Image.open(path) as image:
+                return np.array(ImageOps.exif_transpose(image).convert("RGB"), np.uint8)
+        except OSError as error:
+            raise ClientError(f"cannot read the frame {path}: {error}") from None
+
+
+class VideoFile:
+    """A video file, a second of its own time a chunk, repeated from the start when it ends."""
+
+    def __init__(self, path: Path, kept: int) -> None:
+        self._path = path
+        self._kept = kept
+        try:
+            import av
+        except ImportError:
+            raise ClientError("reading video files needs the package av: pip install av") from None
+        self._av = av
+
+    def chunks(self) -> Iterator[Chunk]:
+        while True:
+            found = False
+            for chunk in self._play():
+                found = True
+                yield chunk
+            if not found:
+                raise ClientError(f"{self._path} holds no video frames")
+
+    def _play(self) -> Iterator[Chunk]:
+        """Chunks of one pass; an end shorter than half a second is left out, unless it is all."""
+        try:
+            with self._av.open(str(self._path)) as container:
+                if not container.streams.video:
+                    raise ClientError(f"{self._path} holds no video stream")
+                video = container.streams.video[0]
+                fps = max(1, round(float(video.average_rate or 30)))
+                second: list[Pixels] = []
+                passed = 0
+                for frame in container.decode(video):
+                    second.append(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8))
+                    if len(second) == fps:
+                        yield self._chunk(second)
+                        second, passed = [], passed + 1
+                if len(second) * 2 >= fps or (second and not passed):
+                    yield self._chunk(second)
+        except self._av.error.FFmpegError as error:
+            raise ClientError(f"cannot read the video {self._path}: {error}") from None
+
+    def _chunk(self, second: Sequence[Pixels]) -> Chunk:
+        return Chunk([second[i] for i in pick(len(second), self._kept)])
+
+
+class SyntheticCamera:
+    """A coloured shape that each second moves one way or stands still; `truth` says which.
+
+    height, width: of the picture in pixels. The same seed gives the same film.
+    """
+
+    MOTIONS = (
+        ("moving left", (-1, 0)),
+        ("moving right", (1, 0)),
+        ("moving up", (0, -1)),
+        ("moving down", (0, 1)),
+        ("standing still", (0, 0)),
+    )
+    COLOURS = ((222, 38, 38), (36, 166, 52), (38, 72, 222), (240, 222, 40), (138, 40, 176))
+    SURFACES = ((244, 244, 244), (18, 18, 18), (128, 128, 128), (140, 230, 236))
+    SIDE = 64
+
+    def __init__(self, fps: int, kept: int, seed: int, height: int = 256, width: int = 256) -> None:
+        self._fps = fps
+        self._kept = kept
+        self._size = (height, width)
+        self._random = np.random.default_rng(seed)
+
+    def chunks(self) -> Iterator[Chunk]:
+        while True:
+            motion, (dx, dy) = self.MOTIONS[self._random.integers(len(self.MOTIONS))]
+            colour = self.COLOURS[self._random.integers(len(self.COLOURS))]
+            surface = self.SURFACES[self._random.integers(len(self.SURFACES))]
+            round_one = bool(self._random.integers(2))
+            side, travel = self._random.uniform(15, 21), self._random.uniform(22, 32)
+            x, y = (self._start(side, step * travel) for step in (dx, dy))
+            frames = []
+            for index in pick(self._fps, self._kept):
+                moved = travel * index / max(1, self._fps - 1)
+                corner = (x + dx * moved, y + dy * moved)
+                frames.append(self._draw(corner, side, colour, surface, round_one))
+            yield Chunk(frames, truth=motion)
+
+    def _start(self, side: float, travel: float) -> float:
+        low, high = 1 - min(0.0, travel), self.SIDE - 1 - side - max(0.0, travel)
+        return float(self._random.uniform(low, high))
+
+    def _draw(
+        self,
+        corner: tuple[float, float],
+        side: float,
+        colour: tuple[int, int, int],
+        surface: tuple[int, int, int],
+        round_one: bool,
+    ) -> Pixels:
+        height, width = self._size
+        image = Image.new("RGB", (width, height), surface)
+        left, top = corner[0] * width / self.SIDE, corner[1] * height / self.SIDE
+        right, bottom = left + side * width / self.SIDE, top + side * height / self.SIDE
+        draw = ImageDraw.Draw(image)
+        shape = draw.ellipse if round_one else draw.rectangle
+        shape((left, top, right, bottom), fill=colour)
+        return np.array(image, np.uint8)

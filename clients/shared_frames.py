@@ -1,0 +1,82 @@
+"""Raw clips by system shared memory: the server reads the pixels in place, nothing is copied.
+
+One region per process, cut into slots; a slot holds one clip while its request is in flight.
+Only works where client and server run on one machine.
+
+**Invariant:** `close` ends the registration and removes the region, also after Ctrl-C or an
+error; it may be called at any time and more than once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc.aio as grpcclient
+import tritonclient.utils.shared_memory as shm
+from tritonclient.utils import InferenceServerException
+
+from clients.common import ClientError
+from clients.frames import Pixels
+
+
+class SharedFrames:
+    """A registered region of `slots` slots, each for one clip of up to `clip_bytes` bytes."""
+
+    def __init__(self, client: Any, slots: int, clip_bytes: int) -> None:
+        self._client = client
+        self._clip_bytes = clip_bytes
+        self._name = f"vlora_frames_{os.getpid()}_{id(self):x}"
+        self._region: Any = None
+        self._registered = False
+        self._size = slots * clip_bytes
+        self._free = list(range(slots))
+
+    async def open(self) -> None:
+        """Create the region and make it known to the server."""
+        key = f"/{self._name}"
+        try:
+            self._region = shm.create_shared_memory_region(
+                self._name, key, self._size, create_only=True
+            )
+        except shm.SharedMemoryException as error:
+            raise ClientError(
+                f"cannot create {self._size / 1e6:.1f} MB of shared memory: {error.__cause__}"
+            ) from None
+        await self._client.register_system_shared_memory(self._name, key, self._size)
+        self._registered = True
+
+    def acquire(self, frames: Sequence[Pixels]) -> tuple[int, Any]:
+        """Put a clip into a free slot: the slot, and the input `frames_raw` that points at it."""
+        shapes = {frame.shape for frame in frames}
+        if len(shapes) > 1:
+            raise ClientError(f"raw frames of one clip must have one size, not {sorted(shapes)}")
+        clip = np.stack(frames)
+        if clip.nbytes > self._clip_bytes:
+            raise ClientError(
+                f"a clip of {clip.nbytes} bytes does not fit the {self._clip_bytes} bytes of the"
+                " first one: frames must keep their size"
+            )
+        slot = self._free.pop()
+        offset = slot * self._clip_bytes
+        shm.set_shared_memory_region(self._region, [clip], offset)
+        tensor = grpcclient.InferInput("frames_raw", list(clip.shape), "UINT8")
+        tensor.set_shared_memory(self._name, clip.nbytes, offset)
+        return slot, tensor
+
+    def release(self, slot: int) -> None:
+        """The request that used the slot has been answered."""
+        self._free.append(slot)
+
+    async def close(self) -> None:
+        """End the registration and remove the region."""
+        if self._registered:
+            self._registered = False
+            with suppress(InferenceServerException):
+                await self._client.unregister_system_shared_memory(self._name)
+        region, self._region = self._region, None
+        if region is not None:
+            shm.destroy_shared_memory_region(region)

@@ -1,0 +1,281 @@
+"""Analyse live video: many streams at once, one chunk a second each, answers as they come.
+
+Every second each stream sends a few frames of that second to the ensemble `video_analytics` and
+prints what comes back; all answers go to a JSON-lines file too. A stream whose answers lag behind
+drops chunks rather than fall further behind, and says how many.
+
+sources:
+  a video file (needs the package av), a folder of frames in the order of their names, or
+  `camera`: a synthetic camera that knows what happens and so tells how many answers are right
+
+examples:
+  python clients/video_analytics.py camera --streams 4 --seconds 10
+  python clients/video_analytics.py clip.mp4 --adapter actions --jsonl answers.jsonl
+  python clients/video_analytics.py frames/ --fps 25 --send raw
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run as a file
+
+import tritonclient.grpc.aio as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from clients.common import (
+    ANSWER_SECONDS,
+    add_server_arguments,
+    connect,
+    explain,
+    first_string,
+    request_inputs,
+    run_main,
+    sampling_parameters,
+    string_input,
+)
+from clients.frames import Chunk, encode_frame, open_source
+from clients.shared_frames import SharedFrames
+
+MODEL = "video_analytics"
+DRAIN_SECONDS = 10.0
+MAX_IN_FLIGHT = 4
+"""Chunks of one stream that may wait for an answer; a newer one is dropped beyond that."""
+
+
+@dataclass
+class StreamLog:
+    """What one stream has seen so far; latencies in seconds from sending to the answer."""
+
+    latencies: list[float] = field(default_factory=list)
+    errors: int = 0
+    dropped: int = 0
+    known: int = 0
+    right: int = 0
+    in_flight: int = 0
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", help="a video file, a folder of frames, or `camera`")
+    parser.add_argument("prompt", nargs="?", default="", help="text, where the task wants one")
+    add_server_arguments(parser)
+    parser.set_defaults(task="video")
+    parser.add_argument("--streams", type=_positive, default=1, help="how many at once (1)")
+    parser.add_argument("--seconds", type=_positive, default=10, help="how long to run (10)")
+    parser.add_argument("--fps", type=_positive, default=30, help="frames a second (30)")
+    parser.add_argument("--frames", type=_positive, default=6, help="frames kept of a second (6)")
+    parser.add_argument(
+        "--send",
+        choices=("png", "jpeg", "raw"),
+        default="jpeg",
+        help="encoded frames, or raw pixels by shared memory on the same machine (jpeg)",
+    )
+    parser.add_argument("--jsonl", type=Path, metavar="FILE", help="write every answer here")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not '{text}'")
+    return int(text)
+
+
+class Analysis:
+    """All streams of one run, over one connection."""
+
+    def __init__(self, options: argparse.Namespace, client: Any, file: IO[str] | None) -> None:
+        self._options = options
+        self._client = client
+        self._file = file
+        self._shared: SharedFrames | None = None
+        self._opening = asyncio.Lock()
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._sampling = sampling_parameters(options.adapter)
+        self.logs = [StreamLog() for _ in range(options.streams)]
+
+    async def run(self) -> None:
+        """Play every stream to its end; the first error the user can mend ends all.
+
+        Shared memory is only taken back once no request can be reading it any more.
+        """
+        try:
+            async with asyncio.TaskGroup() as streams:
+                for stream in range(self._options.streams):
+                    streams.create_task(self._play(stream))
+        except ExceptionGroup as group:
+            raise _first(group) from None
+        finally:
+            if self._calls:
+                await asyncio.wait(self._calls, timeout=DRAIN_SECONDS)
+            if self._shared is not None:
+                await self._shared.close()
+
+    async def _play(self, stream: int) -> None:
+        """Send one chunk a second; streams start spread over the first second."""
+        options, log = self._options, self.logs[stream]
+        chunks = open_source(options.source, options.fps, options.frames, stream).chunks()
+        loop = asyncio.get_running_loop()
+        start = loop.time() + stream / options.streams
+        async with asyncio.TaskGroup() as requests:
+            for second in range(options.seconds):
+                chunk = await asyncio.to_thread(next, chunks)
+                await asyncio.sleep(start + second - loop.time())
+                if log.in_flight >= MAX_IN_FLIGHT:
+                    log.dropped += 1
+                    continue
+                log.in_flight += 1
+                requests.create_task(self._ask(stream, second, chunk))
+
+    async def _ask(self, stream: int, second: int, chunk: Chunk) -> None:
+        log = self.logs[stream]
+        record: dict[str, Any] = {"stream": stream, "chunk": second, "time": time.time()}
+        slot = None
+        try:
+            slot, inputs = await self._inputs(chunk, json.dumps({"stream": stream}))
+            start = time.perf_counter()
+            answer = await self._call(inputs)
+            latency = time.perf_counter() - start
+            log.latencies.append(latency)
+            record |= {"latency_ms": round(latency * 1e3, 2)}
+            record |= {"result": json.loads(first_string(answer, "result"))}
+            if chunk.truth is not None:
+                log.known += 1
+                log.right += record["result"]["text"].strip() == chunk.truth
+                record |= {"truth": chunk.truth}
+        except InferenceServerException as error:
+            log.errors += 1
+            record |= {"error": explain(error)}
+        finally:
+            log.in_flight -= 1
+            if slot is not None and self._shared is not None:
+                self._shared.release(slot)
+        self._tell(record)
+
+    async def _call(self, inputs: list[Any]) -> Any:
+        """The answer to one request, which goes on even if this stream is ended meanwhile."""
+        call = asyncio.ensure_future(
+            self._client.infer(MODEL, inputs, client_timeout=ANSWER_SECONDS)
+        )
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.shield(call)
+
+    async def _inputs(self, chunk: Chunk, metadata: str) -> tuple[int | None, list[Any]]:
+        """The inputs of one request, and the slot of shared memory they use, if any."""
+        options = self._options
+        common = {"sampling": self._sampling, "task": options.task, "metadata": metadata}
+        if options.send == "raw":
+            shared = await self._shared_frames(chunk)
+            slot, frames_raw = shared.acquire(chunk.frames)
+            return slot, [*request_inputs(options.prompt, **common), frames_raw]
+        format = options.send.upper()
+        encoded = await asyncio.to_thread(
+            lambda: [encode_frame(frame, format) for frame in chunk.frames]
+        )
+        inputs = request_inputs(options.prompt, **common)
+        return None, [*inputs, string_input("frames", encoded)]
+
+    async def _shared_frames(self, chunk: Chunk) -> SharedFrames:
+        """The region for raw frames, made for the size of the first chunk."""
+        async with self._opening:
+            if self._shared is None:
+                clip_bytes = sum(frame.nbytes for frame in chunk.frames)
+                slots = self._options.streams * MAX_IN_FLIGHT
+                self._shared = SharedFrames(self._client, slots, clip_bytes)
+                await self._shared.open()
+            return self._shared
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        print(describe(record), flush=True)
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One line for people: when, which stream and chunk, what was answered, how fast."""
+    clock = time.strftime("%H:%M:%S", time.localtime(record["time"]))
+    head = f"{clock}  stream {record['stream']:<3} second {record['chunk']:<4}"
+    if "error" in record:
+        return f"{head} error: {record['error']}"
+    result = record["result"]
+    text = result["text"].strip()
+    if result["scores"]:
+        text += f" ({max(result['scores'].values()):.2f})"
+    if "truth" in record:
+        text += " ✓" if record["truth"] == result["text"].strip() else f" ✗ ({record['truth']})"
+    return f"{head} {text:<36} {record['latency_ms']:7.0f} ms"
+
+
+def summarise(logs: Sequence[StreamLog]) -> str:
+    """A table of answers, errors, drops and latencies, one line a stream."""
+    lines = ["", "stream  answers  errors  dropped   p50 ms   p95 ms   max ms   right"]
+    for stream, log in enumerate(logs):
+        ordered = sorted(log.latencies)
+        p50, p95, most = (quantile(ordered, q) * 1e3 for q in (0.5, 0.95, 1.0))
+        right = f"{log.right}/{log.known}" if log.known else "-"
+        lines.append(
+            f"{stream:<6}  {len(ordered):7d}  {log.errors:6d}  {log.dropped:7d}"
+            f"  {p50:7.0f}  {p95:7.0f}  {most:7.0f}  {right:>6}"
+        )
+    return "\n".join(lines)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` of the ordered values lie (nearest rank); 0 without any."""
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error of a group of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def analyse(options: argparse.Namespace) -> int:
+    """Run all streams; 0 if every chunk was answered, 1 if any met an error.
+
+    SIGTERM ends it as Ctrl-C does: nothing more is sent, what is in flight is awaited.
+    """
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    with ExitStack() as stack:
+        file = stack.enter_context(options.jsonl.open("w")) if options.jsonl else None
+        async with grpcclient.InferenceServerClient(options.url) as client:
+            analysis = Analysis(options, client, file)
+            try:
+                await analysis.run()
+            finally:
+                print(summarise(analysis.logs))
+    return int(any(log.errors for log in analysis.logs))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    open_source(options.source, options.fps, options.frames, 0)
+    connect(options.url, MODEL).close()
+    try:
+        return asyncio.run(analyse(options))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+
+
+if __name__ == "__main__":
+    run_main(main)

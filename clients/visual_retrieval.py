@@ -1,0 +1,120 @@
+"""Ask about pictures and watch the answer being written.
+
+Sends image files and a question to the ensemble `visual_retrieval` over gRPC and prints each
+piece of the answer as it arrives.
+
+examples:
+  python clients/visual_retrieval.py scene.png "What color is the star?"
+  python clients/visual_retrieval.py scene.png --task caption
+  python clients/visual_retrieval.py scene.png "red star" --task refer
+  python clients/visual_retrieval.py part.png --adapter parts --task classify --show-timing
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run as a file
+
+from clients.common import (
+    ClientError,
+    add_server_arguments,
+    connect,
+    first_number,
+    first_string,
+    request_inputs,
+    run_main,
+    sampling_parameters,
+    stream_responses,
+)
+
+MODEL = "visual_retrieval"
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="IMAGE … QUESTION",
+        help="image files, then the question; the tasks caption, classify and video need none",
+    )
+    add_server_arguments(parser)
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of the answer's length")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="0 is greedy, which is the default"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="seed for a temperature above 0")
+    parser.add_argument(
+        "--choices",
+        nargs="+",
+        metavar="ANSWER",
+        help="the answer is one of these; give the option last",
+    )
+    parser.add_argument("--show-timing", action="store_true", help="print latency and token counts")
+    return parser.parse_intermixed_args(arguments)
+
+
+def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
+    """Image files and the question: one word that ends as an image file does is a file."""
+    images: list[Path] = []
+    question: list[str] = []
+    for word in words:
+        looks_like_one = Path(word).suffix.lower() in IMAGE_SUFFIXES and " " not in word
+        if looks_like_one or Path(word).is_file():
+            images.append(Path(word))
+        else:
+            question.append(word)
+    for image in images:
+        if not image.is_file():
+            raise ClientError(f"there is no file {image}")
+    return images, " ".join(question)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    images, question = split_words(options.words)
+    inputs = request_inputs(
+        question,
+        images=[image.read_bytes() for image in images],
+        task=options.task,
+        sampling=sampling_parameters(
+            options.adapter,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            choices=options.choices,
+        ),
+    )
+    client = connect(options.url, MODEL)
+    try:
+        start = time.perf_counter()
+        first = 0.0
+        tokens = 0
+        finish = ""
+        for response in stream_responses(client, MODEL, inputs):
+            first = first or time.perf_counter() - start
+            print(first_string(response, "text_output"), end="", flush=True)
+            tokens += first_number(response, "num_output_tokens")
+            finish = first_string(response, "finish_reason")
+        print()
+        if options.show_timing:
+            total = time.perf_counter() - start
+            print(
+                f"[first piece {first * 1e3:.0f} ms, whole answer {total * 1e3:.0f} ms,"
+                f" {tokens} tokens, finish reason {finish}]",
+                file=sys.stderr,
+            )
+    finally:
+        client.close()
+
+
+if __name__ == "__main__":
+    run_main(main)
