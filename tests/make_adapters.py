@@ -1,4 +1,4 @@
-"""Random LoRA adapters saved by PEFT itself: different ranks, targets and scalings, some with heads.
+"""Random LoRA adapters saved by PEFT itself, of different ranks, targets and scalings.
 
 Not known here: how the server reads them. Parity tests load the same folders with PEFT.
 """
@@ -35,9 +35,7 @@ class AdapterSpec:
 
 SPECS: tuple[AdapterSpec, ...] = (
     AdapterSpec("attention-r4", rank=4, targets=("q_proj", "v_proj"), alpha=8),
-    AdapterSpec(
-        "all-r8", rank=8, targets=ATTENTION + FEED_FORWARD, options={"use_rslora": True}
-    ),
+    AdapterSpec("all-r8", rank=8, targets=ATTENTION + FEED_FORWARD, options={"use_rslora": True}),
     AdapterSpec(
         "feed-forward-r16",
         rank=16,
@@ -71,7 +69,7 @@ def make_adapters(
         config = LoraConfig(
             r=spec.rank,
             lora_alpha=spec.alpha,
-            target_modules=rf".*language_model.*\.({names})",
+            target_modules=rf"(?:.*language_model.*\.)?({names})",
             init_lora_weights=False,
             lora_dropout=0.0,
             **spec.options,

@@ -1,5 +1,224 @@
 """The command line: `vlora serve`, `vlora adapters`."""
 
+from __future__ import annotations
+
+import logging
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vlora.config import (
+    ADAPTERS_VARIABLE,
+    MODEL_VARIABLE,
+    Options,
+    load_adapter_names,
+    load_options,
+)
+from vlora.errors import VLoraError
+from vlora.serving.assembly import ServerError
+from vlora.serving.server import ServerOptions, TritonServer, default_repository
+
+if TYPE_CHECKING:
+    from vlora.lora.store import AdapterStore
+
+app = typer.Typer(
+    help="One large multimodal model, many LoRA adapters, served by Triton.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+adapters_app = typer.Typer(help="Look at the adapters that a server would load.")
+app.add_typer(adapters_app, name="adapters")
+console = Console(highlight=False)
+problems = Console(stderr=True, highlight=False)
+
+ModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Checkpoint folder; default: that of model.json.")
+]
+AdaptersOption = Annotated[
+    Path | None, typer.Option("--adapters", help="Folder of adapters; default: that of model.json.")
+]
+
+
+@app.callback()
+def _root() -> None:
+    """One large multimodal model, many LoRA adapters, served by Triton."""
+
+
+@app.command()
+def serve(
+    model: ModelOption = None,
+    adapters: AdaptersOption = None,
+    http_port: Annotated[int, typer.Option(help="HTTP; 0 takes a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC; 0 takes a free one.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus; 0 takes a free one.")] = 8002,
+    log: Annotated[Path | None, typer.Option(help="Where the server's log goes.")] = None,
+) -> None:
+    """Serve in the foreground until Ctrl-C; without options, the demo model."""
+    with _failures_told():
+        options = _check(model, adapters)
+        started = time.monotonic()
+        server = TritonServer(
+            ServerOptions(
+                http_port=http_port,
+                grpc_port=grpc_port,
+                metrics_port=metrics_port,
+                model=options.model,
+                adapters=options.adapters,
+                log=log or Path(tempfile.gettempdir()) / f"vlora-{http_port}.log",
+            )
+        )
+        with _signals_as_interrupts():
+            try:
+                with console.status("starting the server …"):
+                    server.__enter__()
+                _announce(server, options, time.monotonic() - started)
+                status = server.wait()
+            except KeyboardInterrupt:
+                console.print("stopping; requests that run may finish (Ctrl-C again: at once)")
+                _stop(server)
+                return
+        explanation = server.explain()
+        log_file = server.log
+        server.stop()
+        raise ServerError(
+            f"the server ended by itself with status {status}; its log is {log_file}\n{explanation}"
+        )
+
+
+@adapters_app.command("list")
+def list_adapters(model: ModelOption = None, adapters: AdaptersOption = None) -> None:
+    """Show every adapter: ranks, targets, tasks, head and digest."""
+    with _failures_told():
+        store = _store(model, adapters)
+    table = Table("adapter", "ranks", "targets", "tasks", "head", "digest")
+    table.columns[0].no_wrap = True
+    for name in store.names():
+        info = store.info(name)
+        table.add_row(
+            name,
+            ", ".join(map(str, info.ranks)),
+            ", ".join(info.targets),
+            ", ".join(info.tasks) or "any",
+            f"{', '.join(info.head_tasks)}: {len(info.head_labels)} labels"
+            if info.head_labels
+            else "-",
+            info.digest[:12],
+        )
+    for name in store.broken:
+        table.add_row(name, "-", "does not load; see `vlora adapters check`", "-", "-", "-")
+    console.print(table)
+
+
+@adapters_app.command("check")
+def check_adapters(model: ModelOption = None, adapters: AdaptersOption = None) -> None:
+    """Load every adapter; say which fail and why. Status 1 if any does."""
+    with _failures_told():
+        store = _store(model, adapters)
+    for name in store.names():
+        console.print(f"[green]ok[/]      {name}")
+    for error in store.broken.values():
+        console.print(f"[red]broken[/]  {error}", soft_wrap=True)
+    if store.broken:
+        raise typer.Exit(1)
+
+
+def _store(model: Path | None, adapters: Path | None) -> AdapterStore:
+    """All adapters of the repository with these overrides; importing torch takes a while."""
+    from vlora.lora.adapter import ModelShape
+    from vlora.lora.store import AdapterStore, find_folders
+    from vlora.model.loader import load_config, load_weights
+
+    options = _check(model, adapters)
+    logging.getLogger("vlora").addHandler(logging.NullHandler())  # told in the output instead
+    config = load_config(options.model)
+    weights = load_weights(options.model, config)
+    store = AdapterStore(
+        ModelShape(
+            layers=config.layers,
+            hidden=config.hidden,
+            vocabulary=config.vocabulary,
+            shapes=config.target_shapes,
+            lm_head=weights.lm_head,
+        )
+    )
+    names = load_adapter_names(default_repository() / "lmm" / "1" / "multi_lora.json")
+    store.load(find_folders(options.adapters, names))
+    return store
+
+
+def _check(model: Path | None, adapters: Path | None) -> Options:
+    """The options of the repository with these overrides, their folders known to exist."""
+    given = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
+    environment = {name: str(path) for name, path in given.items() if path is not None}
+    options = load_options(default_repository() / "lmm" / "1" / "model.json", environment)
+    if not (options.model / "config.json").is_file():
+        raise ServerError(f"no checkpoint at {options.model}; give one with --model DIR")
+    if options.adapters is not None and not options.adapters.is_dir():
+        raise ServerError(f"no adapters at {options.adapters}; give a folder with --adapters DIR")
+    return options
+
+
+def _announce(server: TritonServer, options: Options, seconds: float) -> None:
+    console.print(f"[bold green]ready[/] in {seconds:.1f} s: {', '.join(sorted(server.index()))}")
+    console.print(f"model     {options.model}", soft_wrap=True)
+    console.print(f"adapters  {options.adapters}", soft_wrap=True)
+    console.print(f"HTTP      {server.http_url}")
+    console.print(f"gRPC      {server.grpc_url}")
+    console.print(f"metrics   {server.metrics_url}")
+    console.print(f"log       {server.log}", soft_wrap=True)
+    console.print("try, in another terminal:")
+    question = '{"text_input": "What do you see?", "task": "vqa"}'
+    console.print(
+        f"  curl -s {server.http_url}/v2/models/video_analytics/generate -d '{question}'",
+        soft_wrap=True,
+        markup=False,
+    )
+    console.print("Ctrl-C stops it.")
+
+
+def _stop(server: TritonServer) -> None:
+    try:
+        server.stop()
+    except KeyboardInterrupt:
+        server.stop(drain_seconds=-5)
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """SIGTERM ends the server as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """What a user can mend is a sentence, not a traceback."""
+    try:
+        yield
+    except (ServerError, VLoraError) as error:
+        problems.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
 
 def main() -> None:
-    raise SystemExit("not yet")
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ import numpy as np
 
 from vlora.request import HeadScores, Output, Timings
 from vlora.serving.codec import Call
-from vlora.serving.tensors import strings
+from vlora.serving.tensors import Array, strings
 
 
 class AnswerWriter:
@@ -30,7 +30,7 @@ class AnswerWriter:
         self._logprobs: list[dict[str, dict[str, object]]] | None = None
         self._cumulative: float | None = None
 
-    def write(self, output: Output) -> dict[str, np.ndarray] | None:
+    def write(self, output: Output) -> dict[str, Array] | None:
         """The response for `output` (which carries no error), or None when there is none yet."""
         self._collect(output)
         if not (self._call.wanted.stream or output.finished):
@@ -63,7 +63,7 @@ class AnswerWriter:
                 }
             )
 
-    def _response(self, output: Output) -> dict[str, np.ndarray]:
+    def _response(self, output: Output) -> dict[str, Array]:
         wanted = self._call.wanted
         text = "".join(self._text)
         if wanted.prepend_input:
@@ -97,7 +97,7 @@ class AnswerWriter:
         )
 
 
-def _head_tensors(head: HeadScores | None) -> dict[str, np.ndarray]:
+def _head_tensors(head: HeadScores | None) -> dict[str, Array]:
     scores, labels = (head.scores, head.labels) if head is not None else ((), ())
     return {
         "head_scores": np.array(scores, dtype=np.float32),

@@ -20,7 +20,7 @@ from vlora.config import Limits
 from vlora.errors import InvalidArgument
 from vlora.request import ImageFeatures, IntArray, Request
 from vlora.sampling import SamplingParams, load_object
-from vlora.serving.tensors import Inputs, Tensors
+from vlora.serving.tensors import Array, Inputs, Tensors
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Call:
     client_id: str
     images: ImageFeatures | None
     counts: tuple[int, int]
-    raw_images: Mapping[str, np.ndarray]
+    raw_images: Tensors
     metadata: bytes | None
     ensemble: bool
 
@@ -205,7 +205,7 @@ def _read_features(inputs: Inputs, hidden: int) -> ImageFeatures | None:
     return ImageFeatures(features, layout) if layout.shape[0] else None
 
 
-def check_features(features: np.ndarray, layout: np.ndarray, hidden: int) -> None:
+def check_features(features: Array, layout: Array, hidden: int) -> None:
     """Raise InvalidArgument unless the layout covers the features row by row, all finite."""
     rows = features.shape[0]
     if rows and features.shape[1] != hidden:

@@ -20,7 +20,7 @@ from vlora.errors import VLoraError
 from vlora.request import ImageFeatures
 from vlora.serving.encoder import from_tensors
 from vlora.serving.responder import coded, decoded
-from vlora.serving.tensors import Tensors
+from vlora.serving.tensors import Array, Tensors
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def adapter_names(args: Mapping[str, str]) -> dict[str, str]:
     return load_adapter_names(model_folder(args, LMM) / "1" / "multi_lora.json")
 
 
-def inputs(request: Any) -> dict[str, np.ndarray]:
+def inputs(request: Any) -> dict[str, Array]:
     """The request's tensors by name; views that are gone when the request is."""
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 

@@ -105,9 +105,7 @@ class LmmService:
                 return
             if self._closed.is_set():
                 raise Unavailable("the server is shutting down")
-            call = read_call(
-                tensors, parameters, client_id, self._limits, self._engine.hidden_size
-            )
+            call = read_call(tensors, parameters, client_id, self._limits, self._engine.hidden_size)
             with self._lock:
                 self._live[request_id] = responder
             if call.raw_images:
@@ -189,5 +187,3 @@ class LmmService:
                         self._engine.abort(request_id)
                 except Exception:
                     log.exception("could not ask for cancellation")
-
-

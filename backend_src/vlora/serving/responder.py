@@ -45,7 +45,7 @@ def decoded(message: str) -> VLoraError:
 
 
 def as_vlora_error(error: BaseException, what: str) -> VLoraError:
-    """`error` if it is typed; anything else is a fault of ours: logged here, told without detail."""
+    """`error` if it is typed; else a fault of ours: logged here, told without detail."""
     if isinstance(error, VLoraError):
         return error
     log.error("%s failed", what, exc_info=error)

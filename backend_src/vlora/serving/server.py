@@ -206,9 +206,7 @@ class TritonServer:
         if not self.options.model_json:
             return self.options.repository
         copy = folder / "model_repository"
-        shutil.copytree(
-            self.options.repository, copy, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(self.options.repository, copy, ignore=shutil.ignore_patterns("__pycache__"))
         original = self.options.repository / "lmm" / "1" / "model.json"
         keys = json.loads(original.read_text())
         for key in ("model", "adapters"):
@@ -268,8 +266,10 @@ def _with_ports(options: ServerOptions) -> ServerOptions:
     chosen = [port for port in given.values() if port]
     if len(set(chosen)) < len(chosen):
         raise ServerError(f"ports must differ: {given}")
-    free = iter(free_ports(3))
-    return replace(options, **{name: port or next(free) for name, port in given.items()})
+    http, grpc, metrics = (
+        port or free for port, free in zip(given.values(), free_ports(3), strict=True)
+    )
+    return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
 
 
 def port_is_free(port: int) -> bool:

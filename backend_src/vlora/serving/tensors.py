@@ -9,7 +9,8 @@ import numpy as np
 
 from vlora.errors import InvalidArgument
 
-Tensors = Mapping[str, np.ndarray]
+Array = np.ndarray[Any, np.dtype[Any]]
+Tensors = Mapping[str, Array]
 
 
 class Inputs:
@@ -57,7 +58,7 @@ class Inputs:
 
     def array(
         self, name: str, dtype: type[np.generic], shape: tuple[int | None, ...]
-    ) -> np.ndarray | None:
+    ) -> Array | None:
         """A copy that outlives the request; `shape` has None where any size fits."""
         tensor = self._tensors.get(name)
         if tensor is None:
@@ -95,13 +96,13 @@ def as_bytes(value: Any) -> bytes:
     return value.encode("utf-8") if isinstance(value, str) else bytes(value)
 
 
-def strings(values: Sequence[str | bytes]) -> np.ndarray:
+def strings(values: Sequence[str | bytes]) -> Array:
     """A STRING tensor [len(values)]."""
     tensor = np.empty(len(values), dtype=np.object_)
     tensor[:] = [as_bytes(value) for value in values]
     return tensor
 
 
-def flag(value: bool) -> np.ndarray:
+def flag(value: bool) -> Array:
     """A BOOL tensor [1]."""
     return np.array([value], dtype=np.bool_)

@@ -1,0 +1,42 @@
+# Everything runs in .venv, which the first target that needs it sets up; later calls skip that.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.set-up
+SERVE ?=
+TESTS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test demo accuracy lint types clean
+
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(READY) ## Serve the demo model in the foreground until Ctrl-C (options: SERVE="--http-port 9000")
+	@$(BIN)/vlora serve $(SERVE)
+
+test: $(READY) ## Run all tests (a part of them: TESTS=tests/unit)
+	@$(BIN)/pytest $(TESTS)
+
+demo: $(READY) ## Send real images and video through a server (starts one if there is none) and show answers
+	@$(BIN)/python -m tools.demo.show
+
+accuracy: $(READY) ## Ask a server the whole held-out set and compare with the model card
+	@$(BIN)/python -m tools.demo.accuracy
+
+lint: $(READY) ## Check style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(READY) ## Check types
+	@$(BIN)/mypy
+
+clean: ## Remove what was set up and built
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis backend_src/*.egg-info
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) tools/preflight
+	@echo "setting up $(VENV); this takes some minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,train,video,dev]'
+	@touch $(READY)
