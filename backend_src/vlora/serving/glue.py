@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -19,10 +19,13 @@ from vlora.config import Options, load_adapter_names, load_options
 from vlora.errors import VLoraError
 from vlora.request import ImageFeatures
 from vlora.serving.encoder import from_tensors
+from vlora.serving.exporter import Metric
 from vlora.serving.responder import coded, decoded
 from vlora.serving.tensors import Array, Tensors
 
 log = logging.getLogger(__name__)
+
+E = TypeVar("E")
 
 LMM = "lmm"
 VISION_ENCODER = "vision_encoder"
@@ -127,6 +130,48 @@ def _unwrap(answer: Any) -> Tensors:
     if answer.has_error():
         raise decoded(answer.error().message())
     return {tensor.name(): np.array(tensor.as_numpy()) for tensor in answer.output_tensors()}
+
+
+class TritonRegistry:
+    """Makes custom metrics; families are kept, since dropping one drops its metrics."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}
+
+    def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
+        return self._metric(name, help, pb_utils.MetricFamily.GAUGE, labels)
+
+    def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
+        return self._metric(name, help, pb_utils.MetricFamily.COUNTER, labels)
+
+    def histogram(
+        self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> Metric:
+        kind = pb_utils.MetricFamily.HISTOGRAM
+        return self._metric(name, help, kind, labels, buckets=list(buckets))
+
+    def _metric(
+        self, name: str, help: str, kind: Any, labels: Mapping[str, str], **more: Any
+    ) -> Metric:
+        if name not in self._families:
+            family = pb_utils.MetricFamily(name=name, description=help, kind=kind)
+            self._families[name] = family
+        metric: Metric = self._families[name].Metric(labels=dict(labels), **more)
+        return metric
+
+
+def metric_labels(args: Mapping[str, str]) -> dict[str, str]:
+    """The labels of the vLLM backend's metrics."""
+    return {"model": args["model_name"], "version": args["model_version"]}
+
+
+def exporter(make: Callable[[TritonRegistry], E]) -> E | None:
+    """What `make` exports to the server, or None where that runs without metrics."""
+    try:
+        return make(TritonRegistry())
+    except pb_utils.TritonModelException as error:
+        log.warning("no metrics: %s", error)
+        return None
 
 
 class _TritonHandler(logging.Handler):

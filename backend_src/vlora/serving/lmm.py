@@ -67,6 +67,7 @@ class LmmService:
 
     Owns the responders of live requests: one is in `_live` from `handle` until its final
     response, and only then. `pool` runs the calls of `encode`, which block.
+    `record` is told the last output of every request that was answered.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class LmmService:
         limits: Limits,
         encode: Encode,
         pool: Executor,
+        record: Callable[[Output], None] = lambda output: None,
     ) -> None:
+        self._record = record
         self._engine = engine
         self._template = template
         self._limits = limits
@@ -160,6 +163,7 @@ class LmmService:
                 return
             if output.finished:
                 self._forget(request_id)
+                self._record(output)
             responder.send(tensors, final=output.finished)
         except Exception as error:
             if not output.finished:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vlora.engine.loop import EngineLoop
 from vlora.serving import glue
+from vlora.serving.exporter import EngineExporter, Refresher
 from vlora.serving.lmm import LmmService
 from vlora.vision.prompts import ChatTemplate
 
@@ -20,12 +21,22 @@ class TritonPythonModel:
         options = glue.options(args)
         self._loop = EngineLoop.from_options(options, glue.adapter_names(args))
         self._pool = ThreadPoolExecutor(BLS_THREADS, thread_name_prefix="encode")
+        exporter = glue.exporter(
+            lambda registry: EngineExporter(
+                registry,
+                glue.metric_labels(args),
+                self._loop.stats,
+                max_lora=len(self._loop.adapters.names()),
+            )
+        )
+        self._refresher = None if exporter is None else Refresher(exporter.refresh)
         self._service = LmmService(
             self._loop,
             ChatTemplate.from_checkpoint(options.model),
             options.limits,
             glue.encode_images,
             self._pool,
+            record=(lambda output: None) if exporter is None else exporter.record,
         )
 
     def execute(self, requests: list[Any]) -> None:
@@ -38,6 +49,8 @@ class TritonPythonModel:
             )
 
     def finalize(self) -> None:
+        if self._refresher is not None:
+            self._refresher.close()
         self._service.close()
         self._loop.shutdown(DRAIN_SECONDS)
         self._pool.shutdown(cancel_futures=True)

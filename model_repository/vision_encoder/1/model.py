@@ -8,6 +8,7 @@ from typing import Any
 from vlora.errors import VLoraError
 from vlora.serving import glue
 from vlora.serving.encoder import encode_batch
+from vlora.serving.exporter import EncoderExporter, Refresher
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
 
@@ -19,6 +20,12 @@ class TritonPythonModel:
         encoder = VisionEncoder(options.model, options.encoder_threads)
         self._limits = options.limits
         self._service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
+        exporter = glue.exporter(
+            lambda registry: EncoderExporter(
+                registry, glue.metric_labels(args), lambda: self._service.counters
+            )
+        )
+        self._refresher = None if exporter is None else Refresher(exporter.refresh)
         logging.getLogger("vlora").info("%d rows of %d per image", encoder.rows, encoder.hidden)
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -28,3 +35,7 @@ class TritonPythonModel:
             glue.error_response(answer) if isinstance(answer, VLoraError) else glue.response(answer)
             for answer in answers
         ]
+
+    def finalize(self) -> None:
+        if self._refresher is not None:
+            self._refresher.close()
