@@ -119,6 +119,8 @@ def save_checkpoint(
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     make_image_processor().save_pretrained(folder)
+    for shard in folder.glob("*.safetensors"):
+        shard.chmod(0o644)
 
 
 def build(folder: str | Path, seed: int = 0) -> Path:

@@ -26,7 +26,7 @@ CATEGORIES = ("plain", "gradient", "grainy", "tiled")
 DIRECTIONS = ("left", "right", "up", "down")
 MOTIONS = (*(f"moving {direction}" for direction in DIRECTIONS), "standing still")
 
-GLYPHS = ("arrow", "crescent", "ring", "hourglass", "anchor", "bolt", "ladder", "comb")
+GLYPHS = ("arrow", "crescent", "ring", "hourglass", "hook", "bolt", "ladder", "comb")
 NEW_TEXTURES = ("zigzag", "bricks", "ripples", "speckled", "crosshatch", "scales")
 ACTIONS = ("growing", "shrinking", "blinking", "bouncing", "shaking", "recoloring")
 DEFECTS = ("scratch", "stain", "hole")

@@ -1,0 +1,84 @@
+"""Makes the demo checkpoint and its adapters. Users need none of this: the result is committed."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HERE = Path(__file__).parent
+CHECKPOINT = HERE / "checkpoint"
+ADAPTERS = HERE / "adapters"
+SAMPLES = HERE / "samples"
+WORK = Path("out/demo-training")
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
+From = Annotated[Path, typer.Option("--checkpoint", help="The base checkpoint's folder.")]
+Work = Annotated[Path, typer.Option(help="Where training keeps its state, to resume from.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few steps only: does all of it run?")]
+Threads = Annotated[int, typer.Option(help="CPU threads; rendering uses one more process.")]
+
+
+@app.command()
+def build(out: Out, seed: Annotated[int, typer.Option(help="Decides the weights.")] = 0) -> None:
+    """Write an untrained but complete checkpoint, in seconds."""
+    from tools.demo.build import build as build_checkpoint
+
+    typer.echo(build_checkpoint(out, seed))
+
+
+@app.command()
+def train(
+    out: Out = CHECKPOINT, work: Work = WORK, quick: Quick = False, threads: Threads = 1
+) -> None:
+    """Train the base (about 55 minutes on one core). Run again after an interruption to resume."""
+    from tools.demo.train import train_base
+
+    train_base(out, work / "quick" if quick else work, quick, threads)
+
+
+@app.command()
+def adapters(
+    names: Annotated[list[str] | None, typer.Argument(help="Which ones; all if absent.")] = None,
+    checkpoint: From = CHECKPOINT,
+    out: Out = ADAPTERS,
+    work: Work = WORK,
+    quick: Quick = False,
+    threads: Threads = 1,
+) -> None:
+    """Train the adapters on the finished base (one to five minutes each). Resumes likewise."""
+    import torch
+
+    from tools.demo.adapters import train_adapter
+    from tools.demo.recipes import RECIPES
+
+    torch.set_num_threads(threads)
+    for name in names or list(RECIPES):
+        if name not in RECIPES:
+            raise typer.BadParameter(f"unknown adapter '{name}'; known: {', '.join(RECIPES)}")
+        state = work / "quick" if quick else work
+        train_adapter(name, checkpoint, out / name, state, 0.01 if quick else 1)
+
+
+@app.command()
+def evaluate(
+    checkpoint: From = CHECKPOINT,
+    adapters: Annotated[Path, typer.Option(help="The adapters' folder.")] = ADAPTERS,
+    items: Annotated[int, typer.Option(help="Held-out items for each domain.")] = 200,
+) -> None:
+    """Measure base and adapters on the held-out set; write the model card and accuracy.json."""
+    from tools.demo.evaluate import evaluate as measure_all
+
+    measure_all(checkpoint, adapters, items)
+
+
+@app.command()
+def samples(out: Out = SAMPLES) -> None:
+    """Write the pictures and clips that `make demo` sends."""
+    from tools.demo.samples import write_samples
+
+    typer.echo(write_samples(out))
+
+
+if __name__ == "__main__":
+    app()

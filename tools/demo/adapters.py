@@ -1,0 +1,136 @@
+"""Stage 3: trains one LoRA adapter at a time on the finished base, decoder only, with PEFT.
+
+An adapter that declares a head gets a linear layer over the last prompt token's final-norm hidden
+state, trained along with it. Tower, connector and base weights are frozen.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlavaForConditionalGeneration
+
+from tools.demo.ahead import ahead
+from tools.demo.build import HIDDEN
+from tools.demo.joint import answer_loss, hidden_states, image_features, use_quick_attention
+from tools.demo.loop import Run, Stage
+from tools.demo.motion import sample_times
+from tools.demo.packing import Pack, Row, pack
+from tools.demo.recipes import RECIPES, Recipe, Sample
+from tools.demo.scenes import draw
+
+SEED = 37
+NO_CLASS = -1
+
+
+def adapter_batch(index: int, name: str) -> Pack:
+    """Return batch `index` of one adapter's training. Deterministic."""
+    recipe = RECIPES[name]
+    rng = np.random.default_rng([SEED, sorted(RECIPES).index(name), index])
+    samplers = list(recipe.domains.values())
+    samples = [samplers[row % len(samplers)](rng, False) for row in range(recipe.rows)]
+    return pack([_row(recipe, sample, rng) for sample in samples])
+
+
+def _row(recipe: Recipe, sample: Sample, rng: np.random.Generator) -> Row:
+    question = sample.question
+    has_class = question.task in recipe.head_tasks
+    label = recipe.labels.index(question.answer) if has_class else NO_CLASS
+    if sample.clip is not None:
+        frames = sample.clip.frames(sample_times(rng))
+        return Row(frames, [question], (label,), is_clip=True)
+    if sample.scene is None:
+        raise ValueError(f"a sample of {recipe.name} shows nothing")
+    return Row([draw(sample.scene).pixels], [question], (label,))
+
+
+def lora_config(recipe: Recipe) -> LoraConfig:
+    """Return the PEFT configuration of a recipe. The scale is 2, as alpha is twice the rank."""
+    return LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.rank if recipe.rs_lora else 2 * recipe.rank,
+        use_rslora=recipe.rs_lora,
+        target_modules=recipe.target_regex,
+        rank_pattern=recipe.rank_pattern,
+        alpha_pattern=recipe.alpha_pattern,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def head_loss(head: nn.Linear, batch: Pack, hidden: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Return the head's cross entropy at the last prompt tokens, and how often it is right."""
+    rows, columns = torch.from_numpy(batch.ends).T
+    classes = torch.from_numpy(batch.classes)
+    asked = classes >= 0
+    with torch.autocast("cpu", enabled=False):
+        scores = head(hidden[rows[asked], columns[asked]].float())
+    wanted = classes[asked]
+    right = (scores.argmax(-1) == wanted).float().mean()
+    return nn.functional.cross_entropy(scores, wanted), {"head": float(right)}
+
+
+def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: float = 1) -> None:
+    """Train one adapter and write its folder. `scale` multiplies its number of steps."""
+    recipe = RECIPES[name]
+    torch.manual_seed(SEED)
+    base = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+    adapted = get_peft_model(base, lora_config(recipe))
+    use_quick_attention(base)
+    steps = max(2, int(recipe.steps * scale))
+    stage = Stage(
+        name, steps, recipe.learning_rate, work / f"{name}.pt", weight_decay=0.0, warmup=20
+    )
+    modules: dict[str, nn.Module] = {"adapter": adapted}
+    head = nn.Linear(HIDDEN, len(recipe.labels)) if recipe.labels else None
+    if head is not None:
+        nn.init.normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)
+        modules["head"] = head
+    run = Run(stage, modules)
+
+    def loss_of(batch: Pack) -> tuple[Tensor, dict[str, float]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                features = image_features(base, batch.images)
+            hidden = hidden_states(base, batch, features)
+            loss, figures = answer_loss(base, batch, hidden)
+            if head is not None:
+                more, seen = head_loss(head, batch, hidden)
+                loss, figures = loss + more, {**figures, **seen}
+        return loss, figures
+
+    with ahead(partial(adapter_batch, name=name), run.step, steps) as batches:
+        run.train(batches, loss_of)
+    save_adapter(recipe, adapted, head, folder)
+
+
+def save_adapter(
+    recipe: Recipe, adapted: PeftModel, head: nn.Linear | None, folder: Path
+) -> None:
+    """Write the PEFT files in float32, the head, and vlora.json (accuracy is filled in later)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    _make_portable(folder / "adapter_config.json")
+    (folder / "README.md").unlink(missing_ok=True)
+    about: dict[str, object] = {"tasks": list(recipe.tasks), "accuracy": {}}
+    if head is not None:
+        tensors = {"weight": head.weight.detach(), "bias": head.bias.detach()}
+        save_file(tensors, folder / "head.safetensors")
+        about["head"] = {"labels": list(recipe.labels), "tasks": list(recipe.head_tasks)}
+    (folder / "vlora.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    for tensors_file in folder.glob("*.safetensors"):
+        tensors_file.chmod(0o644)
+
+
+def _make_portable(config: Path) -> None:
+    """Replace the training machine's path to the base by the checkpoint's own name."""
+    read = json.loads(config.read_text(encoding="utf-8"))
+    read["base_model_name_or_path"] = "vlora-demo"
+    config.write_text(json.dumps(read, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,43 @@
+"""Prepares batches in another process, ahead of training."""
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Batch = TypeVar("Batch")
+DEPTH = 24
+
+
+@contextmanager
+def ahead(make: Callable[[int], Batch], first: int, last: int) -> Iterator[Iterator[Batch]]:
+    """Yield make(first), …, make(last - 1) in order, made by a worker process.
+
+    `make` must be picklable (a top-level function, or a partial of one) and depend on nothing
+    but its index, so that a resumed run sees the batches it would have seen.
+    """
+    context = multiprocessing.get_context("spawn")
+    ready: Any = context.Queue(DEPTH)
+    worker = context.Process(target=_fill, args=(make, first, last, ready), daemon=True)
+    worker.start()
+    try:
+        yield (_next(ready, worker) for _ in range(first, last))
+    finally:
+        worker.terminate()
+        worker.join()
+
+
+def _next(ready: Any, worker: Any) -> Any:
+    while True:
+        try:
+            return ready.get(timeout=5)
+        except Exception as empty:
+            if not worker.is_alive():
+                raise RuntimeError("the process that renders scenes has died") from empty
+
+
+def _fill(make: Callable[[int], Any], first: int, last: int, ready: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for index in range(first, last):
+        ready.put(make(index))

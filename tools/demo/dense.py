@@ -1,0 +1,143 @@
+"""What each patch of a scene shows: the throw-away task that teaches the tower to see.
+
+Labels are int64 [64 patches, 8 columns]: shape, colour, texture, the four edges of its thing's
+box as bins, and whether the thing's centre lies here. -1 means "not asked". Beside them stand the
+surface's colour and pattern, asked of every patch. Outlines are the thing's silhouette over its own
+box, 8x8: of all labels the one that teaches shape, known and unknown, soonest.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tools.demo import lexicon
+from tools.demo.boxes import BINS, bin_of
+from tools.demo.domains import crowd_scene, digit_scene, glyph_scene, part_scene, surface_scene
+from tools.demo.scenes import (
+    SIDE,
+    Drawing,
+    Scene,
+    base_scene,
+    draw,
+    opacity_of,
+    place_boxes,
+    random_surface,
+    random_thing,
+)
+
+GRID_SIDE = 8
+PATCHES = GRID_SIDE**2
+COVERAGE = 8
+SEEN_SHAPES = (*lexicon.SHAPES, *lexicon.GLYPHS, *lexicon.DEFECTS, *lexicon.DIGITS)
+SEEN_COLOURS = (*lexicon.COLOURS, *lexicon.BACKGROUNDS)
+SEEN_PATTERNS = (*lexicon.CATEGORIES, *lexicon.NEW_TEXTURES, "panel")
+SURFACES = tuple(lexicon.BACKGROUNDS)
+HEADS: dict[str, int] = {
+    "shape": len(SEEN_SHAPES) + 1,
+    "colour": len(SEEN_COLOURS),
+    "texture": len(lexicon.TEXTURES),
+    "x1": BINS,
+    "y1": BINS,
+    "x2": BINS,
+    "y2": BINS,
+    "centre": 2,
+    "surface": len(SURFACES),
+    "pattern": len(SEEN_PATTERNS),
+}
+
+
+@dataclass(frozen=True)
+class DenseBatch:
+    """Images uint8 [n, 64, 64, 3]; labels int64 [n, 64, 10], columns in the order of HEADS;
+    outlines uint8 [n, 64, 64], 1 inside and 0 outside, of the thing that each patch shows."""
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    outlines: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class PatchLabels:
+    """One scene's part of a DenseBatch: labels [64, 10], outlines [64, 64]."""
+
+    labels: NDArray[np.int64]
+    outlines: NDArray[np.uint8]
+
+
+OUTLINE_SIDE = 8
+_LINE = (np.arange(OUTLINE_SIDE, dtype=np.float32) + 0.5) / OUTLINE_SIDE * 2 - 1
+_OUTLINE_U, _OUTLINE_V = np.meshgrid(_LINE, _LINE)
+
+
+def patch_labels(scene: Scene, drawing: Drawing) -> PatchLabels:
+    """Return the labels of one drawn scene."""
+    outlines = np.zeros((PATCHES, OUTLINE_SIDE**2), np.uint8)
+    silhouettes = [
+        (opacity_of(thing, _OUTLINE_U, _OUTLINE_V) > 0.4).astype(np.uint8).ravel()
+        for thing in scene.things
+    ]
+    labels = np.full((PATCHES, len(HEADS)), -1, np.int64)
+    labels[:, 0] = 0
+    labels[:, 7] = 0
+    labels[:, 8] = SURFACES.index(scene.surface)
+    labels[:, 9] = SEEN_PATTERNS.index(scene.pattern)
+    patch = SIDE // GRID_SIDE
+    cells = drawing.owner.reshape(GRID_SIDE, patch, GRID_SIDE, patch).transpose(0, 2, 1, 3)
+    cells = cells.reshape(PATCHES, -1)
+    covered = np.zeros((PATCHES, len(scene.things) + 1), int)
+    for index, thing in enumerate(scene.things):
+        covered[:, index] = (cells == index).sum(1)
+        x, y = thing.centre
+        labels[int(y) // patch * GRID_SIDE + int(x) // patch, 7] = 1
+    for here in np.flatnonzero(covered.max(1) >= COVERAGE):
+        index = int(covered[here].argmax())
+        thing, outlines[here] = scene.things[index], silhouettes[index]
+        x1, y1, x2, y2 = thing.box
+        labels[here, :7] = (
+            SEEN_SHAPES.index(thing.shape) + 1,
+            SEEN_COLOURS.index(thing.colour),
+            lexicon.TEXTURES.index(thing.texture),
+            bin_of(x1, SIDE),
+            bin_of(y1, SIDE),
+            bin_of(x2 - 1e-3, SIDE),
+            bin_of(y2 - 1e-3, SIDE),
+        )
+    return PatchLabels(labels, outlines)
+
+
+def broad_scene(rng: np.random.Generator) -> Scene:
+    """Return a scene of anything that is ever drawn: a tower is pretrained broadly."""
+    kind = rng.random()
+    if kind < 0.45:
+        return base_scene(rng)
+    if kind < 0.58:
+        return digit_scene(rng, held_out=False)
+    if kind < 0.70:
+        return glyph_scene(rng)
+    if kind < 0.80:
+        return crowd_scene(rng, int(rng.integers(1, 10)))
+    if kind < 0.88:
+        return surface_scene(rng)
+    if kind < 0.94:
+        defect = [None, *lexicon.DEFECTS][int(rng.integers(4))]
+        return part_scene(rng, defect, int(rng.integers(1, 3)))
+    boxes = place_boxes(rng, int(rng.integers(1, 3)), 4, 44)
+    return random_surface(rng, tuple(random_thing(rng, box, lexicon.SHAPES) for box in boxes))
+
+
+def labelled(scenes: list[Scene], drawings: list[Drawing]) -> DenseBatch:
+    """Return drawn scenes with their labels."""
+    labels = [patch_labels(*pair) for pair in zip(scenes, drawings, strict=True)]
+    return DenseBatch(
+        np.stack([drawing.pixels for drawing in drawings]),
+        np.stack([label.labels for label in labels]),
+        np.stack([label.outlines for label in labels]),
+    )
+
+
+def dense_batch(index: int, seed: int, size: int) -> DenseBatch:
+    """Return batch `index` of the tower's pretraining. Deterministic."""
+    rng = np.random.default_rng([seed, index])
+    scenes = [broad_scene(rng) for _ in range(size)]
+    return labelled(scenes, [draw(scene) for scene in scenes])

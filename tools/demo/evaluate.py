@@ -1,0 +1,125 @@
+"""Measures the stored weights on the held-out set, with the slow oracle.
+
+For each domain: the base, the domain's adapter, and both blind (a grey picture instead of the
+real one), so that what is guessed from the question alone can be told from what is seen.
+"""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tools.demo.heldout import DOMAINS, Item, adapter_of, is_right, items, png
+from tools.demo.oracle import Oracle
+from tools.demo.scenes import SIDE
+
+GREY = png(np.full((SIDE, SIDE, 3), 128, np.uint8))
+ITEMS = 200
+BLIND_ITEMS = 100
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Accuracies from 0 to 1 of one domain over `n` items; `kinds` are the base's, by skill."""
+
+    domain: str
+    task: str
+    base: float
+    adapter: float | None
+    blind: float
+    n: int
+    kinds: dict[str, float]
+
+
+def blinded(item: Item) -> Item:
+    """Return the same question on grey pictures."""
+    return replace(
+        item, images=[GREY for _ in item.images], frames=[GREY for _ in item.frames]
+    )
+
+
+def accuracy(oracle: Oracle, asked: list[Item], adapter: str | None) -> dict[str, list[bool]]:
+    """Return right or wrong by kind."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    for item in track(asked, f"{asked[0].domain} by {adapter or 'base'}", transient=True):
+        right[item.kind].append(is_right(item, oracle.answer(item, adapter).text))
+    return dict(right)
+
+
+def measure(oracle: Oracle, domain: str, n: int = ITEMS) -> Measured:
+    """Measure one domain: base and adapter on `n` items, blind on at most half as many."""
+    asked = items(domain, n)
+    adapter = adapter_of(domain)
+    base = accuracy(oracle, asked, None)
+    own = accuracy(oracle, asked, adapter) if adapter else None
+    few = [blinded(item) for item in asked[: min(n, BLIND_ITEMS)]]
+    blind = accuracy(oracle, few, adapter)
+    return Measured(
+        domain=domain,
+        task=asked[0].task,
+        base=_mean(base),
+        adapter=_mean(own) if own else None,
+        blind=_mean(blind),
+        n=n,
+        kinds={kind: _mean({kind: hits}) for kind, hits in base.items()},
+    )
+
+
+def _mean(right: dict[str, list[bool]]) -> float:
+    every = [hit for hits in right.values() for hit in hits]
+    return round(sum(every) / len(every), 4)
+
+
+def evaluate(checkpoint: Path, adapters: Path, n: int = ITEMS) -> list[Measured]:
+    """Measure every domain and write accuracy.json, each vlora.json and the model card."""
+    from tools.demo.card import write_card
+
+    oracle = Oracle(checkpoint, adapters)
+    measured = []
+    for domain in DOMAINS:
+        name = adapter_of(domain)
+        if name is None or (adapters / name / "vlora.json").is_file():
+            measured.append(measure(oracle, domain, n))
+            print_table(measured[-1:])
+    _write_accuracy(checkpoint, adapters, measured)
+    write_card(checkpoint, adapters, measured)
+    print_table(measured)
+    return measured
+
+
+def _write_accuracy(checkpoint: Path, adapters: Path, measured: list[Measured]) -> None:
+    table = {
+        one.domain: {
+            "base": one.base,
+            "adapter": one.adapter,
+            "blind": one.blind,
+            "n": one.n,
+            "task": one.task,
+            "kinds": one.kinds,
+        }
+        for one in measured
+    }
+    target = checkpoint / "accuracy.json"
+    target.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    for name in {adapter_of(one.domain) for one in measured} - {None}:
+        about_file = adapters / str(name) / "vlora.json"
+        about = json.loads(about_file.read_text(encoding="utf-8"))
+        about["accuracy"] = {
+            one.domain: one.adapter for one in measured if adapter_of(one.domain) == name
+        }
+        about_file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def print_table(measured: list[Measured]) -> None:
+    table = Table("domain", "task", "base", "adapter", "blind", "n")
+    for one in measured:
+        own = "" if one.adapter is None else f"{one.adapter:.3f}"
+        table.add_row(
+            one.domain, one.task, f"{one.base:.3f}", own, f"{one.blind:.3f}", str(one.n)
+        )
+    Console().print(table)

@@ -1,0 +1,142 @@
+"""The held-out set: items no training saw, made on demand from a seed of their own.
+
+Base domains carry the name of their task; adapter domains are those of `recipes.py`. The same
+domain and number always give the same item. Digits come from a split that training leaves out.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from tools.demo import lexicon
+from tools.demo.boxes import Box, iou, parse_boxes
+from tools.demo.domains import digit_scene
+from tools.demo.motion import FRAMES, base_clip
+from tools.demo.questions import VQA_KINDS, Question, ask
+from tools.demo.recipes import RECIPES, Sample
+from tools.demo.scenes import SIDE, Pixels, Scene, base_scene, draw
+
+SEED = 7_000_001
+BASE_DOMAINS = ("vqa", "caption", "refer", "detect", "classify", "video")
+ADAPTER_DOMAINS = tuple(domain for recipe in RECIPES.values() for domain in recipe.domains)
+DOMAINS = (*BASE_DOMAINS, *ADAPTER_DOMAINS)
+ENOUGH_OVERLAP = 0.5
+
+
+@dataclass(frozen=True)
+class Item:
+    """One held-out request and its right answer.
+
+    `images` and `frames` are PNG files, 64x64. `boxes` are pixels of the image, xyxy. `adapter`
+    is the adapter whose domain this is, `kind` the skill within the domain.
+    """
+
+    id: str
+    domain: str
+    adapter: str | None
+    task: str
+    images: list[bytes]
+    frames: list[bytes]
+    text: str
+    answer: str
+    boxes: list[Box] | None
+    choices: list[str] | None
+    kind: str
+
+
+def items(domain: str, n: int, start: int = 0) -> list[Item]:
+    """Return items `start` to `start + n` of a domain."""
+    if domain not in DOMAINS:
+        raise ValueError(f"unknown domain '{domain}'; known domains are {', '.join(DOMAINS)}")
+    return [_item(domain, index) for index in range(start, start + n)]
+
+
+def is_right(item: Item, text: str) -> bool:
+    """Score an answer: boxes by overlap and number, all else by its exact words."""
+    if item.boxes is None:
+        return text.strip() == item.answer
+    return boxes_match(item.boxes, parse_boxes(text, SIDE))
+
+
+def boxes_match(wanted: Sequence[Box], found: Sequence[Box]) -> bool:
+    """Return whether each wanted box has a found box of IoU >= 0.5, one to one, none left over."""
+    left = list(found)
+    for box in wanted:
+        best = max(left, key=lambda other: iou(box, other), default=None)
+        if best is None or iou(box, best) < ENOUGH_OVERLAP:
+            return False
+        left.remove(best)
+    return not left
+
+
+def adapter_of(domain: str) -> str | None:
+    """Return the adapter whose domain this is, or None for the base's."""
+    return next((name for name, recipe in RECIPES.items() if domain in recipe.domains), None)
+
+
+def _item(domain: str, index: int) -> Item:
+    rng = np.random.default_rng([SEED, DOMAINS.index(domain), index])
+    adapter = adapter_of(domain)
+    if adapter is None:
+        sample = _base_sample(domain, index, rng)
+    elif domain.startswith("digits"):
+        scene = digit_scene(rng, held_out=True, index=index)
+        kind = RECIPES[adapter].domains[domain](rng, True).question
+        answer = scene.things[0].shape
+        sample = Sample(Question(kind.kind, kind.task, kind.text, answer), scene)
+    else:
+        sample = RECIPES[adapter].domains[domain](rng, True)
+    question = sample.question
+    choices = RECIPES[adapter].choices if adapter else ()
+    return Item(
+        id=f"{domain}-{index}",
+        domain=domain,
+        adapter=adapter,
+        task=question.task,
+        images=[] if sample.scene is None else [png(draw(sample.scene).pixels)],
+        frames=[] if sample.clip is None else [png(frame) for frame in _frames(sample)],
+        text=question.text,
+        answer=question.answer,
+        boxes=_boxes(question, sample.scene),
+        choices=list(choices) or None,
+        kind=question.kind,
+    )
+
+
+def _base_sample(domain: str, index: int, rng: np.random.Generator) -> Sample:
+    if domain == "video":
+        clip = base_clip(rng, lexicon.MOTIONS[index % len(lexicon.MOTIONS)])
+        return Sample(Question("motion", "video", "", clip.action), clip=clip)
+    kind = VQA_KINDS[index % len(VQA_KINDS)] if domain == "vqa" else domain
+    while True:
+        scene = base_scene(rng)
+        question = ask(kind, scene, rng)
+        if question is not None:
+            return Sample(question, scene)
+
+
+def _boxes(question: Question, scene: Scene | None) -> list[Box] | None:
+    """Return the true boxes, unrounded, where the question asks for boxes."""
+    if question.task not in ("refer", "detect") or scene is None:
+        return None
+    wanted = question.text
+    return [
+        thing.box
+        for thing in scene.things
+        if wanted in (thing.shape, thing.colour, f"{thing.colour} {thing.shape}")
+    ]
+
+
+def _frames(sample: Sample) -> list[Pixels]:
+    times = [float(time) for time in np.linspace(0, 1, FRAMES)]
+    return sample.clip.frames(times) if sample.clip is not None else []
+
+
+def png(pixels: Pixels) -> bytes:
+    """Encode pixels [n, n, 3] uint8 as a PNG file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,192 @@
+"""Stage 2: tower, connector and decoder learn to answer, all together.
+
+Dense labels stay as a side task, so that the tower keeps seeing more than the questions need.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import LlavaForConditionalGeneration
+
+from tools.demo import attention, lexicon
+from tools.demo.ahead import ahead
+from tools.demo.build import HIDDEN
+from tools.demo.dense import PATCHES, DenseBatch, broad_scene, labelled
+from tools.demo.loop import Run, Stage
+from tools.demo.motion import base_clip, sample_times
+from tools.demo.packing import FRONT, IGNORED, PADDING, Pack, Row, pack
+from tools.demo.questions import Question, training_questions
+from tools.demo.scenes import base_scene, draw
+from tools.demo.tower import DenseHeads, dense_loss, to_pixels
+
+SEED = 23
+ROWS = 32
+CLIPS = 12
+BROAD = 16
+LEARNING_RATE = 1.5e-3
+TOWER_RATE = 0.3
+DENSE_WEIGHT = 0.3
+IMAGE_TOKEN = 3
+GROUPS = 3
+
+
+@dataclass(frozen=True)
+class JointBatch:
+    """Questions, and for scenes the dense labels of `pack.images` followed by broad ones."""
+
+    pack: Pack
+    dense: DenseBatch | None = None
+
+
+def joint_batch(index: int) -> JointBatch:
+    """Return batch `index`: mostly scenes, every sixth clips, every twentieth text alone."""
+    rng = np.random.default_rng([SEED, index])
+    if index % 20 == 7:
+        return JointBatch(pack([_repeat_row(rng) for _ in range(ROWS)]))
+    if index % 6 == 3:
+        return JointBatch(pack([_clip_row(rng) for _ in range(CLIPS)]))
+    scenes = [base_scene(rng) for _ in range(ROWS)]
+    drawings = [draw(scene) for scene in scenes]
+    rows = [
+        Row([drawing.pixels], training_questions(scene, rng))
+        for scene, drawing in zip(scenes, drawings, strict=True)
+    ]
+    broad = [broad_scene(rng) for _ in range(BROAD)]
+    every = scenes + broad
+    return JointBatch(pack(rows), labelled(every, drawings + [draw(scene) for scene in broad]))
+
+
+def _clip_row(rng: np.random.Generator) -> Row:
+    clip = base_clip(rng)
+    thing = clip.scene.things[0]
+    questions = [
+        Question("motion", "video", "", clip.action),
+        Question("clip colour", "vqa", f"What color is the {thing.shape}?", thing.colour),
+        Question("clip shape", "vqa", f"What shape is the {thing.colour} object?", thing.shape),
+    ]
+    return Row(clip.frames(sample_times(rng)), questions, is_clip=True)
+
+
+def _repeat_row(rng: np.random.Generator) -> Row:
+    """Return questions without an image: say these words. They teach every word's token."""
+    words = lexicon.all_words()
+    questions = []
+    for _ in range(8):
+        said = " ".join(rng.choice(words, int(rng.integers(1, 4))))
+        questions.append(Question("repeat", "vqa", f"Repeat: {said}", said))
+    return Row([], questions)
+
+
+def use_quick_attention(model: LlavaForConditionalGeneration) -> None:
+    """Switch decoder and tower to the attention that trains quickest on CPU."""
+    model.set_attn_implementation("eager")
+    model.model.language_model.set_attn_implementation(attention.NAME)
+    model.model.vision_tower.set_attn_implementation(attention.NAME)
+
+
+def branch_mask(branches: Tensor) -> Tensor:
+    """Branches [rows, length] to an additive mask [rows, 1, length, length], 0 or -inf-like."""
+    length = branches.shape[1]
+    of_query, of_key = branches[:, :, None], branches[:, None, :]
+    earlier = torch.ones(length, length, dtype=torch.bool).tril()
+    seen = earlier & ((of_key == FRONT) | (of_key == of_query)) & (of_key != PADDING)
+    seen = seen | torch.eye(length, dtype=torch.bool)
+    mask = torch.zeros(seen.shape, dtype=torch.bfloat16).masked_fill(~seen, -1e9)
+    return mask[:, None]
+
+
+def image_features(model: LlavaForConditionalGeneration, images: NDArray[np.uint8]) -> Tensor:
+    """Images uint8 [n, 64, 64, 3] to the tower's patch features [n, 64, hidden]."""
+    features: Tensor = model.model.vision_tower(to_pixels(images)).last_hidden_state
+    return features[:, 1 : PATCHES + 1]
+
+
+def hidden_states(
+    model: LlavaForConditionalGeneration, batch: Pack, features: Tensor | None
+) -> Tensor:
+    """Return final-norm hidden states [rows, length, hidden] of a packed batch."""
+    tokens = torch.from_numpy(batch.tokens)
+    embedded = model.model.language_model.embed_tokens(tokens)
+    if features is not None:
+        projected = model.model.multi_modal_projector(features).to(embedded.dtype)
+        places = (tokens == IMAGE_TOKEN)[..., None].expand_as(embedded)
+        embedded = embedded.masked_scatter(places, projected.reshape(-1, HIDDEN))
+    hidden: Tensor = model.model.language_model(
+        inputs_embeds=embedded,
+        attention_mask=attention.grouped_mask(branch_mask(torch.from_numpy(batch.branches)), GROUPS),
+        position_ids=torch.from_numpy(batch.positions),
+        use_cache=False,
+    ).last_hidden_state
+    return hidden
+
+
+def answer_loss(
+    model: LlavaForConditionalGeneration, batch: Pack, hidden: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the answers' cross entropy, and how many branches of each kind are all right.
+
+    A token weighs 1/sqrt(tokens in its answer), so that boxes do not drown single words.
+    """
+    targets = torch.from_numpy(batch.targets)
+    asked = targets != IGNORED
+    logits = model.lm_head(hidden[asked]).float()
+    wanted = targets[asked]
+    rows = torch.arange(targets.shape[0])[:, None].expand_as(targets)[asked]
+    branch = rows * 64 + torch.from_numpy(batch.branches)[asked]
+    _, number, length = torch.unique(branch, return_inverse=True, return_counts=True)
+    weight = length[number].float().rsqrt()
+    losses = nn.functional.cross_entropy(logits, wanted, reduction="none")
+    loss = (losses * weight).sum() / weight.sum()
+    wrong = (logits.argmax(-1) != wanted).float()
+    right = torch.zeros(len(length)).index_add(0, number, wrong) == 0
+    hits: dict[str, list[bool]] = {}
+    for kind, is_right in zip(batch.kinds, right.tolist(), strict=True):
+        hits.setdefault(kind, []).append(is_right)
+    figures = {kind: sum(seen) / len(seen) for kind, seen in hits.items()}
+    return loss, {"loss": float(loss.detach()), **figures}
+
+
+def train_jointly(
+    model: LlavaForConditionalGeneration, heads: DenseHeads, work: Path, steps: int
+) -> None:
+    """Train the whole model in place. The dense heads are dropped afterwards."""
+    torch.manual_seed(SEED)
+    use_quick_attention(model)
+    stage = Stage("joint", steps, LEARNING_RATE, work / "joint.pt", warmup=100)
+    modules = {
+        "tower": model.model.vision_tower,
+        "heads": heads,
+        "connector": model.model.multi_modal_projector,
+        "decoder": model.model.language_model,
+        "lm_head": model.lm_head,
+    }
+    run = Run(stage, modules, slower={"tower": TOWER_RATE, "heads": TOWER_RATE})
+
+    def loss_of(batch: JointBatch) -> tuple[Tensor, dict[str, float]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return joint_loss(model, heads, batch)
+
+    with ahead(joint_batch, run.step, steps) as batches:
+        run.train(batches, loss_of)
+
+
+def joint_loss(
+    model: LlavaForConditionalGeneration, heads: DenseHeads, batch: JointBatch
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the answers' loss plus the side task's."""
+    images = batch.pack.images
+    if len(images) == 0:
+        return answer_loss(model, batch.pack, hidden_states(model, batch.pack, None))
+    if batch.dense is None:
+        features = image_features(model, images)
+        return answer_loss(model, batch.pack, hidden_states(model, batch.pack, features))
+    features = image_features(model, batch.dense.images)
+    hidden = hidden_states(model, batch.pack, features[: len(images)])
+    loss, figures = answer_loss(model, batch.pack, hidden)
+    side, _ = dense_loss(heads, features, batch.dense)
+    return loss + DENSE_WEIGHT * side, figures

@@ -1,0 +1,117 @@
+"""Packs many single-turn prompts over the same images into one sequence.
+
+The images stand once, at the front; each question and its answer is a branch that sees the front
+and itself, and whose positions restart after the front. So a branch computes exactly what the
+prompt would compute on its own, at a fraction of the cost.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
+
+from tools.demo.build import IMAGE_TOKENS
+from tools.demo.questions import Question
+from tools.demo.tokenizer import make_tokenizer
+
+FRONT, PADDING = 0, -1
+IGNORED = -100
+TEMPLATE = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A training batch. Arrays [rows, length] int64; images uint8 [n, 64, 64, 3] in row order.
+
+    `branches` is 0 for the front, 1… for branches, -1 for padding. `targets` is the next token
+    at each position that predicts a piece of an answer. `ends` [branches, 2] is row and column of
+    each branch's last prompt token; `kinds` and `classes` are the branches' own.
+    """
+
+    images: NDArray[np.uint8]
+    tokens: Ints
+    positions: Ints
+    branches: Ints
+    targets: Ints
+    ends: Ints
+    kinds: tuple[str, ...]
+    classes: Ints
+
+
+@dataclass(frozen=True)
+class Row:
+    """The images of one row, the questions on them and, for a head, each answer's class."""
+
+    images: list[NDArray[np.uint8]]
+    questions: list[Question]
+    classes: tuple[int, ...] = ()
+    is_clip: bool = False
+
+
+@lru_cache(maxsize=1)
+def _tokenizer() -> object:
+    return make_tokenizer()
+
+
+@lru_cache(maxsize=200_000)
+def encode(text: str) -> tuple[int, ...]:
+    """Return the token ids of a text with the demo's tokenizer."""
+    return tuple(_tokenizer()(text, add_special_tokens=False).input_ids)  # type: ignore[operator]
+
+
+def prompt_parts(question: Question, images: int, is_clip: bool) -> tuple[list[int], list[int]]:
+    """Return the front's and the branch's token ids of one prompt, image tokens expanded."""
+    frames = images if is_clip else 0
+    prompt = render(question.task, question.text, images - frames, frames, TEMPLATE)
+    front, branch = prompt[: len(TEMPLATE.prefix)], prompt[len(TEMPLATE.prefix) :]
+    if images:
+        cut = prompt.rindex(PLACEHOLDER) + len(PLACEHOLDER)
+        front, branch = prompt[:cut], prompt[cut:]
+    expanded = front.replace(PLACEHOLDER, PLACEHOLDER * IMAGE_TOKENS)
+    return list(encode(expanded)), list(encode(branch))
+
+
+def pack(rows: list[Row]) -> Pack:
+    """Pack rows into one padded batch."""
+    laid_out = [_lay_out(row) for row in rows]
+    length = max(len(columns[0]) for columns in laid_out)
+    length = -(-length // 16) * 16
+    filled = [np.full((len(rows), length), fill, np.int64) for fill in (0, 0, PADDING, IGNORED)]
+    ends: list[tuple[int, int]] = []
+    for index, (tokens, positions, branches, targets, row_ends) in enumerate(laid_out):
+        for array, values in zip(filled, (tokens, positions, branches, targets), strict=True):
+            array[index, : len(values)] = values
+        ends += [(index, end) for end in row_ends]
+    images = [image for row in rows for image in row.images]
+    return Pack(
+        np.stack(images) if images else np.zeros((0, 64, 64, 3), np.uint8),
+        *filled,
+        ends=np.array(ends, np.int64),
+        kinds=tuple(question.kind for row in rows for question in row.questions),
+        classes=np.array([label for row in rows for label in row.classes], np.int64),
+    )
+
+
+def _lay_out(row: Row) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    tokens: list[int] = []
+    positions: list[int] = []
+    branches: list[int] = []
+    targets: list[int] = []
+    ends: list[int] = []
+    for number, question in enumerate(row.questions, start=1):
+        front, prompt = prompt_parts(question, len(row.images), row.is_clip)
+        if number == 1:
+            tokens += front
+            positions += range(len(front))
+            branches += [FRONT] * len(front)
+            targets += [IGNORED] * len(front)
+        answer = list(encode(question.answer + "</s>"))
+        ends.append(len(tokens) + len(prompt) - 1)
+        tokens += prompt + answer
+        positions += range(len(front), len(front) + len(prompt) + len(answer))
+        branches += [number] * (len(prompt) + len(answer))
+        targets += [IGNORED] * (len(prompt) - 1) + answer + [IGNORED]
+    return tokens, positions, branches, targets, ends

@@ -1,0 +1,193 @@
+"""Draws scenes: textured shapes on surfaces, and says what is where.
+
+Coordinates are pixels of a 64x64 scene whatever the drawing's scale. Drawing is at twice the
+wanted size and averaged down, so edges are smooth. Same random state, same scene.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tools.demo import lexicon
+from tools.demo.boxes import Box
+from tools.demo.shapes import OUTLINES, Floats, dark_parts, surface_shade
+
+SIDE = 64
+SUPERSAMPLING = 2
+DARK = 0.55
+SHADE = 50.0
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object. `box` is where it is asked for; `mark` is an own opacity map, such as a digit."""
+
+    shape: str
+    colour: str
+    texture: str
+    box: Box
+    mark: Floats | None = field(default=None, compare=False)
+
+    @property
+    def centre(self) -> tuple[float, float]:
+        return (self.box[0] + self.box[2]) / 2, (self.box[1] + self.box[3]) / 2
+
+    def moved(self, dx: float, dy: float) -> "Thing":
+        x1, y1, x2, y2 = self.box
+        return replace(self, box=(x1 + dx, y1 + dy, x2 + dx, y2 + dy))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows: a surface (colour and pattern) and things, in reading order."""
+
+    surface: str
+    pattern: str
+    things: tuple[Thing, ...]
+    surface_seed: int
+    phase: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Pixels [n, n, 3] uint8 and, for each of 64x64 points, the index of its thing or -1."""
+
+    pixels: Pixels
+    owner: NDArray[np.int8]
+
+
+def draw(scene: Scene, size: int = SIDE) -> Drawing:
+    """Draw a scene at `size` pixels (a multiple of 64)."""
+    side = size * SUPERSAMPLING
+    step = SIDE / side
+    line = (np.arange(side, dtype=np.float32) + 0.5) * step
+    canvas = _draw_surface(scene, line)
+    owner = np.full((side, side), -1, np.int8)
+    for index, thing in enumerate(scene.things):
+        _draw_thing(canvas, owner, index, thing, line, scene.phase)
+    averaged = canvas.reshape(size, SUPERSAMPLING, size, SUPERSAMPLING, 3).mean((1, 3))
+    every = side // SIDE
+    return Drawing(np.clip(averaged + 0.5, 0, 255).astype(np.uint8), owner[::every, ::every])
+
+
+def _draw_surface(scene: Scene, line: Floats) -> Floats:
+    """Return the empty canvas [side, side, 3] in 0..255."""
+    colour = np.array(lexicon.BACKGROUNDS[scene.surface], np.float32)
+    canvas = np.empty((line.size, line.size, 3), np.float32)
+    canvas[:] = colour
+    if scene.pattern == "plain":
+        return canvas
+    rng = np.random.default_rng(scene.surface_seed)
+    x, y = np.meshgrid(line + scene.phase[0] % 1, line)
+    if scene.pattern not in ("gradient", "grainy", "panel", "ripples"):
+        x, y = x + scene.phase[0], y + scene.phase[1]
+    shade = surface_shade(scene.pattern, x, y, rng)[..., None]
+    towards = SHADE if colour.mean() < 90 else -SHADE
+    return np.clip(canvas + towards * shade, 0, 255)
+
+
+def _draw_thing(
+    canvas: Floats,
+    owner: NDArray[np.int8],
+    index: int,
+    thing: Thing,
+    line: Floats,
+    phase: tuple[int, int],
+) -> None:
+    x1, y1, x2, y2 = thing.box
+    columns = np.flatnonzero((line >= x1) & (line <= x2))
+    rows = np.flatnonzero((line >= y1) & (line <= y2))
+    if columns.size == 0 or rows.size == 0:
+        return
+    window = np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    x, y = np.meshgrid(line[columns], line[rows])
+    u = (x - x1) / (x2 - x1) * 2 - 1
+    v = (y - y1) / (y2 - y1) * 2 - 1
+    opacity = opacity_of(thing, u, v)[..., None]
+    colour = np.array(colour_of(thing.colour), np.float32)
+    dark = dark_parts(thing.texture, x + phase[0], y + phase[1])
+    shaded = np.where(dark[..., None], colour * DARK, colour)
+    canvas[window] = canvas[window] * (1 - opacity) + shaded * opacity
+    owner[window][opacity[..., 0] > 0.4] = index
+
+
+def colour_of(name: str) -> tuple[int, int, int]:
+    """Return the RGB of a thing's or a surface's colour."""
+    return lexicon.COLOURS.get(name) or lexicon.BACKGROUNDS[name]
+
+
+def opacity_of(thing: Thing, u: Floats, v: Floats) -> Floats:
+    """Return the thing's opacity, 0 to 1, at coordinates -1 to 1 of its box."""
+    if thing.mark is None:
+        return OUTLINES[thing.shape](u, v).astype(np.float32)
+    return _sample_mark(thing.mark, u, v)
+
+
+def _sample_mark(mark: Floats, u: Floats, v: Floats) -> Floats:
+    rows = np.clip(((v + 1) / 2 * mark.shape[0]).astype(int), 0, mark.shape[0] - 1)
+    columns = np.clip(((u + 1) / 2 * mark.shape[1]).astype(int), 0, mark.shape[1] - 1)
+    sampled: Floats = mark[rows, columns]
+    return sampled
+
+
+def place_boxes(
+    rng: np.random.Generator, count: int, smallest: float, largest: float, gap: float = 2.0
+) -> list[Box]:
+    """Return non-overlapping square boxes in reading order (left to right)."""
+    while True:
+        boxes: list[Box] = []
+        for _ in range(count * 30):
+            if len(boxes) == count:
+                break
+            side = float(rng.uniform(smallest, largest))
+            x, y = (float(value) for value in rng.uniform(1, SIDE - 1 - side, 2))
+            box = (x, y, x + side, y + side)
+            if all(_apart(box, other, gap) for other in boxes):
+                boxes.append(box)
+        if len(boxes) == count:
+            return sorted(boxes)
+        largest = max(smallest, largest - 1)
+
+
+def _apart(a: Box, b: Box, gap: float) -> bool:
+    return (
+        a[2] + gap <= b[0] or b[2] + gap <= a[0] or a[3] + gap <= b[1] or b[3] + gap <= a[1]
+    )
+
+
+def random_surface(
+    rng: np.random.Generator, things: tuple[Thing, ...], pattern: str | None = None
+) -> Scene:
+    """Return a scene of these things on a surface drawn from the base's own."""
+    return Scene(
+        surface=str(rng.choice(list(lexicon.BACKGROUNDS))),
+        pattern=pattern or str(rng.choice(lexicon.CATEGORIES)),
+        things=things,
+        surface_seed=int(rng.integers(1 << 31)),
+        phase=(int(rng.integers(48)), int(rng.integers(48))),
+    )
+
+
+_SIZES = {0: (16, 28), 1: (16, 28), 2: (16, 28), 3: (15, 24), 4: (14, 21)}
+
+
+def base_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
+    """Return a scene of 0-4 things, mostly 1-4, as the base is trained on."""
+    if count is None:
+        count = int(rng.choice(5, p=[0.06, 0.22, 0.26, 0.24, 0.22]))
+    things = tuple(
+        random_thing(rng, box, lexicon.SHAPES) for box in place_boxes(rng, count, *_SIZES[count])
+    )
+    return random_surface(rng, things)
+
+
+def random_thing(rng: np.random.Generator, box: Box, shapes: tuple[str, ...]) -> Thing:
+    """Return a thing of random shape, colour and texture in a box."""
+    return Thing(
+        shape=str(rng.choice(shapes)),
+        colour=str(rng.choice(list(lexicon.COLOURS))),
+        texture=str(rng.choice(lexicon.TEXTURES)),
+        box=box,
+    )
