@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import IO, Any
 
 import vlora
-from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
+from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE, load_adapter_names
 from vlora.serving.assembly import Assembly, ServerError, assemble
 from vlora.serving.processes import ProcessId, children, end
 
@@ -54,8 +54,9 @@ def default_repository() -> Path:
 class ServerOptions:
     """What to serve and where. Ports of 0 mean any free one.
 
-    model, adapters: override `model.json`. model_json: keys that replace those of `model.json`
-    in a copy of the repository made for this run. environment: added to the server's.
+    model, adapters: override `model.json`. model_json: keys that replace those of `model.json`,
+    multi_lora: entries added to `multi_lora.json`, both in a copy of the repository made for this
+    run. environment: added to the server's.
     """
 
     repository: Path = field(default_factory=default_repository)
@@ -65,6 +66,7 @@ class ServerOptions:
     model: Path | None = None
     adapters: Path | None = None
     model_json: Mapping[str, Any] = field(default_factory=dict)
+    multi_lora: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
 
@@ -203,7 +205,8 @@ class TritonServer:
         return "\n".join((telling or text)[-lines:])
 
     def _repository(self, folder: Path) -> Path:
-        if not self.options.model_json:
+        """The repository to serve: the given one, or a copy under `folder` with the overrides."""
+        if not (self.options.model_json or self.options.multi_lora):
             return self.options.repository
         copy = folder / "model_repository"
         shutil.copytree(self.options.repository, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -212,9 +215,10 @@ class TritonServer:
         for key in ("model", "adapters"):
             if keys.get(key):
                 keys[key] = str((original.parent / keys[key]).resolve())
-        (copy / "lmm" / "1" / "model.json").write_text(
-            json.dumps({**keys, **self.options.model_json}, indent=2)
-        )
+        version = copy / "lmm" / "1"
+        (version / "model.json").write_text(json.dumps(keys | dict(self.options.model_json)))
+        names = load_adapter_names(version / "multi_lora.json") | dict(self.options.multi_lora)
+        (version / "multi_lora.json").write_text(json.dumps(names))
         return copy
 
     def _arguments(self, repository: Path) -> list[str]:

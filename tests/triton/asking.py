@@ -1,0 +1,231 @@
+"""A small client for the tests: inputs by name in, outputs by name out, over gRPC and HTTP."""
+
+from __future__ import annotations
+
+import io
+import json
+import queue
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from PIL import Image
+from tritonclient.utils import InferenceServerException
+
+TIMEOUT = 60.0
+KINDS = {"frames_raw": "UINT8", "image_features": "FP32", "image_layout": "INT32"}
+KINDS |= {
+    "image_size": "INT32",
+    "stream": "BOOL",
+    "exclude_input_in_output": "BOOL",
+    "stop": "BOOL",
+}
+
+
+class Refused(Exception):
+    """The server answered with an error. status: gRPC's, or None on a stream (it carries none)."""
+
+    def __init__(self, message: str, status: str | None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response: outputs by name, strings decoded; final tells Triton's final flag."""
+
+    outputs: Mapping[str, Any]
+    final: bool
+
+    def __getitem__(self, name: str) -> Any:
+        return self.outputs[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.outputs
+
+
+def to_inputs(values: Mapping[str, Any]) -> list[grpcclient.InferInput]:
+    """Inputs from plain values; a dict becomes JSON, a lone value gets shape [1].
+
+    A ready InferInput passes through, for tests of wrong types and shapes.
+    """
+    return [_to_input(name, value) for name, value in values.items() if value is not None]
+
+
+def _to_input(name: str, value: Any) -> grpcclient.InferInput:
+    if isinstance(value, grpcclient.InferInput):
+        return value
+    if isinstance(value, dict):
+        value = json.dumps(value)
+    kind = KINDS.get(name, "BOOL" if name.startswith("return_") else "BYTES")
+    if isinstance(value, np.ndarray):
+        array = value
+    elif kind == "BYTES":
+        items = [value] if isinstance(value, str | bytes) else list(value)
+        array = np.array([_bytes(item) for item in items] + [None], dtype=object)[:-1]
+    else:
+        array = np.array([value])
+    given = grpcclient.InferInput(name, list(array.shape), kind)
+    given.set_data_from_numpy(array)
+    return given
+
+
+def wrong(name: str, array: np.ndarray, kind: str) -> grpcclient.InferInput:
+    """An input of any type and shape."""
+    given = grpcclient.InferInput(name, list(array.shape), kind)
+    given.set_data_from_numpy(array)
+    return given
+
+
+def _bytes(item: str | bytes) -> bytes:
+    return item.encode() if isinstance(item, str) else item
+
+
+def _read(result: grpcclient.InferResult) -> Response:
+    raw = result.get_response()
+    outputs = {}
+    for output in raw.outputs:
+        array = result.as_numpy(output.name)
+        if output.datatype == "BYTES":
+            texts = [item.decode() for item in array.reshape(-1)]
+            outputs[output.name] = texts[0] if len(texts) == 1 and array.ndim == 1 else texts
+        elif array.size == 1 and array.ndim == 1 and output.name != "head_scores":
+            outputs[output.name] = array.reshape(-1)[0].item()
+        else:
+            outputs[output.name] = array
+    parameter = raw.parameters.get("triton_final_response")
+    return Response(outputs, bool(parameter.bool_param) if parameter else True)
+
+
+class Asker:
+    """Asks one server."""
+
+    def __init__(self, grpc_url: str, http_url: str, metrics_url: str) -> None:
+        self.grpc_url = grpc_url
+        self.http_url = http_url
+        self.metrics_url = metrics_url
+        self.client = grpcclient.InferenceServerClient(grpc_url)
+
+    def once(
+        self,
+        model: str,
+        /,
+        parameters: Mapping[str, Any] | None = None,
+        id: str = "",
+        **values: Any,
+    ) -> Response:
+        """Unary gRPC."""
+        try:
+            result = self.client.infer(
+                model,
+                to_inputs(values),
+                request_id=id,
+                parameters=dict(parameters or {}),
+                client_timeout=timeout,
+            )
+        except InferenceServerException as error:
+            raise Refused(error.message(), error.status()) from None
+        return _read(result)
+
+    def stream(
+        self,
+        model: str,
+        /,
+        parameters: Mapping[str, Any] | None = None,
+        id: str = "",
+        **values: Any,
+    ) -> list[Response]:
+        """All responses of one request on a gRPC stream."""
+        with self.streaming(model, parameters=parameters, id=id, **values) as responses:
+            return list(responses)
+
+    @contextmanager
+    def streaming(
+        self,
+        model: str,
+        /,
+        parameters: Mapping[str, Any] | None = None,
+        id: str = "",
+        **values: Any,
+    ) -> Iterator[Iterator[Response]]:
+        """Responses as they come; leaving the block early cancels the stream."""
+        client = grpcclient.InferenceServerClient(self.grpc_url)
+        arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        client.start_stream(lambda result, error: arrived.put((result, error)))
+        client.async_stream_infer(
+            model,
+            to_inputs(values),
+            request_id=id,
+            parameters=dict(parameters or {}),
+            enable_empty_final_response=True,
+        )
+        finished = False
+
+        def responses() -> Iterator[Response]:
+            nonlocal finished
+            while True:
+                result, error = arrived.get(timeout=TIMEOUT)
+                if error is not None:
+                    finished = True
+                    raise Refused(error.message(), error.status())
+                response = _read(result)
+                finished = response.final
+                if response.outputs or not response.final:
+                    yield response
+                if response.final:
+                    return
+
+        try:
+            yield responses()
+        finally:
+            client.stop_stream(cancel_requests=not finished)
+            client.close()
+
+    def text(self, model: str, /, **values: Any) -> str:
+        """The whole text of one streamed answer."""
+        return "".join(response["text_output"] for response in self.stream(model, **values))
+
+    def http(self, model: str, endpoint: str, body: Mapping[str, Any] | bytes) -> tuple[int, str]:
+        """Status and body of a POST to `generate` or `generate_stream`."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://{self.http_url}/v2/models/{model}/{endpoint}", data=data
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by its name with labels."""
+        with urllib.request.urlopen(self.metrics_url, timeout=TIMEOUT) as answer:
+            lines = answer.read().decode().splitlines()
+        samples = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in samples}
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def picture(
+    colour: tuple[int, int, int] = (200, 30, 30), size: tuple[int, int] = (80, 60)
+) -> bytes:
+    """A PNG of a square on a plain ground, told apart from others by its colour."""
+    image = Image.new("RGB", size, colour)
+    image.paste((255 - colour[0], 255, 0), (10, 10, 30, 30))
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
+
+
+def pixels(encoded: Sequence[bytes]) -> np.ndarray:
+    """PNGs of one size as `frames_raw`."""
+    return np.stack([np.asarray(Image.open(io.BytesIO(one))) for one in encoded])

@@ -1,0 +1,64 @@
+"""One real server for all tests of this folder, and others for those that need their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.triton.asking import Asker
+from vlora.serving.server import ServerOptions, TritonServer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.triton)
+
+
+@pytest.fixture(scope="session")
+def served_adapters(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random adapters and one that does not load."""
+    root = tmp_path_factory.mktemp("served-adapters")
+    for folder in adapters_dir.iterdir():
+        (root / folder.name).symlink_to(folder)
+    broken = root / "broken"
+    broken.mkdir()
+    for file in (adapters_dir / "attention-r4").iterdir():
+        if file.name != "adapter_config.json":
+            (broken / file.name).symlink_to(file)
+    (broken / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
+    return root
+
+
+@pytest.fixture(scope="session")
+def server(
+    checkpoint: Path, served_adapters: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    options = ServerOptions(
+        model=checkpoint,
+        adapters=served_adapters,
+        multi_lora={"alias": "attention-r4"},
+        log=tmp_path_factory.mktemp("server") / "tritonserver.log",
+    )
+    with TritonServer(options) as running:
+        yield running
+
+
+@contextmanager
+def asking(server: TritonServer) -> Iterator[Asker]:
+    asker = Asker(server.grpc_url, server.http_url, server.metrics_url)
+    try:
+        yield asker
+    finally:
+        asker.close()
+
+
+@pytest.fixture
+def ask(server: TritonServer) -> Iterator[Asker]:
+    """Asks the session's server, and checks that the test left it whole."""
+    with asking(server) as asker:
+        yield asker
+    assert server.poll() is None, server.explain()

@@ -1,0 +1,255 @@
+"""Every malformed request gets its typed error at once, and harms no other request."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.triton.asking import Asker, Refused, picture, wrong
+
+RETRIEVAL, ANALYTICS = "visual_retrieval", "video_analytics"
+HEALTHY = {"text_input": "What is this?", "sampling_parameters": {"lora_name": "all-r8"}}
+
+
+def bomb() -> bytes:
+    """A PNG of 30000 x 30000 pixels in a few kilobytes."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checksum = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+    header = struct.pack(">IIBBBBB", 30000, 30000, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(3751 * 300), 9)
+    start = b"\x89PNG\r\n\x1a\n"
+    return start + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def animation() -> bytes:
+    from PIL import Image
+
+    content = io.BytesIO()
+    frames = [Image.new("RGB", (8, 8), (i * 50, 0, 0)) for i in range(3)]
+    frames[0].save(content, "GIF", save_all=True, append_images=frames[1:])
+    return content.getvalue()
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One malformed request: its inputs, and what its error must say."""
+
+    name: str
+    code: str
+    says: str
+    values: dict[str, Any] = field(default_factory=dict)
+    text: str | bytes | None = "What is this?"
+
+    def inputs(self) -> dict[str, Any]:
+        return {"text_input": self.text, **self.values}
+
+
+def sampling(name: str, code: str, says: str, **keys: Any) -> Bad:
+    return Bad(name, code, says, {"sampling_parameters": keys})
+
+
+def raw_sampling(name: str, says: str, text: str) -> Bad:
+    return Bad(name, "INVALID_ARG", says, {"sampling_parameters": text})
+
+
+BAD = [
+    Bad("a corrupt image", "INVALID_ARG", "image 0 is corrupt", {"image": picture()[:60]}),
+    Bad("no image at all", "INVALID_ARG", "image 1 is neither", {"image": [picture(), b"hello"]}),
+    Bad(
+        "a decompression bomb",
+        "INVALID_ARG",
+        "900.* megapixels; the limit is 40",
+        {"image": bomb()},
+    ),
+    Bad("an animated image", "INVALID_ARG", "animated.*'frames'", {"image": animation()}),
+    Bad("an empty image", "INVALID_ARG", "image 0 is empty", {"image": b""}),
+    Bad("a thousand frames", "INVALID_ARG", "1000.*64", {"frames": [picture()] * 1000}),
+    Bad("65 images", "INVALID_ARG", "65.*64", {"image": [picture()] * 65}),
+    Bad("an empty prompt", "INVALID_ARG", "prompt is empty", {}, text=""),
+    Bad("a missing prompt", "INVALID_ARG", "'text_input' is missing", {"image": picture()}, None),
+    Bad("a prompt that is too long", "INVALID_ARG", "1024", {}, text="word " * 5000),
+    Bad("a prompt that is no text", "INVALID_ARG", "UTF-8", {}, text=b"\xff\xfe\xfa"),
+    Bad("an unknown task", "INVALID_ARG", "vqa, caption, refer", {"task": "dance"}),
+    Bad("metadata that is too big", "INVALID_ARG", "1048577.*1048576", {"metadata": "m" * 1048577}),
+    sampling("an unknown adapter", "NOT_FOUND", "attention-r4", lora_name="nobody"),
+    sampling(
+        "a broken adapter", "INVALID_ARG", "'broken': adapter_config.json", lora_name="broken"
+    ),
+    sampling("an adapter that is no name", "INVALID_ARG", "must be a string", lora_name=3),
+    sampling("an unknown key", "INVALID_ARG", "did you mean 'temperature'", temperatur=1),
+    sampling("several answers", "UNSUPPORTED", "'n' = 3", n=3),
+    sampling("best_of", "UNSUPPORTED", "'best_of'", best_of=2),
+    sampling("a key of later versions", "UNSUPPORTED", "not yet supported", deadline_ms=10),
+    sampling("a negative temperature", "INVALID_ARG", "'temperature' must be", temperature=-1),
+    sampling("too many tokens", "INVALID_ARG", "100000.*1024", max_tokens=100000),
+    sampling("choices that are none", "INVALID_ARG", "'choices' must be", choices=[]),
+    raw_sampling(
+        "a temperature that is no number", "'temperature' must be", '{"temperature": NaN}'
+    ),
+    raw_sampling("malformed JSON", "not valid JSON.* at character", '{"temperature": 1'),
+    raw_sampling("JSON that is a list", "must be a JSON object", "[1]"),
+    raw_sampling("a key given twice", "'seed' twice", '{"seed": 1, "seed": 2}'),
+    raw_sampling(
+        "JSON that is too big", "bytes; the limit is 65536", json.dumps({"x": "y" * 70000})
+    ),
+    raw_sampling("JSON that is too deep", "nested too deeply", '{"a":' * 13000),
+]
+
+
+@pytest.fixture(scope="module")
+def healthy(server: Any) -> str:
+    from tests.triton.conftest import asking
+
+    with asking(server) as asker:
+        return asker.text(RETRIEVAL, image=picture((1, 2, 3)), **HEALTHY)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+def test_it_gets_its_typed_error_and_a_request_beside_it_is_untouched(
+    ask: Asker, healthy: str, bad: Bad
+) -> None:
+    ready = threading.Barrier(4)
+
+    def beside() -> str:
+        ready.wait()
+        return ask.text(RETRIEVAL, image=picture((1, 2, 3)), **HEALTHY)
+
+    def refused(call: Callable[..., Any], model: str) -> Refused:
+        ready.wait()
+        with pytest.raises(Refused) as caught:
+            call(model, **bad.inputs())
+        return caught.value
+
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(beside) for _ in range(2)]
+        streamed = pool.submit(refused, ask.stream, RETRIEVAL)
+        unary = pool.submit(refused, ask.once, ANALYTICS)
+    for error in (streamed.result(), unary.result()):
+        assert f"{bad.code}: " in error.message
+        assert "Traceback" not in error.message
+        assert re.search(bad.says, error.message, re.DOTALL), error.message
+    statuses = {
+        "INVALID_ARG": "INVALID_ARGUMENT",
+        "NOT_FOUND": "NOT_FOUND",
+        "UNSUPPORTED": "UNIMPLEMENTED",
+    }
+    assert unary.result().status == f"StatusCode.{statuses[bad.code]}"
+    assert [other.result() for other in others] == [healthy] * 2
+
+
+def features(rows: int = 64, width: int = 192, value: float = 0.0) -> np.ndarray:
+    return np.full((rows, width), value, np.float32)
+
+
+def layout(*rows: tuple[int, ...]) -> np.ndarray:
+    return np.array(rows, np.int32).reshape(-1, 6)
+
+
+ONE = (0, 64, 1, 8, 8, 0)
+BAD_FEATURES = {
+    "NaN values": ("NaN or infinite", {"image_features": features(value=float("nan"))}),
+    "infinite values": ("NaN or infinite", {"image_features": features(value=float("inf"))}),
+    "another width": ("width 100; this model's is 192", {"image_features": features(width=100)}),
+    "too few rows": ("64 rows but 'image_features' has 63", {"image_features": features(63)}),
+    "too many rows": ("64 rows but 'image_features' has 65", {"image_features": features(65)}),
+    "a gap in the layout": ("must begin at row 0", {"image_layout": layout((1, 63, 1, 8, 8, 0))}),
+    "a negative count": ("at least one", {"image_layout": layout((0, -64, 1, 8, 8, 0))}),
+    "a grid of nothing": ("must be positive", {"image_layout": layout((0, 64, 0, 8, 8, 0))}),
+    "an odd flag": ("0 or 1", {"image_layout": layout((0, 64, 1, 8, 8, 7))}),
+    "a layout alone": ("'image_features' is absent", {"image_features": None}),
+    "features alone": ("without 'image_layout'", {"image_layout": None}),
+    "images besides": ("'image' and 'image_features'", {"image": picture()}),
+    "sizes for others": ("one for each image", {"image_size": np.ones((2, 2), np.int32)}),
+    "another rank": (
+        "unexpected shape for input 'image_features'",
+        {"image_features": wrong("image_features", np.zeros((1, 64, 192), np.float32), "FP32")},
+    ),
+    "another type": (
+        "data-type is 'FP64'",
+        {"image_features": wrong("image_features", np.zeros((64, 192)), "FP64")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FEATURES)
+def test_features_that_do_not_fit_are_refused_at_the_edge(ask: Asker, name: str) -> None:
+    says, changed = BAD_FEATURES[name]
+    asked = {"image_features": features(), "image_layout": layout(ONE), "text_input": "What?"}
+    with pytest.raises(Refused, match=says) as caught:
+        ask.once("lmm_unary", **{**asked, **changed})
+    assert caught.value.status == "StatusCode.INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("model", ["visual_retrieval", "video_analytics", "lmm", "lmm_unary"])
+def test_a_wrong_dtype_or_shape_is_invalid(ask: Asker, model: str) -> None:
+    call = ask.once if model in ("video_analytics", "lmm_unary") else ask.stream
+    two = wrong("text_input", np.array([b"a", b"b"], dtype=object), "BYTES")
+    number = wrong("text_input", np.array([1], np.int32), "INT32")
+    for given, says in ((two, "unexpected shape"), (number, "data-type is 'INT32'")):
+        with pytest.raises(Refused, match=says):
+            call(model, text_input=given)
+
+
+def test_an_unknown_input_is_invalid(ask: Asker) -> None:
+    with pytest.raises(Refused, match="unexpected inference input 'picture'"):
+        ask.once(ANALYTICS, text_input="What?", picture="x")
+
+
+def test_a_request_with_no_input_is_refused(ask: Asker) -> None:
+    with pytest.raises(Refused):
+        ask.once(ANALYTICS)
+    with pytest.raises(Refused):
+        ask.once(ANALYTICS, task="vqa")
+
+
+def test_a_batch_for_the_encoder_is_refused(ask: Asker) -> None:
+    text = np.array([[b"a"], [b"b"]], dtype=object)
+    with pytest.raises(Refused, match="INVALID_ARG: a request holds one prompt"):
+        ask.once("vision_encoder", text_input=text)
+
+
+def test_malformed_http_is_refused_and_the_server_goes_on(ask: Asker) -> None:
+    assert ask.http("lmm", "generate", b'{"text_input": ')[0] >= 400
+    status, body = ask.http("lmm", "generate", {"text_input": "x", "temperature": "hot"})
+    assert (status, "'temperature' must be" in body) == (400, True)
+    assert ask.http("lmm", "generate", {"text_input": "x"})[0] == 200
+
+
+def test_errors_come_at_once(ask: Asker) -> None:
+    started = time.monotonic()
+    for _ in range(10):
+        with pytest.raises(Refused):
+            ask.once(ANALYTICS, text_input="What?", image=bomb())
+    assert time.monotonic() - started < 5
+
+
+def test_a_burst_of_bad_and_good_requests_in_one_batch_each_get_their_own(
+    ask: Asker, healthy: str
+) -> None:
+    def one(index: int) -> str:
+        image = picture((1, 2, 3)) if index % 2 else picture()[: 40 + index]
+        try:
+            return str(ask.once(ANALYTICS, image=image, **HEALTHY)["text_output"])
+        except Refused as error:
+            return (
+                "refused" if "INVALID_ARG: image 0 is corrupt" in error.message else error.message
+            )
+
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(one, range(32)))
+    assert texts == ["refused", healthy] * 16

@@ -1,0 +1,287 @@
+"""`lmm` and `lmm_unary`: what a client of the vLLM backend expects, and what goes beyond it."""
+
+import json
+import math
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tests.triton.asking import Asker, Refused, picture
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
+
+
+def test_not_streaming_answers_once_and_prepends_the_prompt(ask: Asker) -> None:
+    (response,) = ask.stream("lmm", text_input="hello", sampling_parameters=GREEDY)
+    assert response["text_output"].startswith("hello")
+    assert response.final
+
+
+def test_the_prompt_is_left_out_when_asked(ask: Asker) -> None:
+    asked = {"text_input": "hello", "sampling_parameters": GREEDY}
+    (with_prompt,) = ask.stream("lmm", **asked, exclude_input_in_output=False)
+    (without,) = ask.stream("lmm", **asked, exclude_input_in_output=True)
+    assert with_prompt["text_output"] == "hello" + without["text_output"]
+
+
+def test_streaming_gives_deltas_without_the_prompt(ask: Asker) -> None:
+    asked = {"text_input": "hello", "sampling_parameters": GREEDY}
+    deltas = ask.stream("lmm", stream=True, **asked)
+    (whole,) = ask.stream("lmm", exclude_input_in_output=True, **asked)
+    assert len(deltas) == 6
+    assert "".join(delta["text_output"] for delta in deltas) == whole["text_output"]
+    assert [delta.final for delta in deltas] == [False] * 5 + [True]
+
+
+def test_streaming_with_the_prompt_is_an_error(ask: Asker) -> None:
+    with pytest.raises(Refused, match=r"INVALID_ARG: 'exclude_input_in_output' = false"):
+        ask.stream("lmm", text_input="hello", stream=True, exclude_input_in_output=False)
+
+
+def test_outputs_behind_flags_are_absent_unless_asked_for(ask: Asker) -> None:
+    asked = {"text_input": "hello", "sampling_parameters": GREEDY, "stream": True}
+    assert set(ask.stream("lmm", **asked)[0].outputs) == {"text_output"}
+    names = ("finish_reason", "num_input_tokens", "num_output_tokens", "logprobs")
+    deltas = ask.stream("lmm", **asked, **{f"return_{name}": True for name in names})
+    assert all(set(names) < set(delta.outputs) for delta in deltas)
+    assert sum(delta["num_output_tokens"] for delta in deltas) == 6
+    assert [delta["finish_reason"] for delta in deltas] == ["None"] * 5 + ["length"]
+
+
+def test_logprobs_are_those_of_the_vllm_backend(ask: Asker) -> None:
+    (response,) = ask.stream(
+        "lmm",
+        text_input="hello",
+        sampling_parameters={**GREEDY, "logprobs": 2},
+        return_logprobs=True,
+        return_cumulative_logprob=True,
+    )
+    tokens = json.loads(response["logprobs"])
+    assert len(tokens) == 6
+    sampled = [next(iter(token.values())) for token in tokens]
+    assert all(set(entry) == {"logprob", "rank", "decoded_token"} for entry in sampled)
+    assert all(entry["rank"] == 1 for entry in sampled)
+    total = sum(entry["logprob"] for entry in sampled)
+    assert math.isclose(response["cumulative_logprob"], total, rel_tol=1e-5)
+    (without,) = ask.stream("lmm", text_input="hello", return_logprobs=True)
+    assert without["logprobs"] == "null"
+
+
+def test_the_defaults_are_vllms(ask: Asker) -> None:
+    asked = {"text_input": "hello", "parameters": {"ignore_eos": True}}
+    answers = ask.stream("lmm", return_num_output_tokens=True, **asked)
+    assert answers[0]["num_output_tokens"] == 16
+    assert len({ask.text("lmm", **asked) for _ in range(4)}) > 1
+
+
+def test_a_seed_makes_a_sampled_answer_repeatable(ask: Asker) -> None:
+    asked = {"text_input": "hello", "sampling_parameters": {"seed": 7, "ignore_eos": True}}
+    assert ask.text("lmm", **asked) == ask.text("lmm", **asked)
+
+
+def test_numeric_strings_are_coerced(ask: Asker) -> None:
+    strings = {"temperature": "0", "max_tokens": "6", "ignore_eos": "true", "min_tokens": "2"}
+    assert ask.text("lmm", text_input="hello", sampling_parameters=strings) == ask.text(
+        "lmm", text_input="hello", sampling_parameters=GREEDY
+    )
+
+
+def test_the_requests_parameters_are_sampling_keys(ask: Asker) -> None:
+    assert ask.text("lmm", text_input="hello", parameters=GREEDY) == ask.text(
+        "lmm", text_input="hello", sampling_parameters=GREEDY
+    )
+
+
+def test_sampling_parameters_replace_the_requests_parameters_as_a_whole(ask: Asker) -> None:
+    (response,) = ask.stream(
+        "lmm",
+        text_input="hello",
+        parameters={"max_tokens": 3, "no_such_key": 1},
+        sampling_parameters={"ignore_eos": True},
+        return_num_output_tokens=True,
+    )
+    assert response["num_output_tokens"] == 16
+
+
+def test_parameters_of_triton_and_forwarded_headers_are_no_sampling_keys(ask: Asker) -> None:
+    parameters = {**GREEDY, "x-request-source": "camera", "classification": 0}
+    assert ask.text("lmm", text_input="hello", parameters=parameters) == ask.text(
+        "lmm", text_input="hello", parameters=GREEDY
+    )
+
+
+def test_an_absent_task_is_raw_and_a_given_one_is_templated(ask: Asker) -> None:
+    asked = {"text_input": "What?", "sampling_parameters": GREEDY, "return_num_input_tokens": True}
+    (raw,) = ask.stream("lmm", **asked)
+    (named,) = ask.stream("lmm", task="raw", **asked)
+    (templated,) = ask.stream("lmm", task="vqa", **asked)
+    assert raw["num_input_tokens"] == named["num_input_tokens"] < templated["num_input_tokens"]
+
+
+def test_an_image_is_encoded_by_the_vision_encoder(ask: Asker) -> None:
+    asked = {"text_input": "What is this?", "image": picture()}
+    direct = ask.text(
+        "lmm", task="vqa", stream=True, sampling_parameters={"temperature": 0}, **asked
+    )
+    assert direct == ask.text("visual_retrieval", task="vqa", **asked)
+
+
+def test_a_client_may_send_the_encoders_features_itself(ask: Asker) -> None:
+    encoded = ask.once(
+        "vision_encoder",
+        text_input=np.array([[b"x"]], dtype=object),
+        image=np.array([[picture()], [b""]], dtype=object)[:1],
+    )
+    features = {name: encoded[name][0] for name in ("image_features", "image_layout", "image_size")}
+    assert ask.text("lmm", text_input="What is this?", **features) == ask.text(
+        "visual_retrieval", text_input="What is this?", image=picture()
+    )
+
+
+def test_details_tell_task_adapter_and_timings(ask: Asker) -> None:
+    (response,) = ask.stream("lmm", text_input="hello", sampling_parameters={"lora_name": "all-r8"})
+    details = json.loads(response["details"])
+    assert set(details) == {"task", "adapter", "timings"}
+    assert details["task"] == "raw"
+    assert details["adapter"]["name"] == "all-r8"
+
+
+def test_a_head_answers_on_lmm_with_scores_and_labels(ask: Asker) -> None:
+    (response,) = ask.stream(
+        "lmm",
+        text_input="",
+        image=picture(),
+        task="classify",
+        exclude_input_in_output=True,
+        sampling_parameters={"lora_name": "head-r8"},
+    )
+    assert response["head_labels"] == ["cat", "dog", "bird"]
+    scores = response["head_scores"]
+    assert response["text_output"] == response["head_labels"][int(np.argmax(scores))]
+
+
+def test_metadata_comes_back_on_lmm_only_when_given(ask: Asker) -> None:
+    (given,) = ask.stream("lmm", text_input="hello", metadata="m")
+    (none,) = ask.stream("lmm", text_input="hello")
+    assert given["metadata"] == "m"
+    assert "metadata" not in none
+
+
+def test_choices_close_the_set_of_answers(ask: Asker) -> None:
+    choices = ["red", "green", "standing still"]
+    for seed in range(3):
+        text = ask.text(
+            "lmm",
+            text_input="hello",
+            exclude_input_in_output=True,
+            sampling_parameters={"choices": choices, "seed": seed},
+        )
+        assert text in choices
+
+
+def test_a_stop_string_ends_the_answer_and_is_left_out(ask: Asker) -> None:
+    asked = {"text_input": "hello", "exclude_input_in_output": True}
+    whole = ask.text("lmm", sampling_parameters=GREEDY, **asked)
+    stop = whole[len(whole) // 2 :]
+    (response,) = ask.stream(
+        "lmm", sampling_parameters={**GREEDY, "stop": [stop]}, return_finish_reason=True, **asked
+    )
+    assert response["text_output"] == whole[: whole.index(stop)]
+    assert response["finish_reason"] == "stop"
+
+
+def test_lmm_unary_answers_once_and_as_lmm(ask: Asker) -> None:
+    asked = {"text_input": "hello", "image": picture(), "return_finish_reason": True}
+    for how in ({"parameters": GREEDY}, {"sampling_parameters": GREEDY}):
+        unary = ask.once("lmm_unary", **asked, **how)
+        (direct,) = ask.stream("lmm", **asked, **how)
+        assert unary["text_output"] == direct["text_output"]
+        assert set(unary.outputs) == set(direct.outputs)
+
+
+def test_lmm_unary_refuses_to_stream(ask: Asker) -> None:
+    with pytest.raises(Refused, match="INVALID_ARG: 'lmm_unary' gives one response"):
+        ask.once("lmm_unary", text_input="hello", stream=True)
+
+
+def test_lmm_unary_raises_the_code_that_lmm_gave(ask: Asker) -> None:
+    with pytest.raises(Refused, match=r"^NOT_FOUND: ") as unknown:
+        ask.once("lmm_unary", text_input="hello", parameters={"lora_name": "nobody"})
+    assert unknown.value.status == "StatusCode.NOT_FOUND"
+    with pytest.raises(Refused, match=r"^UNSUPPORTED: ") as unsupported:
+        ask.once("lmm_unary", text_input="hello", parameters={"best_of": 3})
+    assert unsupported.value.status == "StatusCode.UNIMPLEMENTED"
+
+
+def test_stop_ends_a_running_request_with_cancelled(ask: Asker) -> None:
+    client_id = uuid.uuid4().hex
+    asked = {"text_input": "hello", "stream": True, "sampling_parameters": LONG}
+    with ask.streaming("lmm", id=client_id, **asked) as responses:
+        next(responses)
+        assert ask.stream("lmm", id=client_id, stop=True) == []
+        with pytest.raises(Refused, match=r"^CANCELLED: "):
+            list(responses)
+
+
+def test_stop_ends_a_request_of_an_ensemble(ask: Asker) -> None:
+    asked = {"text_input": "hello", "sampling_parameters": LONG}
+    for model, call in (("visual_retrieval", ask.stream), ("video_analytics", ask.once)):
+        client_id = uuid.uuid4().hex
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(call, model, id=client_id, **asked)
+            while not running.done():
+                ask.stream("lmm", id=client_id, stop=True)
+                time.sleep(0.05)
+        with pytest.raises(Refused, match="CANCELLED: "):
+            running.result()
+
+
+def test_stopping_an_unknown_id_is_no_error_and_a_short_one_is(ask: Asker) -> None:
+    assert ask.stream("lmm", id="nobody-has-this-id", stop=True) == []
+    with pytest.raises(Refused, match="INVALID_ARG: 'stop' needs the id"):
+        ask.stream("lmm", id="short", stop=True)
+
+
+def test_a_second_live_request_with_a_long_id_is_refused(ask: Asker) -> None:
+    client_id = uuid.uuid4().hex
+    asked = {"text_input": "hello", "sampling_parameters": LONG, "id": client_id}
+    with ask.streaming("lmm", stream=True, **asked) as responses:
+        next(responses)
+        for model, call in (("lmm", ask.stream), ("lmm_unary", ask.once)):
+            with pytest.raises(Refused, match=r"INVALID_ARG: .*live already"):
+                call(model, **asked)
+
+
+def test_two_live_requests_may_share_a_short_id(ask: Asker) -> None:
+    asked = {"text_input": "hello", "sampling_parameters": LONG, "id": "1"}
+    with ask.streaming("lmm", stream=True, **asked) as responses:
+        next(responses)
+        assert ask.stream("lmm", text_input="hello", id="1")
+
+
+def test_a_client_that_goes_away_ends_its_request(ask: Asker) -> None:
+    def aborted() -> float:
+        time.sleep(1.5)  # metrics are refreshed once a second
+        return ask.metrics()['vlora:requests_aborted_total{model="lmm",version="1"}']
+
+    before = aborted()
+    with ask.streaming("lmm", text_input="hello", stream=True, parameters=LONG) as responses:
+        next(responses)
+    with pytest.raises(Refused, match="Deadline"):
+        ask.once("lmm_unary", text_input="hello", parameters=LONG, timeout=0.3)
+    assert aborted() == before + 2
+
+
+def test_special_tokens_never_appear_in_text(ask: Asker) -> None:
+    for seed in range(3):
+        text = ask.text(
+            "lmm",
+            text_input="hello",
+            exclude_input_in_output=True,
+            sampling_parameters={"seed": seed, "max_tokens": 200, "ignore_eos": True},
+        )
+        assert not any(token in text for token in ("<image>", "<s>", "</s>", "<pad>"))

@@ -1,0 +1,95 @@
+"""`video_analytics`: pictures or a clip and a task in, one structured answer out."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.triton.asking import Asker, Refused, picture
+from vlora.vision.results import result_schema
+
+ANALYTICS = "video_analytics"
+
+
+def result_of(ask: Asker, **values: Any) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(ask.once(ANALYTICS, **values)["result"])
+    jsonschema.validate(result, result_schema())
+    return result
+
+
+def test_it_answers_once_with_every_output(ask: Asker) -> None:
+    response = ask.once(ANALYTICS, text_input="What is this?", image=picture())
+    names = {"result", "text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}
+    assert set(response.outputs) == names
+    assert "What is this?" not in response["text_output"]
+
+
+def test_result_follows_the_schema_for_every_task(ask: Asker) -> None:
+    for task in ("vqa", "caption", "refer", "detect", "classify", "video", "raw"):
+        result = result_of(ask, text_input="the star", image=picture(), task=task)
+        assert result["task"] == task
+        assert result["adapter"] is None
+        assert len(result["images"]) == 1
+
+
+def test_metadata_comes_back_untouched(ask: Asker) -> None:
+    metadata = '{"camera": "Hof \\u00e4", "t": 1.50}  '
+    assert result_of(ask, text_input="What?", metadata=metadata)["metadata"] == metadata
+
+
+def test_per_frame_results_index_the_clip_only(ask: Asker) -> None:
+    result = result_of(
+        ask, text_input="What?", image=[picture()] * 2, frames=[picture()] * 3, task="vqa"
+    )
+    assert [one["index"] for one in result["images"]] == [0, 1]
+    assert [one["index"] for one in result["frames"]] == [0, 1, 2]
+
+
+def test_a_head_gives_scores_by_label_and_its_top_label_as_text(ask: Asker) -> None:
+    asked = {"frames": [picture(), picture((0, 0, 200))], "task": "classify", "text_input": ""}
+    result = result_of(ask, sampling_parameters={"lora_name": "head-r8"}, **asked)
+    assert set(result["scores"]) == {"cat", "dog", "bird"}
+    assert sum(result["scores"].values()) == pytest.approx(1.0, abs=1e-5)
+    assert result["text"] == max(result["scores"], key=result["scores"].__getitem__)
+    assert result["adapter"]["name"] == "head-r8"
+    assert len(result["adapter"]["digest"]) == 64
+
+
+def test_any_other_task_of_a_head_adapter_is_answered_by_the_lm_head(ask: Asker) -> None:
+    asked = {"text_input": "What?", "image": picture(), "task": "vqa"}
+    result = result_of(ask, sampling_parameters={"lora_name": "head-r8"}, **asked)
+    assert result["scores"] == {}
+    assert result["task"] == "vqa"
+
+
+def test_text_only_requests_pass(ask: Asker) -> None:
+    result = result_of(ask, text_input="Just words?")
+    assert result["images"] == result["frames"] == []
+
+
+def test_it_says_the_same_as_visual_retrieval(ask: Asker) -> None:
+    asked = {"text_input": "What is this?", "image": picture()}
+    asked["sampling_parameters"] = {"lora_name": "all-r8"}
+    assert ask.once(ANALYTICS, **asked)["text_output"] == ask.text("visual_retrieval", **asked)
+
+
+def test_timings_are_seconds_in_order(ask: Asker) -> None:
+    timings = result_of(ask, text_input="What?", image=picture())["timings"]
+    assert 0 <= timings["queued"] <= timings["first_token"] <= timings["total"] < 60
+
+
+def test_errors_keep_their_code_and_say_which_ensemble(ask: Asker) -> None:
+    with pytest.raises(Refused, match="in ensemble 'video_analytics', NOT_FOUND: ") as caught:
+        ask.once(ANALYTICS, text_input="What?", sampling_parameters={"lora_name": "nobody"})
+    assert caught.value.status == "StatusCode.NOT_FOUND"
+
+
+def test_task_head_can_be_asked_on_its_own(ask: Asker) -> None:
+    details = {"task": "detect", "adapter": None, "timings": {}}
+    text = "<ref>star</ref><box>(0,0),(500,500)</box>"
+    response = ask.once("task_head", text_output=text, details=details)
+    result = json.loads(response["result"])
+    assert result["counts"] == {"star": 1}
+    with pytest.raises(Refused, match="INVALID_ARG: 'details' is not valid JSON"):
+        ask.once("task_head", text_output=text, details="{")

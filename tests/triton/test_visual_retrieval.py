@@ -1,0 +1,138 @@
+"""`visual_retrieval`: pictures and a question in, an answer streamed out."""
+
+import base64
+
+import pytest
+
+from tests.triton.asking import Asker, Refused, picture, pixels
+from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS
+
+RETRIEVAL = "visual_retrieval"
+FOREVER = {"ignore_eos": True}
+
+
+def test_it_streams_one_delta_per_token_and_never_the_prompt(ask: Asker) -> None:
+    responses = ask.stream(
+        RETRIEVAL,
+        text_input="What is this?",
+        image=picture(),
+        sampling_parameters={"max_tokens": 7, **FOREVER},
+    )
+    assert len(responses) == 7
+    assert "What is this?" not in "".join(response["text_output"] for response in responses)
+    assert [response["num_output_tokens"] for response in responses] == [1] * 7
+
+
+def test_every_response_carries_every_output(ask: Asker) -> None:
+    responses = ask.stream(RETRIEVAL, text_input="What is this?", image=picture(), metadata="m-1")
+    names = {
+        "text_output",
+        "finish_reason",
+        "num_input_tokens",
+        "num_output_tokens",
+        "metadata_output",
+    }
+    assert all(set(response.outputs) == names for response in responses)
+    assert {response["metadata_output"] for response in responses} == {"m-1"}
+    assert len({response["num_input_tokens"] for response in responses}) == 1
+
+
+def test_only_the_last_response_has_a_reason_to_finish(ask: Asker) -> None:
+    responses = ask.stream(
+        RETRIEVAL, text_input="Why?", sampling_parameters={"max_tokens": 3, **FOREVER}
+    )
+    assert [response["finish_reason"] for response in responses] == ["None", "None", "length"]
+    assert [response.final for response in responses] == [False, False, True]
+
+
+def test_text_only_requests_pass(ask: Asker) -> None:
+    assert ask.stream(RETRIEVAL, text_input="Just words?")[-1].final
+
+
+def test_without_parameters_it_is_greedy_and_ends_at_the_tasks_own_limit(ask: Asker) -> None:
+    asked = {"text_input": "Same again?", "image": picture()}
+    first, second = (ask.text(RETRIEVAL, **asked) for _ in range(2))
+    assert first == second
+    for task in ("vqa", "caption"):
+        responses = ask.stream(RETRIEVAL, task=task, sampling_parameters=FOREVER, **asked)
+        assert len(responses) == TASK_DEFAULT_MAX_TOKENS[task]
+
+
+def test_the_default_task_is_the_adapters_own_if_it_declares_just_one(ask: Asker) -> None:
+    def words(**given: object) -> int:
+        responses = ask.stream(RETRIEVAL, text_input="Tell me.", image=picture(), **given)
+        return int(responses[0]["num_input_tokens"])
+
+    one, two = {"lora_name": "feed-forward-r16"}, {"lora_name": "head-r8"}
+    assert words(sampling_parameters=one) == words(sampling_parameters=one, task="caption")
+    assert words(sampling_parameters=two) == words(sampling_parameters=two, task="vqa")
+    assert words() == words(task="vqa")
+
+
+def test_base64_and_raw_bytes_are_the_same_image(ask: Asker) -> None:
+    raw = picture()
+    question = {"text_input": "What is this?"}
+    assert ask.text(RETRIEVAL, image=raw, **question) == ask.text(
+        RETRIEVAL, image=base64.b64encode(raw), **question
+    )
+
+
+def test_frames_raw_is_the_same_clip_as_frames(ask: Asker) -> None:
+    clip = [picture((40 * i, 90, 10)) for i in range(3)]
+    encoded = ask.text(RETRIEVAL, text_input="", frames=clip, task="video")
+    raw = ask.text(RETRIEVAL, text_input="", frames_raw=pixels(clip), task="video")
+    assert encoded == raw
+
+
+def test_images_and_frames_each_take_a_place_in_the_prompt(ask: Asker) -> None:
+    def length(**given: object) -> int:
+        asked = {"text_input": "What?", "sampling_parameters": {"max_tokens": 1}}
+        return int(ask.stream(RETRIEVAL, **asked, **given)[0]["num_input_tokens"])
+
+    one = length(image=[picture()] * 2) - length(image=picture())
+    both = length(image=[picture()] * 2, frames=[picture()] * 3)
+    assert both - length(image=picture()) == 4 * one
+
+
+def test_adapters_answer_differently_from_the_base_and_from_each_other(ask: Asker) -> None:
+    asked = {"text_input": "What is this?", "image": picture()}
+    texts = {
+        ask.text(RETRIEVAL, sampling_parameters={"lora_name": name} if name else {}, **asked)
+        for name in ("", "attention-r4", "all-r8", "head-r8")
+    }
+    assert len(texts) == 4
+
+
+def test_an_alias_of_multi_lora_json_is_the_adapter_it_names(ask: Asker) -> None:
+    asked = {"text_input": "What is this?", "image": picture()}
+    assert ask.text(RETRIEVAL, sampling_parameters={"lora_name": "alias"}, **asked) == ask.text(
+        RETRIEVAL, sampling_parameters={"lora_name": "attention-r4"}, **asked
+    )
+
+
+def test_the_adapter_may_be_named_in_the_requests_parameters(ask: Asker) -> None:
+    asked = {"text_input": "What is this?", "image": picture()}
+    assert ask.text(RETRIEVAL, parameters={"lora_name": "all-r8"}, **asked) == ask.text(
+        RETRIEVAL, sampling_parameters={"lora_name": "all-r8"}, **asked
+    )
+
+
+def test_a_head_streams_its_top_label_as_the_only_response(ask: Asker) -> None:
+    responses = ask.stream(
+        RETRIEVAL,
+        text_input="",
+        image=picture(),
+        task="classify",
+        sampling_parameters={"lora_name": "head-r8"},
+    )
+    assert len(responses) == 1
+    assert responses[0]["text_output"] in ("cat", "dog", "bird")
+    assert responses[0]["num_output_tokens"] == 0
+
+
+def test_text_with_placeholders_puts_the_images_itself(ask: Asker) -> None:
+    placed = ask.stream(RETRIEVAL, text_input="Is <image> like <image>?", image=[picture()] * 2)
+    before = ask.stream(RETRIEVAL, text_input="Is it like it?", image=[picture()] * 2)
+    assert abs(placed[0]["num_input_tokens"] - before[0]["num_input_tokens"]) < 8
+    with pytest.raises(Refused, match="placeholders"):
+        ask.stream(RETRIEVAL, text_input="Is <image> it?", image=[picture()] * 2)
