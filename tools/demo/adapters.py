@@ -111,9 +111,7 @@ def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: 
     save_adapter(recipe, adapted, head, folder)
 
 
-def save_adapter(
-    recipe: Recipe, adapted: PeftModel, head: nn.Linear | None, folder: Path
-) -> None:
+def save_adapter(recipe: Recipe, adapted: PeftModel, head: nn.Linear | None, folder: Path) -> None:
     """Write the PEFT files in float32, the head, and vlora.json (accuracy is filled in later)."""
     folder.mkdir(parents=True, exist_ok=True)
     adapted.save_pretrained(folder, save_embedding_layers=False)

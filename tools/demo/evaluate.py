@@ -38,9 +38,7 @@ class Measured:
 
 def blinded(item: Item) -> Item:
     """Return the same question on grey pictures."""
-    return replace(
-        item, images=[GREY for _ in item.images], frames=[GREY for _ in item.frames]
-    )
+    return replace(item, images=[GREY for _ in item.images], frames=[GREY for _ in item.frames])
 
 
 def accuracy(oracle: Oracle, asked: list[Item], adapter: str | None) -> dict[str, list[bool]]:
@@ -119,7 +117,5 @@ def print_table(measured: list[Measured]) -> None:
     table = Table("domain", "task", "base", "adapter", "blind", "n")
     for one in measured:
         own = "" if one.adapter is None else f"{one.adapter:.3f}"
-        table.add_row(
-            one.domain, one.task, f"{one.base:.3f}", own, f"{one.blind:.3f}", str(one.n)
-        )
+        table.add_row(one.domain, one.task, f"{one.base:.3f}", own, f"{one.blind:.3f}", str(one.n))
     Console().print(table)

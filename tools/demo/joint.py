@@ -4,7 +4,6 @@ Dense labels stay as a side task, so that the tower keeps seeing more than the q
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +117,9 @@ def hidden_states(
         embedded = embedded.masked_scatter(places, projected.reshape(-1, HIDDEN))
     hidden: Tensor = model.model.language_model(
         inputs_embeds=embedded,
-        attention_mask=attention.grouped_mask(branch_mask(torch.from_numpy(batch.branches)), GROUPS),
+        attention_mask=attention.grouped_mask(
+            branch_mask(torch.from_numpy(batch.branches)), GROUPS
+        ),
         position_ids=torch.from_numpy(batch.positions),
         use_cache=False,
     ).last_hidden_state

@@ -80,7 +80,9 @@ class Run:
         self.step = int(state["step"])
 
     def train(
-        self, batches: Iterable[Any], loss_of: Callable[[Any], tuple[torch.Tensor, dict[str, float]]]
+        self,
+        batches: Iterable[Any],
+        loss_of: Callable[[Any], tuple[torch.Tensor, dict[str, float]]],
     ) -> None:
         """Take the steps that are left. `loss_of` returns the loss and figures to report."""
         console = Console()

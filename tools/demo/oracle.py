@@ -15,9 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
-from vlora.vision.prompts import PLACEHOLDER, TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
 
 from tools.demo.heldout import Item
+from vlora.vision.prompts import PLACEHOLDER, TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,7 @@ class Oracle:
         """Return the request a client's item becomes, prompt rendered."""
         chosen = item.adapter if adapter == "its own" else adapter
         about = self.about(chosen) if chosen else {}
-        prompt = render(
-            item.task, item.text, len(item.images), len(item.frames), self.template
-        )
+        prompt = render(item.task, item.text, len(item.images), len(item.frames), self.template)
         return Request(
             prompt=prompt,
             images=item.images + item.frames,

@@ -10,11 +10,11 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
 
 from tools.demo.build import IMAGE_TOKENS
 from tools.demo.questions import Question
 from tools.demo.tokenizer import make_tokenizer
+from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
 
 FRONT, PADDING = 0, -1
 IGNORED = -100

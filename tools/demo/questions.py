@@ -91,9 +91,7 @@ def _count_some(scene: Scene, rng: Rng) -> Question:
         colour = shown.colour if shown else str(rng.choice(list(lexicon.COLOURS)))
         number = sum(thing.colour == colour for thing in scene.things)
         name = f"{colour} objects"
-    return Question(
-        "count some", "vqa", f"How many {name} are there in the picture?", str(number)
-    )
+    return Question("count some", "vqa", f"How many {name} are there in the picture?", str(number))
 
 
 def _exists(scene: Scene, rng: Rng) -> Question:

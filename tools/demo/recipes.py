@@ -135,8 +135,13 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe("glyphs", 8, MLP, ("vqa",), {"glyphs": _glyph}),
         Recipe(
-            "counting", 16, (*ATTENTION, *MLP), ("vqa",), {"counting": _crowd},
-            steps=500, learning_rate=3e-3,
+            "counting",
+            16,
+            (*ATTENTION, *MLP),
+            ("vqa",),
+            {"counting": _crowd},
+            steps=500,
+            learning_rate=3e-3,
         ),
         Recipe(
             "textures",

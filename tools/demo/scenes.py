@@ -152,9 +152,7 @@ def place_boxes(
 
 
 def _apart(a: Box, b: Box, gap: float) -> bool:
-    return (
-        a[2] + gap <= b[0] or b[2] + gap <= a[0] or a[3] + gap <= b[1] or b[3] + gap <= a[1]
-    )
+    return a[2] + gap <= b[0] or b[2] + gap <= a[0] or a[3] + gap <= b[1] or b[3] + gap <= a[1]
 
 
 def random_surface(

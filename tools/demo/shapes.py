@@ -21,9 +21,13 @@ def _star(u: Floats, v: Floats) -> Mask:
     along = np.hypot(u, v)
     half = np.pi / 5
     inner = 0.45
-    edge = inner * np.sin(half) / (
-        inner * np.sin(half) * np.cos(to_tip * half)
-        + (1 - inner * np.cos(half)) * np.sin(to_tip * half)
+    edge = (
+        inner
+        * np.sin(half)
+        / (
+            inner * np.sin(half) * np.cos(to_tip * half)
+            + (1 - inner * np.cos(half)) * np.sin(to_tip * half)
+        )
     )
     return along <= edge * 1.05
 
