@@ -1,0 +1,58 @@
+"""Imports point downward only, and only one file knows Triton."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "backend_src" / "vlora"
+
+LAYERS = [
+    {"atmm", "metrics", "errors"},
+    {"memory", "request", "sampling", "config"},
+    {"lora"},
+    {"model"},
+    {"engine", "generation", "vision"},
+    {"serving", "bench"},
+    {"cli"},
+]
+"""Lowest first; a module may import from its own layer and those below."""
+
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def imports_of(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+def test_imports_point_downward_only() -> None:
+    upward = []
+    for path in ROOT.rglob("*.py"):
+        here = path.relative_to(ROOT).with_suffix("").parts[0]
+        if here == "__init__":
+            continue
+        for name in imports_of(path):
+            if name.startswith("vlora.") and LEVEL[name.split(".")[1]] > LEVEL[here]:
+                upward.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert upward == []
+
+
+def test_only_the_glue_imports_triton() -> None:
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if any("triton_python_backend_utils" in name for name in imports_of(path))
+    }
+    assert users <= {"serving/glue.py"}
+
+
+def test_the_scheduler_is_pure() -> None:
+    for module in ("scheduler", "plan", "sequence"):
+        names = imports_of(ROOT / "engine" / f"{module}.py")
+        assert not {"torch", "time", "numpy"} & names, module

@@ -1,0 +1,137 @@
+"""Drawing tokens: the filters keep what they promise, draws follow (seed, position) alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from vlora.model.sampler import TokenSampler, probabilities
+from vlora.model.vocabulary import Vocabulary
+from vlora.request import FloatArray
+from vlora.sampling import SamplingParams
+
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def vocabulary(checkpoint: Path) -> Vocabulary:
+    return Vocabulary(AutoTokenizer.from_pretrained(checkpoint))
+
+
+def sampler(vocabulary: Vocabulary, **params: object) -> TokenSampler:
+    return TokenSampler(SamplingParams.parse(params), "id", (EOS,), vocabulary)
+
+
+def logits_of(seed: int, size: int = 300) -> FloatArray:
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32) * 3
+
+
+seeds = st.integers(0, 2**31)
+
+
+@settings(deadline=None)
+@given(seed=seeds, top_k=st.integers(1, 400))
+def test_top_k_is_transformers(seed: int, top_k: int) -> None:
+    scores = logits_of(seed)
+    ours = probabilities(scores, SamplingParams(top_k=top_k))
+    theirs = TopKLogitsWarper(top_k)(None, torch.from_numpy(scores)[None]).softmax(-1)[0]
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
+
+
+@settings(deadline=None)
+@given(seed=seeds, top_p=st.floats(0.01, 0.99))
+def test_top_p_is_transformers(seed: int, top_p: float) -> None:
+    scores = logits_of(seed)
+    ours = probabilities(scores, SamplingParams(top_p=top_p))
+    theirs = TopPLogitsWarper(top_p)(None, torch.from_numpy(scores)[None].double()).softmax(-1)[0]
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
+
+
+@settings(deadline=None)
+@given(seed=seeds, min_p=st.floats(0.01, 0.99))
+def test_min_p_is_transformers(seed: int, min_p: float) -> None:
+    scores = logits_of(seed)
+    ours = probabilities(scores, SamplingParams(min_p=min_p))
+    theirs = MinPLogitsWarper(min_p)(None, torch.from_numpy(scores)[None].double()).softmax(-1)[0]
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
+
+
+@settings(deadline=None)
+@given(seed=seeds, penalty=st.floats(0.5, 3.0))
+def test_repetition_penalty_is_transformers(seed: int, penalty: float) -> None:
+    scores = logits_of(seed)
+    prompt, output = [5, 9, 9, 17], [9, 200]
+    params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+    drawn = TokenSampler(params, "id", (EOS,), None).draw(scores, prompt, output, 5)  # type: ignore[arg-type]
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([prompt + output]), torch.from_numpy(scores.copy())[None]
+    )
+    assert drawn.token == int(theirs.argmax())
+
+
+def test_presence_and_frequency_count_output_tokens_only(vocabulary: Vocabulary) -> None:
+    scores = np.zeros(300, dtype=np.float32)
+    scores[[7, 8]] = [1.0, 0.9]
+    assert (
+        sampler(vocabulary, temperature=0, presence_penalty=0.5).draw(scores, [7], [], 5).token == 7
+    )
+    assert (
+        sampler(vocabulary, temperature=0, presence_penalty=0.5).draw(scores, [], [7], 5).token == 8
+    )
+    frequent = sampler(vocabulary, temperature=0, frequency_penalty=0.04)
+    assert frequent.draw(scores, [], [7, 7], 5).token == 7
+    assert frequent.draw(scores, [], [7, 7, 7], 5).token == 8
+
+
+def test_a_draw_depends_on_seed_and_position_alone(vocabulary: Vocabulary) -> None:
+    scores = logits_of(1)
+    first = sampler(vocabulary, seed=5)
+    tokens = [first.draw(scores, [1] * 3, [4] * n, 50).token for n in range(40)]
+    again = sampler(vocabulary, seed=5)
+    backwards = [again.draw(scores, [1] * 3, [4] * n, 50).token for n in reversed(range(40))]
+    assert tokens == backwards[::-1]
+    assert len(set(tokens)) > 5
+    other = sampler(vocabulary, seed=6)
+    assert tokens != [other.draw(scores, [1] * 3, [4] * n, 50).token for n in range(40)]
+
+
+def test_draws_follow_the_distribution(vocabulary: Vocabulary) -> None:
+    scores = np.log(np.array([0.5, 0.3, 0.2], dtype=np.float32))
+    chosen = sampler(vocabulary, seed=11)
+    counts = np.bincount([chosen.draw(scores, [], [0] * n, 9999).token for n in range(4000)])
+    np.testing.assert_allclose(counts / 4000, [0.5, 0.3, 0.2], atol=0.03)
+
+
+def test_end_of_text_is_masked_before_min_tokens(vocabulary: Vocabulary) -> None:
+    scores = logits_of(2)
+    scores[EOS] = 100.0
+    chosen = sampler(vocabulary, temperature=0, min_tokens=3)
+    assert chosen.draw(scores, [], [9, 9], 5).token != EOS
+    assert chosen.draw(scores, [], [9, 9, 9], 5).token == EOS
+
+
+def test_logprobs_are_the_models_own_with_the_drawn_token_first(vocabulary: Vocabulary) -> None:
+    scores = logits_of(3)
+    chosen = sampler(vocabulary, temperature=5.0, top_k=50, seed=1, logprobs=4)
+    draw = chosen.draw(scores, [], [], 5)
+    expected = torch.from_numpy(scores).double().log_softmax(0)
+    assert draw.logprobs is not None
+    assert draw.logprobs[0].token_id == draw.token
+    for entry in draw.logprobs:
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-6)
+        assert entry.rank == int((expected > expected[entry.token_id]).sum()) + 1
+    assert [entry.rank for entry in draw.logprobs if entry.token_id != draw.token] == [
+        rank for rank in (1, 2, 3, 4) if rank != draw.logprobs[0].rank
+    ]

@@ -1,0 +1,123 @@
+"""Tokens to text: nothing is lost, split or sent too early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from vlora.errors import InvalidArgument
+from vlora.model.choices import ChoiceMatcher
+from vlora.model.vocabulary import TextStream, Vocabulary
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
+    return Vocabulary(tokenizer)
+
+
+def stream_of(
+    vocabulary: Vocabulary, tokens: list[int], stop: tuple[str, ...] = (), include: bool = False
+) -> list[str]:
+    stream = TextStream(vocabulary, stop, include)
+    parts = []
+    for token in tokens:
+        text, stopped = stream.push(token)
+        parts.append(text)
+        if stopped:
+            return parts
+    return [*parts, stream.flush()]
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_the_stream_says_what_the_tokenizer_decodes(
+    data: st.DataObject, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+) -> None:
+    tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
+    expected = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert "".join(stream_of(vocabulary, tokens)) == expected
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=40))
+def test_a_character_is_never_split(
+    text: str, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+) -> None:
+    text = text.replace("<", "")
+    parts = stream_of(vocabulary, tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert "".join(parts) == text
+    assert all("�" not in part for part in parts) or "�" in text
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    text=st.text(alphabet="abc ", min_size=1, max_size=30),
+    stop=st.lists(st.text(alphabet="abc ", min_size=1, max_size=4), min_size=1, max_size=3),
+    include=st.booleans(),
+)
+def test_the_answer_ends_at_the_first_stop_string(
+    text: str,
+    stop: list[str],
+    include: bool,
+    tokenizer: PreTrainedTokenizerFast,
+    vocabulary: Vocabulary,
+) -> None:
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    said = "".join(stream_of(vocabulary, tokens, tuple(stop), include))
+    # The stream sees text token by token, so of several stops the first one *completed* counts.
+    grown, expected = "", None
+    for token in tokens:
+        grown += vocabulary.text(token)
+        found = sorted((grown.find(word), word) for word in stop if word in grown)
+        if found:
+            at, word = found[0]
+            expected = grown[: at + len(word) * include]
+            break
+    assert said == (text if expected is None else expected)
+
+
+def test_what_may_begin_a_stop_string_is_held_back(
+    tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+) -> None:
+    stream = TextStream(vocabulary, ("\n\n",))
+    (newline,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    (letter,) = tokenizer("x", add_special_tokens=False)["input_ids"]
+    assert stream.push(newline) == ("", False)
+    assert stream.push(letter) == ("\nx", False)
+    assert stream.push(newline) == ("", False)
+    assert stream.push(newline) == ("", True)
+
+
+def test_special_tokens_never_appear_in_text(
+    tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+) -> None:
+    assert "".join(stream_of(vocabulary, list(tokenizer.all_special_ids))) == ""
+
+
+def test_a_choice_that_continues_another_needs_an_end_of_text(vocabulary: Vocabulary) -> None:
+    matcher = ChoiceMatcher(["no", "none"], vocabulary)
+    for byte in b"no":
+        (token,) = vocabulary.tokens_of[bytes([byte])]
+        assert token in matcher.allowed([2], budget=9)
+        matcher.advance(token)
+    assert matcher.complete == "no"
+    assert matcher.finished is None
+    assert 2 in matcher.allowed([2], budget=9)
+
+
+def test_a_choice_outside_the_vocabulary_is_refused(vocabulary: Vocabulary) -> None:
+    class Narrow(Vocabulary):
+        def __init__(self) -> None:
+            self.bytes_of = [b"a", b"b"]
+
+    with pytest.raises(InvalidArgument, match="'abc' cannot be spelled"):
+        ChoiceMatcher(["ab", "abc"], Narrow())
