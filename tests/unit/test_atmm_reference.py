@@ -107,7 +107,7 @@ def test_nan_of_one_adapter_stays_in_its_own_rows() -> None:
 )
 def test_a_segment_that_does_not_fit_is_refused(segment: Segment) -> None:
     pair = LoraPair(torch.randn(2, 6), torch.randn(5, 2))
-    with pytest.raises(ValueError, match="slot|Segment"):
+    with pytest.raises(ValueError, match=r"slot|Segment"):
         op.apply(torch.zeros(3, 5), torch.randn(3, 6), [segment], [pair])
 
 

@@ -1,0 +1,326 @@
+"""The loop: refusals at the edge, ends from outside, and faults that stay where they happen."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.engine.loop import EngineLoop
+from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable, VLoraError
+from vlora.request import ImageFeatures, Output, Request
+from vlora.sampling import SamplingParams
+
+LONG_ID = "a-client-id-of-its-own"
+PATIENCE = 30.0
+
+
+class Collector:
+    """A sink that remembers, and wakes who waits."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[Output]] = defaultdict(list)
+        self._news = threading.Condition()
+
+    def __call__(self, output: Output) -> None:
+        with self._news:
+            self.outputs[output.request_id].append(output)
+            self._news.notify_all()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self._news:
+            assert self._news.wait_for(condition, PATIENCE), "nothing came"
+
+    def last(self, request_id: str) -> Output:
+        self.wait(lambda: any(output.finished for output in self.outputs[request_id]))
+        return self.outputs[request_id][-1]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def engine(checkpoint: Path, adapters_dir: Path) -> Engine:
+    return Engine(Options(model=checkpoint, adapters=adapters_dir, max_num_seqs=4))
+
+
+@pytest.fixture
+def loop(engine: Engine) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine, max_waiting=6)
+    yield loop
+    loop.shutdown(drain_seconds=0.0)
+    engine.check_integrity()
+    assert engine.pool.used == 0
+
+
+def request(request_id: str, max_tokens: int = 4, **fields: Any) -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    values = {"prompt": "<s>what is it?", "sampling": params} | fields
+    return Request(id=request_id, **values)
+
+
+def endless(request_id: str, **fields: Any) -> Request:
+    """Runs until it is ended (for this test's purposes)."""
+    return request(request_id, max_tokens=900, **fields)
+
+
+def test_answers_arrive_in_order_and_end_once(loop: EngineLoop) -> None:
+    sink = Collector()
+    for index, adapter in enumerate([None, *loop.adapters.names()] * 2):
+        loop.submit(request(f"r{index}", adapter=adapter), sink)
+        sink.last(f"r{index}")
+    for outputs in sink.outputs.values():
+        assert [output.finished for output in outputs] == [False] * 3 + [True]
+        assert [output.num_output_tokens for output in outputs] == [1, 2, 3, 4]
+        assert outputs[-1].finish_reason == "length"
+        timings = outputs[-1].timings
+        assert 0 <= timings.queued <= timings.first_token <= timings.total
+
+
+def features(rows: int, hidden: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).normal(size=(rows, hidden)).astype(np.float32)
+
+
+def images(layout: list[list[int]], rows: int, hidden: int) -> ImageFeatures:
+    return ImageFeatures(features(rows, hidden), np.array(layout, dtype=np.int32))
+
+
+REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str]] = [
+    ("unknown adapter", lambda _: request("x", adapter="nope"), NotFound, "'nope'.*Known: all-r8"),
+    ("empty prompt", lambda _: request("x", prompt=""), InvalidArgument, "prompt is empty"),
+    (
+        "prompt too long",
+        lambda _: request("x", prompt="what " * 1200),
+        InvalidArgument,
+        r"prompt has \d+ tokens.*context of 1024",
+    ),
+    (
+        "max_tokens too large",
+        lambda _: request("x", max_tokens=1024),
+        InvalidArgument,
+        r"'max_tokens' = 1024 with a prompt of \d+ tokens.*1024",
+    ),
+    (
+        "stop token out of range",
+        lambda _: request("x", sampling=SamplingParams(stop_token_ids=(10**6,))),
+        InvalidArgument,
+        "'stop_token_ids' holds 1000000",
+    ),
+    (
+        "head of an adapter without one",
+        lambda _: request("x", adapter="all-r8", use_head=True),
+        InvalidArgument,
+        "no vision task head",
+    ),
+    (
+        "image without placeholder",
+        lambda loop: request("x", images=images([[0, 4, 1, 2, 2, 0]], 4, loop.hidden_size)),
+        InvalidArgument,
+        "0 image placeholders for 1 image",
+    ),
+    (
+        "placeholder without image",
+        lambda _: request("x", prompt="<s><image> what?"),
+        InvalidArgument,
+        "1 image placeholder for 0 images",
+    ),
+    (
+        "features of another model",
+        lambda _: request(
+            "x", prompt="<s><image> what?", images=images([[0, 4, 1, 2, 2, 0]], 4, 7)
+        ),
+        InvalidArgument,
+        r"shape \[4, 7\]",
+    ),
+    (
+        "rows beyond the features",
+        lambda loop: request(
+            "x",
+            prompt="<s><image> what?",
+            images=images([[0, 5, 1, 2, 2, 0]], 4, loop.hidden_size),
+        ),
+        InvalidArgument,
+        "covers 5 rows, 'image_features' has 4",
+    ),
+    (
+        "rows out of order",
+        lambda loop: request(
+            "x",
+            prompt="<s><image> what?",
+            images=images([[1, 3, 1, 2, 2, 0]], 4, loop.hidden_size),
+        ),
+        InvalidArgument,
+        "does not start at row 0",
+    ),
+    (
+        "NaN features",
+        lambda loop: request(
+            "x",
+            prompt="<s><image> what?",
+            images=ImageFeatures(
+                np.full((4, loop.hidden_size), np.nan, dtype=np.float32),
+                np.array([[0, 4, 1, 2, 2, 0]], dtype=np.int32),
+            ),
+        ),
+        InvalidArgument,
+        "NaN or Inf",
+    ),
+    (
+        "choices that need more tokens than there are",
+        lambda _: request(
+            "x", sampling=SamplingParams.parse({"choices": ["q" * 400], "max_tokens": 3})
+        ),
+        InvalidArgument,
+        r"longest of 'choices' needs \d+ tokens; 3 are left",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS]
+)
+def test_a_wrong_request_is_refused_at_the_edge_and_harms_no_other(
+    loop: EngineLoop, make: Callable[[EngineLoop], Request], kind: type[VLoraError], message: str
+) -> None:
+    sink = Collector()
+    loop.submit(request("healthy"), sink)
+    with pytest.raises(kind, match=message):
+        loop.submit(make(loop), sink)
+    assert sink.last("healthy").finish_reason == "length"
+    assert "x" not in sink.outputs
+
+
+def test_a_stopped_request_ends_with_cancelled(loop: EngineLoop) -> None:
+    sink = Collector()
+    loop.submit(endless("one", client_id=LONG_ID), sink)
+    loop.submit(request("other", client_id="other-client-of-its-own"), sink)
+    sink.wait(lambda: len(sink.outputs["one"]) > 2)
+    loop.stop_client(LONG_ID)
+    last = sink.last("one")
+    assert isinstance(last.error, Cancelled)
+    assert last.finish_reason is None
+    assert sink.last("other").error is None
+    loop.stop_client(LONG_ID)
+    loop.submit(request("two", client_id=LONG_ID), sink)
+    assert sink.last("two").error is None
+
+
+def test_a_second_live_request_with_a_stoppable_id_is_refused(loop: EngineLoop) -> None:
+    sink = Collector()
+    loop.submit(endless("one", client_id=LONG_ID), sink)
+    with pytest.raises(InvalidArgument, match="live already"):
+        loop.submit(request("two", client_id=LONG_ID), sink)
+    loop.submit(endless("three", client_id="7"), sink)
+    loop.submit(endless("four", client_id="7"), sink)
+
+
+def test_a_short_id_cannot_be_stopped(loop: EngineLoop) -> None:
+    with pytest.raises(InvalidArgument, match="at least 16 characters, not '7'"):
+        loop.stop_client("7")
+
+
+def test_an_aborted_request_ends_and_an_unknown_one_is_no_error(loop: EngineLoop) -> None:
+    sink = Collector()
+    loop.submit(endless("one"), sink)
+    loop.abort("never seen")
+    loop.abort("one")
+    assert isinstance(sink.last("one").error, Cancelled)
+
+
+def test_a_full_queue_refuses_with_its_length(engine: Engine) -> None:
+    loop = EngineLoop(engine, max_waiting=2)
+    sink = Collector()
+    refused = 0
+    for index in range(20):
+        try:
+            loop.submit(endless(f"r{index}"), sink)
+        except Unavailable as error:
+            assert "2 requests are waiting" in str(error)
+            refused += 1
+    assert refused >= 20 - 4 - 2 - 1
+    loop.shutdown(drain_seconds=0.0)
+
+
+def test_shutting_down_lets_live_requests_finish(engine: Engine) -> None:
+    loop = EngineLoop(engine, max_waiting=6)
+    sink = Collector()
+    for index in range(5):
+        loop.submit(request(f"r{index}", max_tokens=30), sink)
+    loop.shutdown(drain_seconds=PATIENCE)
+    for index in range(5):
+        assert sink.last(f"r{index}").finish_reason == "length"
+    with pytest.raises(Unavailable, match="shutting down"):
+        loop.submit(request("late"), sink)
+
+
+def test_shutting_down_without_patience_cancels_what_is_left(engine: Engine) -> None:
+    loop = EngineLoop(engine, max_waiting=6)
+    sink = Collector()
+    for index in range(6):
+        loop.submit(endless(f"r{index}"), sink)
+    loop.shutdown(drain_seconds=0.0)
+    for index in range(6):
+        assert isinstance(sink.last(f"r{index}").error, Cancelled)
+    engine.check_integrity()
+    assert engine.idle
+
+
+def test_a_fault_in_a_step_ends_its_requests_and_not_the_loop(
+    loop: EngineLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Collector()
+    forward = engine._runner.forward
+
+    def fail(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(engine._runner, "forward", forward)
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(engine._runner, "forward", fail)
+    loop.submit(request("unlucky"), sink)
+    last = sink.last("unlucky")
+    assert isinstance(last.error, Internal)
+    assert "a fault of ours" not in str(last.error)
+    loop.submit(request("next"), sink)
+    assert sink.last("next").finish_reason == "length"
+
+
+def test_a_sink_that_fails_ends_its_own_request_only(loop: EngineLoop) -> None:
+    sink = Collector()
+    calls = []
+
+    def broken(output: Output) -> None:
+        calls.append(output)
+        raise RuntimeError("the client went away")
+
+    loop.submit(endless("broken"), broken)
+    loop.submit(request("healthy"), sink)
+    assert sink.last("healthy").finish_reason == "length"
+    deadline = time.monotonic() + PATIENCE
+    while not (calls and calls[-1].finished) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert isinstance(calls[-1].error, Cancelled)
+
+
+def test_figures_count_what_was_done(loop: EngineLoop) -> None:
+    sink = Collector()
+    for index in range(3):
+        loop.submit(request(f"r{index}", max_tokens=5), sink)
+    for index in range(3):
+        sink.last(f"r{index}")
+    stats = loop.stats()
+    assert stats.finished == 3
+    assert stats.generated_tokens == 15
+    assert stats.decode_rows == 12
+    assert 4 <= stats.decode_steps <= 12
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)

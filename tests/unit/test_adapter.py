@@ -1,0 +1,275 @@
+"""Adapter folders: what is served is read right, all else is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vlora.errors import InvalidArgument, NotFound
+from vlora.lora.adapter import ModelShape, load_adapter
+from vlora.lora.store import AdapterStore, find_folders
+
+LAYERS, HIDDEN, MIDDLE, VOCABULARY, RANK = 2, 12, 20, 30, 4
+SHAPES = {
+    "q_proj": (12, 12),
+    "k_proj": (6, 12),
+    "v_proj": (6, 12),
+    "o_proj": (12, 12),
+    "gate_proj": (MIDDLE, HIDDEN),
+    "up_proj": (MIDDLE, HIDDEN),
+    "down_proj": (HIDDEN, MIDDLE),
+}
+PREFIX = "base_model.model.model.language_model.layers"
+
+
+@pytest.fixture
+def model() -> ModelShape:
+    return ModelShape(LAYERS, HIDDEN, VOCABULARY, SHAPES, torch.randn(VOCABULARY, HIDDEN))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small valid adapter on q and up of both layers."""
+    tensors = {}
+    for layer in range(LAYERS):
+        for block, target in (("self_attn", "q_proj"), ("mlp", "up_proj")):
+            d_out, d_in = SHAPES[target]
+            where = f"{PREFIX}.{layer}.{block}.{target}"
+            tensors[f"{where}.lora_A.weight"] = torch.randn(RANK, d_in)
+            tensors[f"{where}.lora_B.weight"] = torch.randn(d_out, RANK)
+    path = tmp_path / "adapter"
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def key(layer: int, which: str) -> str:
+    return f"{PREFIX}.{layer}.self_attn.q_proj.lora_{which}.weight"
+
+
+def test_the_scale_is_folded_into_b(folder: Path, model: ModelShape) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    pair = load_adapter("x", folder, model).pairs[1, "q_proj"]
+    torch.testing.assert_close(pair.a, tensors[key(1, "A")])
+    torch.testing.assert_close(pair.b, tensors[key(1, "B")] * (8 / RANK))
+
+
+def test_rslora_and_alpha_patterns_change_the_scale(folder: Path, model: ModelShape) -> None:
+    edit_config(folder, use_rslora=True, alpha_pattern={r"layers\.1\.self_attn\.q_proj": 6})
+    tensors = load_file(folder / "adapter_model.safetensors")
+    pairs = load_adapter("x", folder, model).pairs
+    for layer, alpha in ((0, 8), (1, 6)):
+        scale = alpha / RANK**0.5
+        torch.testing.assert_close(pairs[layer, "q_proj"].b, tensors[key(layer, "B")] * scale)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "base_model.model.model.language_model.layers",
+        "base_model.model.language_model.model.layers",
+        "base_model.model.model.layers",
+        "base_model.model.layers",
+        "model.layers",
+    ],
+)
+def test_key_layouts_of_all_transformers_versions_are_read(
+    folder: Path, model: ModelShape, prefix: str
+) -> None:
+    expected = load_adapter("x", folder, model)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace(PREFIX, prefix)] = tensors.pop(name)
+
+    edit_tensors(folder, rename)
+    assert load_adapter("y", folder, model).info.digest == expected.info.digest
+
+
+def test_the_digest_is_the_contents_not_the_names(folder: Path, model: ModelShape) -> None:
+    digest = load_adapter("x", folder, model).info.digest
+    edit_config(folder, lora_dropout=0.5, base_model_name_or_path="elsewhere")
+    assert load_adapter("y", folder, model).info.digest == digest
+    edit_config(folder, lora_alpha=9)
+    assert load_adapter("x", folder, model).info.digest != digest
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"bias": "all"}, "bias 'all'"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+        ({"something_new": {"x": 1}}, "something_new"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"r": 0}, "r = 0"),
+        ({"lora_alpha": "8"}, "lora_alpha = '8'"),
+        ({"r": 8}, "with rank 8"),
+        ({"rank_pattern": {"q_proj": 2}}, "with rank 2"),
+    ],
+)
+def test_a_config_that_asks_for_more_is_refused_by_name(
+    folder: Path, model: ModelShape, change: dict[str, Any], reason: str
+) -> None:
+    edit_config(folder, **change)
+    with pytest.raises(InvalidArgument, match="adapter 'x': adapter_") as caught:
+        load_adapter("x", folder, model)
+    assert reason in str(caught.value)
+
+
+def set_nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[key(0, "A")][1, 2] = torch.nan
+
+
+def set_inf(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[key(0, "B")][1, 2] = torch.inf
+
+
+def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: torch.randn(shape)})
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (set_nan, "NaN or Inf in lora_A"),
+        (set_inf, "NaN or Inf in lora_B"),
+        (lambda t: t.pop(key(0, "A")), "no lora_A"),
+        (lambda t: t.pop(key(1, "B")), "no lora_B"),
+        (lambda t: t.update({key(0, "A"): torch.randn(RANK, 13)}), "(4, 13)"),
+        (lambda t: t.update({key(0, "B"): torch.zeros(12, RANK, dtype=torch.int8)}), "int8"),
+        (add(key(7, "A"), RANK, HIDDEN), "does not have"),
+        (add(f"{PREFIX}.0.self_attn.q_proj.lora_magnitude_vector", 12), "DoRA"),
+        (add("base_model.model.model.embed_tokens.lora_embedding_A", 4, 30), "embeddings"),
+        (
+            add("base_model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight", 4),
+            "vision tower",
+        ),
+        (add("base_model.model.multi_modal_projector.linear_1.lora_A.weight", 4, 4), "connector"),
+        (add("base_model.model.classifier.weight", 3, 3), "'base_model.model.classifier.weight'"),
+        (add("base_model.model.lm_head.base_layer.weight", VOCABULARY, HIDDEN), "differs"),
+        (lambda t: t.clear(), "no LoRA weights"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(
+    folder: Path,
+    model: ModelShape,
+    edit: Callable[[dict[str, torch.Tensor]], None],
+    reason: str,
+) -> None:
+    edit_tensors(folder, edit)
+    with pytest.raises(InvalidArgument, match=r"adapter 'x': adapter_model.safetensors") as caught:
+        load_adapter("x", folder, model)
+    assert reason in str(caught.value)
+
+
+def test_a_copy_of_the_base_lm_head_is_no_harm(folder: Path, model: ModelShape) -> None:
+    """PEFT saves it beside the adapter of an lm_head."""
+    edit_tensors(
+        folder, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": model.lm_head})
+    )
+    load_adapter("x", folder, model)
+
+
+def test_pickled_weights_are_never_read(folder: Path, model: ModelShape) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(InvalidArgument, match=r"\.bin is never read"):
+        load_adapter("x", folder, model)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tensor file", b"\xff" * 64])
+def test_a_broken_weights_file_is_refused(folder: Path, model: ModelShape, content: bytes) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        load_adapter("x", folder, model)
+
+
+def with_head(folder: Path, labels: list[str], tasks: list[str], **tensors: torch.Tensor) -> None:
+    head = {"labels": labels, "tasks": tasks}
+    (folder / "vlora.json").write_text(json.dumps({"tasks": tasks, "head": head}))
+    save_file(tensors, folder / "head.safetensors")
+
+
+def test_a_head_is_read_with_its_labels(folder: Path, model: ModelShape) -> None:
+    weight, bias = torch.randn(2, HIDDEN), torch.randn(2)
+    with_head(folder, ["yes", "no"], ["classify"], weight=weight, bias=bias)
+    adapter = load_adapter("x", folder, model)
+    assert adapter.head is not None
+    assert (adapter.info.head_labels, adapter.info.head_tasks) == (("yes", "no"), ("classify",))
+    hidden = torch.randn(HIDDEN)
+    torch.testing.assert_close(
+        adapter.head.scores(hidden), torch.softmax(weight @ hidden + bias, dim=0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "tensors", "reason"),
+    [
+        (["a"], {"weight": (2, HIDDEN), "bias": (2,)}, "must be"),
+        (["a", "b"], {"weight": (2, HIDDEN)}, "'weight' and 'bias'"),
+        (["a", "a"], {"weight": (2, HIDDEN), "bias": (2,)}, "different names"),
+        ([], {"weight": (2, HIDDEN), "bias": (2,)}, "head.labels"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(
+    folder: Path,
+    model: ModelShape,
+    labels: list[str],
+    tensors: dict[str, tuple[int, ...]],
+    reason: str,
+) -> None:
+    random = {name: torch.randn(shape) for name, shape in tensors.items()}
+    with_head(folder, labels, ["classify"], **random)
+    with pytest.raises(InvalidArgument, match="adapter 'x'") as caught:
+        load_adapter("x", folder, model)
+    assert reason in str(caught.value)
+
+
+def test_one_broken_adapter_harms_no_other(folder: Path, model: ModelShape, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "root" / "good")
+    shutil.copytree(folder, tmp_path / "root" / "bad")
+    edit_config(tmp_path / "root" / "bad", use_dora=True)
+    store = AdapterStore(model)
+    store.load(find_folders(tmp_path / "root", {}))
+    assert store.names() == ("good",)
+    assert store.pairs((0, "q_proj"))[store.slot("good")] is not None
+    assert store.pairs((0, "k_proj"))[store.slot("good")] is None
+    with pytest.raises(InvalidArgument, match="adapter 'bad'.*DoRA"):
+        store.info("bad")
+    with pytest.raises(NotFound, match="unknown adapter 'god'; did you mean 'good'.*Known: good"):
+        store.info("god")
+
+
+def test_the_file_of_names_wins_over_folders(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(folder, tmp_path / "root" / name)
+    found = find_folders(tmp_path / "root", {"alias": "a", "a": "b"})
+    assert {name: path.name for name, path in found.items()} == {"a": "b", "b": "b", "alias": "a"}
+    assert "'a'" in caplog.text
