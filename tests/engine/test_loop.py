@@ -241,14 +241,15 @@ def test_an_aborted_request_ends_and_an_unknown_one_is_no_error(loop: EngineLoop
 def test_a_full_queue_refuses_with_its_length(engine: Engine) -> None:
     loop = EngineLoop(engine, max_waiting=2)
     sink = Collector()
-    refused = 0
+    refusals = []
     for index in range(20):
         try:
             loop.submit(endless(f"r{index}"), sink)
         except Unavailable as error:
-            assert "2 requests are waiting" in str(error)
-            refused += 1
-    assert refused >= 20 - 4 - 2 - 1
+            refusals.append(str(error))
+    # Four run and two wait; a step that begins meanwhile can only have taken those.
+    assert 14 <= len(refusals) <= 18
+    assert all("2 requests are waiting" in refusal for refusal in refusals)
     loop.shutdown(drain_seconds=0.0)
 
 

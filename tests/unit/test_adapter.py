@@ -259,9 +259,9 @@ def test_one_broken_adapter_harms_no_other(folder: Path, model: ModelShape, tmp_
     assert store.names() == ("good",)
     assert store.pairs((0, "q_proj"))[store.slot("good")] is not None
     assert store.pairs((0, "k_proj"))[store.slot("good")] is None
-    with pytest.raises(InvalidArgument, match="adapter 'bad'.*DoRA"):
+    with pytest.raises(InvalidArgument, match=r"adapter 'bad'.*DoRA"):
         store.info("bad")
-    with pytest.raises(NotFound, match="unknown adapter 'god'; did you mean 'good'.*Known: good"):
+    with pytest.raises(NotFound, match=r"unknown adapter 'god'; did you mean 'good'.*Known: good"):
         store.info("god")
 
 

@@ -1,0 +1,71 @@
+"""Batch, chunks, pages and preemption never change a sampled answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.request import Request
+from vlora.sampling import SamplingParams
+
+PARAMS = (
+    {"temperature": 0.9, "seed": 1},
+    {"temperature": 1.5, "top_k": 20, "seed": 2},
+    {"temperature": 1.0, "top_p": 0.8, "seed": 2, "repetition_penalty": 1.3},
+    {"temperature": 0.7, "min_p": 0.05, "seed": 4, "frequency_penalty": 0.4, "logprobs": 2},
+    {"temperature": 2.0, "seed": 5, "min_tokens": 10},
+    {"temperature": 1.2, "seed": 6, "choices": ["red", "dark red", "blue"]},
+)
+
+
+def requests(adapters: tuple[str, ...]) -> list[Request]:
+    return [
+        Request(
+            id=f"r{index}",
+            prompt=f"<s>{'what is on the left of it ' * (index + 1)}?",
+            sampling=SamplingParams.parse(
+                ({"max_tokens": 20} if "choices" not in params else {}) | params
+            ),
+            adapter=(None, *adapters)[index % (len(adapters) + 1)],
+        )
+        for index, params in enumerate(PARAMS)
+    ]
+
+
+def answers(engine: Engine, batch: list[Request]) -> dict[str, tuple[list[int], str]]:
+    tokens: dict[str, list[int]] = {request.id: [] for request in batch}
+    texts = dict.fromkeys(tokens, "")
+    for request in batch:
+        engine.add(engine.prepare(request), arrival=0.0)
+    while not engine.idle:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+            texts[output.request_id] += output.text
+    engine.check_integrity()
+    return {name: (tokens[name], texts[name]) for name in tokens}
+
+
+def test_sampled_answers_do_not_depend_on_batch_chunks_or_preemption(
+    checkpoint: Path, adapters_dir: Path
+) -> None:
+    torch.set_num_threads(1)
+    roomy = Engine(Options(model=checkpoint, adapters=adapters_dir))
+    alone: dict[str, tuple[list[int], str]] = {}
+    for request in requests(roomy.adapters.names()):
+        alone |= answers(roomy, [request])
+    cramped = Engine(
+        Options(
+            model=checkpoint,
+            adapters=adapters_dir,
+            max_num_seqs=5,
+            max_num_batched_tokens=11,
+            block_size=3,
+            kv_cache_tokens=90,
+        )
+    )
+    assert answers(cramped, requests(cramped.adapters.names())[::-1]) == alone
+    assert cramped.stats().preemptions > 0
+    assert len({tuple(tokens) for tokens, _ in alone.values()}) == len(PARAMS)
