@@ -1,0 +1,164 @@
+"""Asks a server the held-out set and holds its answers against the slow oracle's, item by item.
+
+A text may differ only where the oracle's two best logits were a near-tie; head scores may differ
+by 1e-4. The accuracies are then the model card's. Starts a server where none is given.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tritonclient.grpc as grpcclient
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from clients.common import first_string, request_inputs, sampling_parameters
+from tools.demo.__main__ import ADAPTERS, CHECKPOINT
+from tools.demo.heldout import DOMAINS, Item, is_right, items
+from tools.demo.oracle import Answer, Oracle
+from vlora.serving.server import ServerOptions, TritonServer
+
+NEAR_TIE = 1e-4
+HEAD_TOLERANCE = 1e-4
+AT_ONCE = 16
+SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server said: the text, and a head's softmax scores by label where one answered."""
+
+    text: str
+    scores: dict[str, float] | None
+
+
+@dataclass
+class Comparison:
+    """One domain. `ties` are texts that differ by a near-tie, `wrong` all other differences."""
+
+    domain: str
+    items: int = 0
+    served_right: int = 0
+    oracle_right: int = 0
+    ties: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, item: Item, served: Served, answer: Answer, labels: Sequence[str]) -> None:
+        self.items += 1
+        self.served_right += is_right(item, served.text)
+        self.oracle_right += is_right(item, answer.text)
+        if answer.scores is not None:
+            worst = _worst_score(served, answer.scores, labels)
+            if worst > HEAD_TOLERANCE:
+                self.wrong.append(f"{item.id}: head scores differ by {worst:.2e}")
+        elif served.text != answer.text:
+            if min(answer.margins, default=math.inf) <= NEAR_TIE:
+                self.ties += 1
+            else:
+                self.wrong.append(f"{item.id}: {served.text!r} instead of {answer.text!r}")
+
+
+def _worst_score(served: Served, logits: Sequence[float], labels: Sequence[str]) -> float:
+    """Largest difference between served scores and the softmax of the oracle's logits."""
+    if served.scores is None or list(served.scores) != list(labels):
+        return math.inf
+    powers = [math.exp(logit - max(logits)) for logit in logits]
+    expected = [power / sum(powers) for power in powers]
+    return max(abs(a - b) for a, b in zip(served.scores.values(), expected, strict=True))
+
+
+def ask_all(url: str, asked: Sequence[Item]) -> list[Served]:
+    """Answers of `video_analytics`, in order; 16 requests at a time, adapters mixed."""
+    client = grpcclient.InferenceServerClient(url)
+
+    def ask(item: Item) -> Served:
+        inputs = request_inputs(
+            item.text,
+            images=item.images,
+            frames=item.frames,
+            sampling=sampling_parameters(item.adapter),
+            task=item.task,
+        )
+        answer = client.infer("video_analytics", inputs, client_timeout=SECONDS)
+        result = json.loads(first_string(answer, "result"))
+        return Served(first_string(answer, "text_output"), result.get("scores"))
+
+    try:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(track(pool.map(ask, asked), "server", total=len(asked), transient=True))
+    finally:
+        client.close()
+
+
+def compare(url: str, per_domain: int, checkpoint: Path, adapters: Path) -> list[Comparison]:
+    """Server against oracle over the first `per_domain` items of each domain, in mixed order."""
+    asked = [item for domain in DOMAINS for item in items(domain, per_domain)]
+    random.Random(0).shuffle(asked)
+    served = ask_all(url, asked)
+    oracle = Oracle(checkpoint, adapters)
+    found = {domain: Comparison(domain) for domain in DOMAINS}
+    pairs = list(zip(asked, served, strict=True))
+    for item, said in track(pairs, "oracle", transient=True):
+        answer = oracle.answer(item)
+        labels = oracle.about(item.adapter)["head"]["labels"] if answer.scores else ()
+        found[item.domain].add(item, said, answer, labels)
+    return list(found.values())
+
+
+@contextmanager
+def server_at(url: str | None) -> Iterator[str]:
+    """The given server's address, or that of one started for this block."""
+    if url is not None:
+        yield url
+        return
+    with TritonServer(ServerOptions()) as server:
+        yield server.grpc_url
+
+
+def main(
+    url: Annotated[
+        str | None, typer.Option(help="gRPC address of a running server; one is started if absent.")
+    ] = None,
+    items: Annotated[int, typer.Option(help="Held-out items of each domain.")] = 200,
+    checkpoint: Annotated[Path, typer.Option(help="What the oracle loads.")] = CHECKPOINT,
+    adapters: Annotated[Path, typer.Option(help="The adapters' folder.")] = ADAPTERS,
+) -> None:
+    """Hold a server's answers to the held-out set against transformers + PEFT and the card."""
+    with server_at(url) as address:
+        found = compare(address, items, checkpoint, adapters)
+    card: dict[str, Any] = json.loads((checkpoint / "accuracy.json").read_text())
+    table = Table("domain", "items", "server", "oracle", "card", "near-ties", "different")
+    for one in found:
+        entry = card[one.domain]
+        said = entry["base"] if entry["adapter"] is None else entry["adapter"]
+        table.add_row(
+            one.domain,
+            str(one.items),
+            f"{one.served_right / one.items:.3f}",
+            f"{one.oracle_right / one.items:.3f}",
+            f"{said:.3f} (n={entry['n']})",
+            str(one.ties),
+            str(len(one.wrong)),
+        )
+    console = Console()
+    console.print(table)
+    wrong = [line for one in found for line in one.wrong]
+    for line in wrong:
+        console.print(line, style="red", markup=False)
+    if wrong:
+        raise typer.Exit(1)
+    console.print(f"every answer of {sum(one.items for one in found)} equals the oracle's")
+
+
+if __name__ == "__main__":
+    typer.run(main)
