@@ -44,8 +44,8 @@ resumable. The committed weights were made with the tower's stage in two passes
 
 _READING = """Boxes count as right when each true box has an answered box with IoU >= 0.5 and none
 is left over; all else must equal the expected words exactly. "Blind" is the same model (with the
-adapter where there is one) on grey pictures. `n` held-out items a domain (blind: at most 100), made from
-seeds apart from training's; digits from a split that training leaves out.
+adapter where there is one) on grey pictures. `n` held-out items a domain (blind: at
+most 100), made from seeds apart from training's; digits from a split that training leaves out.
 """
 
 

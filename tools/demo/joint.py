@@ -15,7 +15,7 @@ from transformers import LlavaForConditionalGeneration
 from tools.demo import attention, lexicon
 from tools.demo.ahead import ahead
 from tools.demo.build import HIDDEN
-from tools.demo.dense import PATCHES, DenseBatch, broad_scene, labelled
+from tools.demo.dense import HEADS, PATCHES, DenseBatch, broad_scene, dense_batch, labelled
 from tools.demo.loop import Run, Stage
 from tools.demo.motion import base_clip, sample_times
 from tools.demo.packing import FRONT, IGNORED, PADDING, Pack, Row, pack
@@ -32,6 +32,7 @@ TOWER_RATE = 0.3
 DENSE_WEIGHT = 0.3
 IMAGE_TOKEN = 3
 GROUPS = 3
+SILENCING = 1.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,39 @@ def _repeat_row(rng: np.random.Generator) -> Row:
         said = " ".join(rng.choice(words, int(rng.integers(1, 4))))
         questions.append(Question("repeat", "vqa", f"Repeat: {said}", said))
     return Row([], questions)
+
+
+def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads) -> None:
+    """Begin the connector with what the tower was taught to tell, and the decoder in balance.
+
+    The connector's first layer becomes the dense readouts (their norm folded in at its typical
+    scale), so that colour, shape and place are equally loud; from raw features, whose largest
+    directions are silhouettes, the decoder hears colours only after a long time. Readouts that
+    mean something on things alone are silenced elsewhere by the "no thing here" readout.
+    """
+    connector = model.model.multi_modal_projector
+    with torch.no_grad():
+        sample = dense_batch(0, SEED + 2, ROWS)
+        spread = image_features(model, sample.images).std(-1).mean()
+        weight = heads.readout.weight * heads.norm.weight / spread
+        weight = weight - weight.mean(1, keepdim=True)
+        bias = heads.readout.bias + heads.readout.weight @ heads.norm.bias
+        shapes, things = HEADS["shape"], slice(HEADS["shape"], _first_row("centre"))
+        for rows in (weight, bias):
+            rows[things] -= SILENCING * (rows[0] - rows[1:shapes].mean(0))
+        connector.linear_1.weight[: len(weight)] = weight
+        connector.linear_1.bias[: len(bias)] = bias
+        nn.init.normal_(connector.linear_2.weight, std=0.015)
+        nn.init.normal_(model.model.language_model.embed_tokens.weight, std=0.3)
+        for layer in model.model.language_model.layers:
+            layer.self_attn.o_proj.weight *= 0.3
+            layer.mlp.down_proj.weight *= 0.3
+
+
+def _first_row(name: str) -> int:
+    """Return the first readout row of a dense head."""
+    names = list(HEADS)
+    return sum(HEADS[earlier] for earlier in names[: names.index(name)])
 
 
 def use_quick_attention(model: LlavaForConditionalGeneration) -> None:
@@ -157,6 +191,7 @@ def train_jointly(
 ) -> None:
     """Train the whole model in place. The dense heads are dropped afterwards."""
     torch.manual_seed(SEED)
+    start_from_readouts(model, heads)
     use_quick_attention(model)
     stage = Stage("joint", steps, LEARNING_RATE, work / "joint.pt", warmup=100)
     modules = {
