@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from vlora.errors import InvalidArgument, VLoraError
+
 if TYPE_CHECKING:
-    from vlora.errors import VLoraError
     from vlora.sampling import SamplingParams
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -35,8 +36,37 @@ class ImageFeatures:
     def count(self) -> int:
         return int(self.layout.shape[0])
 
-    def rows_of(self, index: int) -> int:
-        return int(self.layout[index, 1])
+    def check(self, hidden: int) -> None:
+        """Raises InvalidArgument unless the features are finite, `hidden` wide, and the layout
+        covers them row by row."""
+        features, layout = self.features, self.layout
+        if features.ndim != 2 or (features.size and features.shape[1] != hidden):
+            raise InvalidArgument(
+                f"'image_features' has shape {list(features.shape)}; it must be [rows, {hidden}]"
+            )
+        if layout.ndim != 2 or layout.shape[1] != 6:
+            raise InvalidArgument(
+                f"'image_layout' has shape {list(layout.shape)}; it must be [images, 6]"
+            )
+        expected = 0
+        for index, (first, rows, t, h, w, is_video) in enumerate(layout.tolist()):
+            if first != expected or rows < 1:
+                raise InvalidArgument(
+                    f"'image_layout' gives image {index} the {rows} rows from {first};"
+                    f" it must begin at row {expected} and have at least one"
+                )
+            if min(t, h, w) < 1 or is_video not in (0, 1):
+                raise InvalidArgument(
+                    f"'image_layout' gives image {index} t, h, w, is_video ="
+                    f" {t}, {h}, {w}, {is_video}; the first three must be positive, the last 0 or 1"
+                )
+            expected += rows
+        if expected != features.shape[0]:
+            raise InvalidArgument(
+                f"'image_layout' covers {expected} rows, 'image_features' has {features.shape[0]}"
+            )
+        if not np.isfinite(features).all():
+            raise InvalidArgument("'image_features' holds NaN or infinite values")
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
             images=images([[1, 3, 1, 2, 2, 0]], 4, loop.hidden_size),
         ),
         InvalidArgument,
-        "does not start at row 0",
+        "must begin at row 0",
     ),
     (
         "NaN features",
@@ -174,7 +174,7 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
             ),
         ),
         InvalidArgument,
-        "NaN or Inf",
+        "NaN or infinite",
     ),
     (
         "choices that need more tokens than there are",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import AutoTokenizer
 
@@ -36,6 +35,8 @@ class PromptReader:
     def read(self, text: str, images: ImageFeatures | None) -> Prompt:
         """Raises InvalidArgument where placeholders and images do not agree, or features do not
         fit the model."""
+        if images is not None:
+            images.check(self._config.hidden)
         tokens = self._tokenize(text)
         image_token = self._config.image_token
         placeholders = tokens.count(image_token) if image_token is not None else 0
@@ -47,7 +48,6 @@ class PromptReader:
             )
         if images is None or given == 0:
             return Prompt(tuple(tokens), torch.full((len(tokens),), NO_IMAGE), None)
-        self._check(images)
         ids: list[int] = []
         rows: list[int] = []
         image = 0
@@ -68,29 +68,3 @@ class PromptReader:
         bos = self.tokenizer.bos_token
         starts = bool(bos) and text.startswith(bos)
         return list(self.tokenizer(text, add_special_tokens=not starts)["input_ids"])
-
-    def _check(self, images: ImageFeatures) -> None:
-        features, layout = images.features, images.layout
-        if features.ndim != 2 or features.shape[1] != self._config.hidden:
-            raise InvalidArgument(
-                f"'image_features' has shape {list(features.shape)};"
-                f" it must be [rows, {self._config.hidden}]"
-            )
-        if layout.ndim != 2 or layout.shape[1] != 6:
-            raise InvalidArgument(
-                f"'image_layout' has shape {list(layout.shape)}; it must be [images, 6]"
-            )
-        expected = 0
-        for first, count in layout[:, :2].tolist():
-            if first != expected or count < 1:
-                raise InvalidArgument(
-                    "'image_layout' must list contiguous row ranges in order:"
-                    f" ({first}, {count}) does not start at row {expected}"
-                )
-            expected += count
-        if expected != features.shape[0]:
-            raise InvalidArgument(
-                f"'image_layout' covers {expected} rows, 'image_features' has {features.shape[0]}"
-            )
-        if not np.isfinite(features).all():
-            raise InvalidArgument("'image_features' holds NaN or Inf")
