@@ -1,0 +1,1 @@
+"""Load tests with the real perf_analyzer."""
