@@ -16,7 +16,6 @@ from vlora.errors import InvalidArgument, Unsupported, nearest
 MAX_LOGPROBS = 20
 MAX_CHOICES = 256
 MAX_STOP_STRINGS = 16
-MAX_JSON_BYTES = 64 * 1024
 
 NOT_YET = ("priority", "deadline_ms", "stream_id", "supersede")
 """Keys of the contract that a later version brings; refused by name until then."""
@@ -118,19 +117,9 @@ class SamplingParams:
             )
         return params
 
-    @staticmethod
-    def parse_json(text: str, defaults: SamplingParams | None = None) -> SamplingParams:
-        """`parse` of a JSON object given as text (at most 64 KiB)."""
-        return SamplingParams.parse(load_object(text), defaults)
-
 
 def load_object(text: str) -> dict[str, Any]:
     """The JSON object in `text`; InvalidArgument says where it is malformed or what it is."""
-    size = len(text.encode())
-    if size > MAX_JSON_BYTES:
-        raise InvalidArgument(
-            f"'sampling_parameters' has {size} bytes; the limit is {MAX_JSON_BYTES}"
-        )
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
