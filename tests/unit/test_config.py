@@ -1,0 +1,96 @@
+"""`model.json` is read strictly: a wrong key is named, vLLM's are mapped or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlora.config import ACCEPTED, REFUSED, Limits, Options, load_options, parse_options
+from vlora.errors import InvalidArgument
+
+
+def parse(**given: Any) -> Options:
+    return parse_options({"model": "m"} | given, where="model.json", folder=Path("/repository"))
+
+
+def test_relative_folders_are_taken_from_the_files_own() -> None:
+    options = parse(model="../weights", adapters="adapters")
+    assert options.model == Path("/weights")
+    assert options.adapters == Path("/repository/adapters")
+
+
+def test_the_environment_overrides_folders(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps({"model": "m", "adapters": "a", "max_num_seqs": 3}))
+    options = load_options(file, {"VLORA_MODEL": "/other", "VLORA_ADAPTERS": ""})
+    assert options.model == Path("/other")
+    assert options.adapters == tmp_path / "a"
+    assert options.max_num_seqs == 3
+
+
+def test_an_unknown_key_is_named_with_the_nearest_known_one() -> None:
+    with pytest.raises(InvalidArgument, match=r"model.json: unknown key 'max_num_seq'.*'max_num_s"):
+        parse(max_num_seq=3)
+    with pytest.raises(InvalidArgument, match=r"limits: unknown key 'max_image'; .*'max_images'"):
+        parse(limits={"max_image": 3})
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_a_vllm_key_without_an_equal_is_refused_with_what_to_do(key: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"'{key}' is not used here: {REFUSED[key][:12]}"):
+        parse(**{key: 1})
+
+
+@pytest.mark.parametrize("key", sorted(ACCEPTED))
+def test_a_vllm_key_that_says_what_is_done_anyway_is_accepted(key: str) -> None:
+    assert parse(**{key: ACCEPTED[key][0]}) == parse()
+    with pytest.raises(InvalidArgument, match=rf"'{key}' = 77 is not supported"):
+        parse(**{key: 77})
+
+
+def test_vllms_tokenizer_must_be_the_models() -> None:
+    assert parse(tokenizer="m") == parse()
+    with pytest.raises(InvalidArgument, match="'tokenizer' must equal 'model'"):
+        parse(tokenizer="other")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("max_num_seqs", "8"),
+        ("max_num_seqs", True),
+        ("block_size", 2.5),
+        ("block_size", None),
+        ("feature_cache_bytes", -1),
+        ("adapters", 5),
+        ("limits", [1]),
+        ("model", ""),
+        ("dtype", "bfloat16"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"'{key}'"):
+        parse(**{key: value})
+
+
+def test_limits_are_checked_and_given_on() -> None:
+    limits = parse(limits={"max_images": 3, "max_image_megapixels": 1}).limits
+    assert limits == Limits(max_images=3, max_image_megapixels=1.0)
+    with pytest.raises(InvalidArgument, match="'max_images' must be a positive whole number"):
+        parse(limits={"max_images": 0})
+
+
+def test_a_missing_model_is_an_error() -> None:
+    with pytest.raises(InvalidArgument, match="'model' is missing"):
+        parse_options({}, where="model.json", folder=Path("/"))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "7"])
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.json").write_text(content)
+    with pytest.raises(InvalidArgument, match=r"model\.json"):
+        load_options(tmp_path / "model.json", {})
