@@ -118,6 +118,7 @@ class Asker:
         /,
         parameters: Mapping[str, Any] | None = None,
         id: str = "",
+        timeout: float = TIMEOUT,
         **values: Any,
     ) -> Response:
         """Unary gRPC."""

@@ -5,9 +5,12 @@ Everything here is a thin adaptation; what is decided is decided in the services
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,9 +61,11 @@ def parameters(request: Any) -> dict[str, Any]:
 
 
 def response(tensors: Tensors) -> Any:
-    return pb_utils.InferenceResponse(
-        output_tensors=[pb_utils.Tensor(name, value) for name, value in tensors.items()]
-    )
+    return pb_utils.InferenceResponse(output_tensors=_pb_tensors(tensors))
+
+
+def _pb_tensors(tensors: Tensors) -> list[Any]:
+    return [pb_utils.Tensor(name, value) for name, value in tensors.items()]
 
 
 def error_response(error: VLoraError) -> Any:
@@ -74,15 +79,21 @@ class TritonResponder:
 
     **Invariant:** the sender is never asked anything once the final response is on its way:
     Triton frees what `is_cancelled` looks at. The lock makes send and ask exclude each other.
+
+    **Invariant:** only requested outputs are sent, and their tensors live until they are sent:
+    `send` drops the others, and what they hold, without Python's lock (python_backend 390).
     """
 
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
+        self._requested = frozenset(request.requested_output_names())
         self._lock = threading.Lock()
         self._closed = False
 
     def send(self, tensors: Tensors, final: bool) -> None:
-        self._send(response(tensors), final)
+        wanted = {name: value for name, value in tensors.items() if name in self._requested}
+        alive = _pb_tensors(wanted)
+        self._send(pb_utils.InferenceResponse(output_tensors=alive), final)
 
     def fail(self, error: VLoraError) -> None:
         self._send(error_response(error), final=True)
@@ -100,13 +111,43 @@ class TritonResponder:
             self._sender.send(message, flags=flags)
 
 
+class _Keep:
+    """Keeps objects alive for some seconds after their use.
+
+    The server's stub forgets a finished call of a decoupled model on a thread without Python's
+    lock; were it the last owner of the responses, it would free their arrays there and corrupt
+    reference counts (python_backend 390, fixed in 24.12). So they stay owned here until it has.
+    """
+
+    SECONDS = 5.0
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, Any]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, used: Any) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._kept.append((now, used))
+            while self._kept[0][0] < now - self.SECONDS:
+                self._kept.popleft()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+
+
+_keep = _Keep()
+
+
 def ask_lmm(tensors: Tensors, request_id: str) -> list[Tensors]:
     """All responses of `lmm`; raises the error of one that failed. Blocks."""
     outputs = ["text_output", "details"]
     if "stop" not in tensors:
         outputs += ["finish_reason", "num_input_tokens", "num_output_tokens", "logprobs"]
         outputs += ["cumulative_logprob", "head_scores", "head_labels", "metadata"]
-    answers = _request(LMM, tensors, outputs, request_id).exec(decoupled=True)
+    answers = list(_request(LMM, tensors, outputs, request_id).exec(decoupled=True))
+    _keep.add([(answer, answer.output_tensors()) for answer in answers])
     return [_unwrap(answer) for answer in answers]
 
 
@@ -121,7 +162,7 @@ def _request(model: str, tensors: Tensors, outputs: Sequence[str], request_id: s
     return pb_utils.InferenceRequest(
         model_name=model,
         request_id=request_id,
-        inputs=[pb_utils.Tensor(name, value) for name, value in tensors.items()],
+        inputs=_pb_tensors(tensors),
         requested_output_names=list(outputs),
     )
 
@@ -132,11 +173,18 @@ def _unwrap(answer: Any) -> Tensors:
     return {tensor.name(): np.array(tensor.as_numpy()) for tensor in answer.output_tensors()}
 
 
+_registries: list[TritonRegistry] = []
+"""Kept for good: a metric family that is dropped takes its metrics with it."""
+
+
 class TritonRegistry:
-    """Makes custom metrics; families are kept, since dropping one drops its metrics."""
+    """Makes custom metrics, one family per name."""
 
     def __init__(self) -> None:
         self._families: dict[str, Any] = {}
+
+    def clear(self) -> None:
+        self._families.clear()
 
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
         return self._metric(name, help, pb_utils.MetricFamily.GAUGE, labels)
@@ -167,11 +215,21 @@ def metric_labels(args: Mapping[str, str]) -> dict[str, str]:
 
 def exporter(make: Callable[[TritonRegistry], E]) -> E | None:
     """What `make` exports to the server, or None where that runs without metrics."""
+    registry = TritonRegistry()
+    _registries.append(registry)
     try:
-        return make(TritonRegistry())
+        return make(registry)
     except pb_utils.TritonModelException as error:
         log.warning("no metrics: %s", error)
         return None
+
+
+def release() -> None:
+    """Let go of what belongs to the server; for `finalize`, after which that would be a crash."""
+    _keep.clear()
+    for registry in _registries:
+        registry.clear()
+    gc.collect()
 
 
 class _TritonHandler(logging.Handler):

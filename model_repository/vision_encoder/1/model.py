@@ -18,14 +18,15 @@ class TritonPythonModel:
         glue.set_up_logging(args["model_name"])
         options = glue.options(args)
         encoder = VisionEncoder(options.model, options.encoder_threads)
-        self._limits = options.limits
-        self._service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
+        service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
         exporter = glue.exporter(
             lambda registry: EncoderExporter(
-                registry, glue.metric_labels(args), lambda: self._service.counters
+                registry, glue.metric_labels(args), lambda: service.counters
             )
         )
         self._refresher = None if exporter is None else Refresher(exporter.refresh)
+        self._limits = options.limits
+        self._service = service
         logging.getLogger("vlora").info("%d rows of %d per image", encoder.rows, encoder.hidden)
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -39,3 +40,4 @@ class TritonPythonModel:
     def finalize(self) -> None:
         if self._refresher is not None:
             self._refresher.close()
+        glue.release()

@@ -1,0 +1,189 @@
+"""Many at once: batches, HTTP clients and the real perf_analyzer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.common import ClientError
+from clients.perf import fetch
+from clients.perf.inputs import write_inputs
+from tests.triton.asking import Asker, picture
+
+ADAPTERS = ("", "attention-r4", "all-r8", "feed-forward-r16", "head-r8")
+SERIES = '{model="lmm",version="1"}'
+
+
+def mixed(index: int) -> dict[str, Any]:
+    """The request of this number: adapters, images and lengths all differ."""
+    name = ADAPTERS[index % len(ADAPTERS)]
+    keys: dict[str, Any] = {"max_tokens": 5 + index, "ignore_eos": True}
+    if name:
+        keys["lora_name"] = name
+    images = [picture((10 * index, 40, 5 * k)) for k in range(index % 3)]
+    return {
+        "text_input": f"What is number {index}?",
+        "image": images or None,
+        "sampling_parameters": keys,
+        "task": "vqa",
+    }
+
+
+@pytest.mark.parametrize("model", ["visual_retrieval", "video_analytics", "lmm_unary"])
+def test_sixteen_mixed_requests_at_once_answer_as_one_by_one(ask: Asker, model: str) -> None:
+    def answer(index: int) -> str:
+        asked = mixed(index)
+        if model == "visual_retrieval":
+            return ask.text(model, **asked)
+        if model == "lmm_unary":
+            asked["sampling_parameters"]["temperature"] = 0
+        return str(ask.once(model, **asked)["text_output"])
+
+    alone = [answer(index) for index in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(answer, range(16)))
+    assert together == alone
+
+
+def test_requests_of_one_moment_share_forward_passes(ask: Asker) -> None:
+    def figures() -> tuple[float, float]:
+        time.sleep(1.5)  # metrics are refreshed once a second
+        metrics = ask.metrics()
+        return (
+            metrics[f"vlora:decode_rows_total{SERIES}"],
+            metrics[f"vlora:decode_steps_total{SERIES}"],
+        )
+
+    def run(index: int) -> None:
+        keys = {"max_tokens": 64, "ignore_eos": True, "lora_name": ADAPTERS[1 + index % 4]}
+        ask.stream("lmm", text_input="hello", stream=True, sampling_parameters=keys)
+
+    rows, steps = figures()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(run, range(32)))
+    more_rows, more_steps = figures()
+    assert more_rows - rows == 32 * 63
+    assert (more_rows - rows) / (more_steps - steps) > 4
+
+
+def test_images_of_one_moment_share_a_batch_of_the_encoder(ask: Asker) -> None:
+    def run(index: int) -> None:
+        ask.once("video_analytics", text_input="?", image=picture((index, 3, 5)))
+
+    def figures() -> tuple[float, float]:
+        metrics = ask.metrics()
+        series = '{model="vision_encoder",version="1"}'
+        return metrics[f"nv_inference_count{series}"], metrics[f"nv_inference_exec_count{series}"]
+
+    count, batches = figures()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(run, range(48)))
+    more_count, more_batches = figures()
+    assert more_count - count == 48
+    assert more_batches - batches < 48
+
+
+def test_an_image_that_is_known_is_not_encoded_again(ask: Asker) -> None:
+    def counter(name: str) -> float:
+        return ask.metrics()[f'vlora:{name}_total{{model="vision_encoder",version="1"}}']
+
+    image = picture((77, 77, 77))
+    time.sleep(1.5)
+    hits, misses = counter("feature_cache_hits"), counter("feature_cache_misses")
+    for _ in range(3):
+        ask.once("video_analytics", text_input="?", image=[image, image])
+    time.sleep(1.5)
+    assert counter("feature_cache_misses") == misses + 1
+    assert counter("feature_cache_hits") == hits + 5
+
+
+def test_plain_http_gets_an_answer_from_generate(ask: Asker) -> None:
+    body = {"text_input": "What?", "sampling_parameters": '{"max_tokens": 3}', "task": "vqa"}
+    status, text = ask.http("video_analytics", "generate", body)
+    assert status == 200
+    assert json.loads(json.loads(text)["result"])["task"] == "vqa"
+    status, text = ask.http("lmm", "generate", {"text_input": "hi", "max_tokens": 3, "seed": 1})
+    assert status == 200
+    assert json.loads(text)["text_output"].startswith("hi")
+
+
+def test_plain_http_streams_from_generate_stream(ask: Asker) -> None:
+    keys = json.dumps({"max_tokens": 4, "ignore_eos": True})
+    body = {"text_input": "What?", "sampling_parameters": keys}
+    status, text = ask.http("visual_retrieval", "generate_stream", body)
+    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+    assert status == 200
+    assert len(events) == 4
+    assert "".join(event["text_output"] for event in events) == ask.text(
+        "visual_retrieval", text_input="What?", sampling_parameters=keys
+    )
+
+
+def test_plain_http_gets_errors_as_json_with_their_code(ask: Asker) -> None:
+    keys = '{"lora_name": "nobody"}'
+    body = {"text_input": "What?", "sampling_parameters": keys}
+    status, text = ask.http("video_analytics", "generate", body)
+    assert status == 400  # Triton's own for any error of an ensemble's step
+    assert "NOT_FOUND: unknown adapter 'nobody'" in json.loads(text)["error"]
+
+
+def test_the_metrics_of_the_ecosystem_are_there(ask: Asker) -> None:
+    keys = {"lora_name": "all-r8", "max_tokens": 900, "ignore_eos": True}
+    asked = {"text_input": "hello", "stream": True, "sampling_parameters": keys}
+    seen: set[str] = set()
+    with ThreadPoolExecutor(8) as pool:
+        requests = [pool.submit(ask.stream, "lmm", **asked) for _ in range(8)]
+        while not all(request.done() for request in requests):
+            seen |= set(ask.metrics())
+            time.sleep(0.1)
+    names = {name.partition("{")[0] for name in seen}
+    assert {
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_running",
+        "vllm:kv_cache_usage_perc",
+        "vllm:lora_requests_info",
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:time_per_output_token_seconds_bucket",
+        "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "nv_trt_llm_kv_cache_block_metrics",
+    } <= names
+    running = [name for name in seen if 'running_lora_adapters="all-r8"' in name]
+    assert running
+    assert 'max_lora="' in running[0]
+
+
+@pytest.fixture(scope="module")
+def perf_analyzer() -> fetch.PerfAnalyzer:
+    if not (fetch.FOLDER / "bin" / "perf_analyzer").is_file():
+        pytest.skip("perf_analyzer is not here; get it with: python clients/perf/fetch.py")
+    try:
+        return fetch.ensure()
+    except ClientError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("model", ["visual_retrieval", "video_analytics", "lmm"])
+def test_perf_analyzer_drives_it_without_an_error(
+    ask: Asker, perf_analyzer: fetch.PerfAnalyzer, tmp_path: Path, model: str
+) -> None:
+    names = ["base", "attention-r4", "all-r8"]
+    data = write_inputs(tmp_path / "inputs.json", model, names, images=12, tokens=4)
+    command = [perf_analyzer.program, "-m", model, "-u", ask.grpc_url, "-i", "grpc"]
+    command += ["--input-data", data, "--concurrency-range", "4", "--request-count", "24"]
+    if model != "video_analytics":
+        command.append("--streaming")
+    done = subprocess.run(
+        command, env=perf_analyzer.environment, capture_output=True, text=True, timeout=120
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "Throughput" in said
+    assert "error" not in said.lower(), said
