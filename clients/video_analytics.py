@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import signal
 import sys
 import time
@@ -26,6 +27,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run as a file
@@ -48,6 +50,7 @@ from clients.frames import Chunk, encode_frame, open_source
 from clients.shared_frames import SharedFrames
 
 MODEL = "video_analytics"
+CHUNK_SECONDS = 1.0
 DRAIN_SECONDS = 10.0
 MAX_IN_FLIGHT = 4
 """Chunks of one stream that may wait for an answer; a newer one is dropped beyond that."""
@@ -104,6 +107,7 @@ class Analysis:
         self._opening = asyncio.Lock()
         self._calls: set[asyncio.Future[Any]] = set()
         self._sampling = sampling_parameters(options.adapter)
+        self._knows_truth = options.task == "video" and options.adapter is None
         self.logs = [StreamLog() for _ in range(options.streams)]
 
     async def run(self) -> None:
@@ -128,11 +132,11 @@ class Analysis:
         options, log = self._options, self.logs[stream]
         chunks = open_source(options.source, options.fps, options.frames, stream).chunks()
         loop = asyncio.get_running_loop()
-        start = loop.time() + stream / options.streams
+        start = loop.time() + CHUNK_SECONDS * stream / options.streams
         async with asyncio.TaskGroup() as requests:
             for second in range(options.seconds):
                 chunk = await asyncio.to_thread(next, chunks)
-                await asyncio.sleep(start + second - loop.time())
+                await asyncio.sleep(start + second * CHUNK_SECONDS - loop.time())
                 if log.in_flight >= MAX_IN_FLIGHT:
                     log.dropped += 1
                     continue
@@ -151,7 +155,7 @@ class Analysis:
             log.latencies.append(latency)
             record |= {"latency_ms": round(latency * 1e3, 2)}
             record |= {"result": json.loads(first_string(answer, "result"))}
-            if chunk.truth is not None:
+            if self._knows_truth and chunk.truth is not None:
                 log.known += 1
                 log.right += record["result"]["text"].strip() == chunk.truth
                 record |= {"truth": chunk.truth}
@@ -212,7 +216,7 @@ def describe(record: dict[str, Any]) -> str:
     if "error" in record:
         return f"{head} error: {record['error']}"
     result = record["result"]
-    text = result["text"].strip()
+    text = shorten(result["text"].strip(), 36, placeholder="…") or "(nothing)"
     if result["scores"]:
         text += f" ({max(result['scores'].values()):.2f})"
     if "truth" in record:
@@ -238,7 +242,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     """The value below which `share` of the ordered values lie (nearest rank); 0 without any."""
     if not ordered:
         return 0.0
-    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _first(error: BaseException) -> BaseException:

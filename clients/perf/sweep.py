@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +35,8 @@ STREAMING = {"visual_retrieval", "lmm"}
 ENCODER = "vision_encoder"
 DECODE_ROWS = "vlora:decode_rows_total"
 DECODE_STEPS = "vlora:decode_steps_total"
+REFRESH_SECONDS = 1.5
+"""The server brings its metrics up to date once a second."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class ServerCounters:
 
     @classmethod
     def read(cls, client: Any, metrics_url: str) -> ServerCounters:
+        time.sleep(REFRESH_SECONDS)
         statistics = client.get_inference_statistics(ENCODER).model_stats[0]
         metrics = read_metrics(metrics_url)
         return cls(

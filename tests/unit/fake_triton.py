@@ -1,0 +1,124 @@
+"""A gRPC server that looks like Triton to the clients, so that they run without one.
+
+It answers `video_analytics` with `moving left` after `delay` seconds, streams the words of
+`visual_retrieval`, and reads raw frames from shared memory. Everything it got is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker, shared_memory
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+
+from vlora.vision.results import build_result
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """`with FakeTriton() as server:` serves on a free port of 127.0.0.1."""
+
+    def __init__(self, delay: float = 0.0, words: tuple[str, ...] = ("a ", "red ", "star")) -> None:
+        self.delay = delay
+        self.words = words
+        self.requests: list[dict[str, object]] = []
+        self.regions: dict[str, str] = {}
+        self.registered: list[str] = []
+        self.models = {"visual_retrieval", "video_analytics"}
+        self.refusal: str | None = None
+        self.cancelled = threading.Event()
+
+    def __enter__(self) -> FakeTriton:
+        self._server = grpc.server(ThreadPoolExecutor(32))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(grace=None).wait()
+
+    def ServerLive(self, request, context):  # noqa: N802
+        return service_pb2.ServerLiveResponse(live=True)
+
+    def ModelReady(self, request, context):  # noqa: N802
+        return service_pb2.ModelReadyResponse(ready=request.name in self.models)
+
+    def SystemSharedMemoryRegister(self, request, context):  # noqa: N802
+        self.regions[request.name] = request.key
+        self.registered.append(request.key)
+        return service_pb2.SystemSharedMemoryRegisterResponse()
+
+    def SystemSharedMemoryUnregister(self, request, context):  # noqa: N802
+        del self.regions[request.name]
+        return service_pb2.SystemSharedMemoryUnregisterResponse()
+
+    def ModelInfer(self, request, context):  # noqa: N802
+        values = self._read(request)
+        time.sleep(self.delay)
+        if self.refusal:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
+        frames = values.get("frames", ())
+        count = len(values["frames_raw"]) if "frames_raw" in values else len(frames)
+        result = build_result(
+            text="moving left",
+            details={"task": values["task"][0].decode(), "adapter": None, "timings": {}},
+            layout=np.array([[0, 1, 1, 1, 1, 1]] * count, np.int32).reshape(-1, 6),
+            size=np.ones((count, 2), np.int32),
+            metadata=values["metadata"][0].decode(),
+        )
+        return _response("video_analytics", {"result": result})
+
+    def ModelStreamInfer(self, requests, context):  # noqa: N802
+        context.add_callback(self.cancelled.set)
+        for request in requests:
+            self._read(request)
+            for word in self.words:
+                time.sleep(self.delay)
+                yield service_pb2.ModelStreamInferResponse(
+                    infer_response=_response("visual_retrieval", {"text_output": word})
+                )
+            if self.refusal:
+                yield service_pb2.ModelStreamInferResponse(error_message=self.refusal)
+                continue
+            last = _response("visual_retrieval", {})
+            last.parameters["triton_final_response"].bool_param = True
+            yield service_pb2.ModelStreamInferResponse(infer_response=last)
+
+    def _read(self, request) -> dict[str, object]:
+        raw = iter(request.raw_input_contents)
+        values: dict[str, object] = {}
+        for tensor in request.inputs:
+            if "shared_memory_region" in tensor.parameters:
+                values[tensor.name] = self._read_shared(tensor)
+            else:
+                values[tensor.name] = list(deserialize_bytes_tensor(next(raw)))
+        self.requests.append(values)
+        return values
+
+    def _read_shared(self, tensor) -> np.ndarray:
+        key = self.regions[tensor.parameters["shared_memory_region"].string_param]
+        region = shared_memory.SharedMemory(key)
+        resource_tracker.unregister(region._name, "shared_memory")
+        offset = tensor.parameters["shared_memory_offset"].int64_param
+        pixels = np.ndarray(tuple(tensor.shape), np.uint8, region.buf, offset).copy()
+        region.close()
+        return pixels
+
+
+def _response(model: str, outputs: dict[str, str]) -> service_pb2.ModelInferResponse:
+    answer = service_pb2.ModelInferResponse(model_name=model)
+    for name, text in outputs.items():
+        answer.outputs.add(name=name, datatype="BYTES", shape=[1])
+        values = np.array([text.encode()], dtype=np.object_)
+        answer.raw_output_contents.append(serialize_byte_tensor(values).item())
+    return answer
+
+
+def metadata_of(request: dict[str, object]) -> dict[str, object]:
+    return json.loads(request["metadata"][0])

@@ -1,0 +1,292 @@
+"""The clients against a server that looks like Triton, and their parts on their own."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clients import frames, video_analytics, visual_retrieval
+from clients.common import ClientError, sampling_parameters
+from clients.perf import inputs, sweep
+from tests.unit.fake_triton import FakeTriton, metadata_of
+from tools.demo.show import is_right
+
+BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _seconds_fly(monkeypatch):
+    """A chunk lasts a twentieth of a second, as far as the clients in this process know."""
+    monkeypatch.setattr(video_analytics, "CHUNK_SECONDS", 0.05)
+
+
+@pytest.fixture
+def picture(tmp_path) -> Path:
+    path = tmp_path / "scene.png"
+    Image.new("RGB", (8, 8), "red").save(path)
+    return path
+
+
+def shared_regions() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("vlora_frames_*")}
+
+
+def test_pieces_of_an_answer_are_printed_as_they_come(picture, capsys):
+    with FakeTriton() as server:
+        visual_retrieval.main(
+            [str(picture), "--url", server.url, "What", "is this?", "--adapter", "glyphs"]
+        )
+    assert capsys.readouterr().out == "a red star\n"
+    (request,) = server.requests
+    assert request["text_input"] == [b"What is this?"]
+    assert request["image"] == [picture.read_bytes()]
+    assert json.loads(request["sampling_parameters"][0]) == {"lora_name": "glyphs"}
+    assert "task" not in request
+
+
+def test_an_answer_that_stalls_is_given_up_and_cancelled(picture, monkeypatch):
+    monkeypatch.setattr("clients.common.ANSWER_SECONDS", 0.1)
+    with FakeTriton(delay=2.0, words=("never",)) as server:
+        client = visual_retrieval.connect(server.url, "visual_retrieval")
+        answers = visual_retrieval.stream_responses(
+            client, "visual_retrieval", visual_retrieval.request_inputs("hi"), seconds=0.1
+        )
+        with pytest.raises(ClientError, match=r"no answer within 0 s"):
+            next(answers)
+        client.close()
+        assert server.cancelled.wait(5)
+
+
+def test_an_error_in_a_stream_reaches_the_user(picture):
+    with FakeTriton() as server:
+        server.refusal = "unknown adapter 'x'"
+        done = run_client("visual_retrieval", str(picture), "--url", server.url)
+    assert done.returncode == 1
+    assert done.stderr == "error: unknown adapter 'x'\n"
+
+
+def run_client(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "clients" / f"{name}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("client", ["visual_retrieval", "video_analytics"])
+def test_without_a_server_the_user_is_told_how_to_start_one(client):
+    done = run_client(client, "camera", "--url", "127.0.0.1:9")
+    assert done.returncode == 1
+    assert "make serve" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_not_ready_is_named():
+    with FakeTriton() as server:
+        server.models = set()
+        with pytest.raises(ClientError, match="no model 'visual_retrieval' ready"):
+            visual_retrieval.main(["hello", "--url", server.url])
+
+
+def test_words_are_files_or_the_question(picture):
+    split = visual_retrieval.split_words
+    assert split([str(picture), "What is", "in a.png or so?"]) == (
+        [picture],
+        "What is in a.png or so?",
+    )
+    with pytest.raises(ClientError, match=r"no file gone\.png"):
+        split(["gone.png"])
+
+
+@pytest.mark.parametrize("send", ["png", "jpeg", "raw"])
+def test_every_stream_sends_its_chunks_and_every_answer_is_written(send, tmp_path, capsys):
+    jsonl = tmp_path / "answers.jsonl"
+    before = shared_regions()
+    with FakeTriton() as server:
+        arguments = ["camera", "--url", server.url, "--streams", "3", "--seconds", "2"]
+        arguments += ["--send", send, "--jsonl", str(jsonl)]
+        assert video_analytics.main(arguments) == 0
+    records = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    keys = {(record["stream"], record["chunk"]) for record in records}
+    assert keys == {(stream, chunk) for stream in range(3) for chunk in range(2)}
+    assert all(len(record["result"]["frames"]) == 6 for record in records)
+    assert {metadata_of(request)["stream"] for request in server.requests} == {0, 1, 2}
+    assert len(server.registered) == (1 if send == "raw" else 0)
+    assert server.regions == {}
+    assert shared_regions() == before
+    shown = capsys.readouterr().out
+    assert shown.count("moving left") == 6
+    assert "p50 ms" in shown
+
+
+def test_raw_frames_arrive_as_the_camera_made_them():
+    with FakeTriton() as server:
+        arguments = ["camera", "--url", server.url, "--seconds", "1", "--send", "raw"]
+        assert video_analytics.main(arguments) == 0
+    sent = next(frames.SyntheticCamera(30, 6, seed=0).chunks()).frames
+    np.testing.assert_array_equal(server.requests[0]["frames_raw"], np.stack(sent))
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_client_leaves_no_shared_memory_and_sums_up(ending):
+    before = shared_regions()
+    with FakeTriton(delay=0.3) as server:
+        command = [sys.executable, "clients/video_analytics.py", "camera", "--url", server.url]
+        command += ["--send", "raw", "--streams", "2", "--seconds", "60"]
+        client = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        while not server.requests and client.poll() is None:
+            time.sleep(0.02)
+        assert shared_regions() > before
+        client.send_signal(ending)
+        shown, errors = client.communicate(timeout=20)
+    assert client.returncode == 128 + ending
+    assert "p50 ms" in shown
+    assert errors == ""
+    assert server.regions == {}
+    assert shared_regions() == before
+
+
+def test_a_stream_that_lags_drops_chunks(monkeypatch, capsys):
+    monkeypatch.setattr(video_analytics, "MAX_IN_FLIGHT", 1)
+    with FakeTriton(delay=0.3) as server:
+        video_analytics.main(["camera", "--url", server.url, "--seconds", "2"])
+    summary = capsys.readouterr().out.splitlines()[-1].split()
+    assert summary[:4] == ["0", "1", "0", "1"]
+
+
+def test_an_answer_that_is_an_error_is_shown_and_counted(tmp_path, capsys):
+    jsonl = tmp_path / "answers.jsonl"
+    with FakeTriton() as server:
+        server.refusal = "image 0 is corrupt"
+        arguments = ["camera", "--url", server.url, "--seconds", "1", "--jsonl", str(jsonl)]
+        assert video_analytics.main(arguments) == 1
+    assert "image 0 is corrupt" in json.loads(jsonl.read_text())["error"]
+    assert "error: image 0 is corrupt" in capsys.readouterr().out
+
+
+def test_a_folder_is_played_in_order_and_repeated(tmp_path):
+    for index in range(10):
+        Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / f"{index:03}.png")
+    chunks = frames.open_source(str(tmp_path), fps=6, kept=3, stream=0).chunks()
+    seen = [[int(frame[0, 0, 0]) for frame in next(chunks).frames] for _ in range(3)]
+    assert seen == [[1, 3, 5], [7, 9, 1], [3, 5, 7]]
+
+
+def test_frames_of_several_sizes_cannot_be_sent_raw(tmp_path):
+    for index in range(6):
+        Image.new("RGB", (4 + index, 4), "blue").save(tmp_path / f"{index}.png")
+    with (
+        FakeTriton() as server,
+        pytest.raises(ClientError, match="must have one size"),
+    ):
+        video_analytics.main(
+            [str(tmp_path), "--url", server.url, "--fps", "6", "--send", "raw", "--seconds", "5"]
+        )
+
+
+def test_a_video_file_is_cut_into_seconds(tmp_path):
+    av = pytest.importorskip("av")
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 32
+        for index in range(25):
+            pixels = np.full((32, 32, 3), index * 10, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    chunks = frames.open_source(str(path), fps=30, kept=2, stream=0).chunks()
+    shades = [[float(frame.mean()) for frame in next(chunks).frames] for _ in range(4)]
+    np.testing.assert_allclose(shades, [[20, 70], [120, 170], [210, 230], [20, 70]], atol=6)
+
+
+@pytest.mark.parametrize("name", ["empty", "text.mp4", "gone"])
+def test_a_source_that_cannot_be_played_is_named(name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.mp4").write_text("no video")
+    with pytest.raises(ClientError, match=name):
+        next(frames.open_source(str(tmp_path / name), 30, 6, 0).chunks())
+
+
+def test_the_camera_films_what_it_says():
+    chunks = frames.SyntheticCamera(30, 6, seed=5).chunks()
+    told = set()
+    for _ in range(30):
+        chunk = next(chunks)
+        surface = chunk.frames[0][0, 0].astype(int)
+        places = [np.argwhere(np.abs(f - surface).sum(-1) > 30).mean(0) for f in chunk.frames]
+        down, right = places[-1] - places[0]
+        motion = "moving " + ("right" if right > 0 else "left")
+        if abs(down) > abs(right):
+            motion = "moving " + ("down" if down > 0 else "up")
+        if max(abs(down), abs(right)) < 1:
+            motion = "standing still"
+        assert motion == chunk.truth
+        told.add(motion)
+    assert len(told) == 5
+
+
+def test_options_left_out_are_left_to_the_server():
+    assert json.loads(sampling_parameters(None, seed=None, temperature=0)) == {"temperature": 0}
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 5), (0.95, 10), (1.0, 10), (0.1, 1)])
+def test_quantiles_are_of_the_nearest_rank(share, expected):
+    assert video_analytics.quantile(range(1, 11), share) == expected
+    assert video_analytics.quantile([], share) == 0
+
+
+@pytest.mark.parametrize("model", inputs.MODELS)
+def test_load_inputs_are_distinct_and_take_turns_at_adapters(model, tmp_path):
+    path = inputs.write_inputs(tmp_path / "in.json", model, ["base", "a", "b"], images=12, tokens=7)
+    data = json.loads(path.read_text())["data"]
+    given = [json.loads(entry["sampling_parameters"][0]) for entry in data]
+    assert [g.get("lora_name") for g in given] == [None, "a", "b"] * 4
+    assert all(g["max_tokens"] == g["min_tokens"] == 7 for g in given)
+    pictures = [str(entry.get("image") or entry.get("frames")) for entry in data]
+    assert len(set(pictures)) == (1 if model == "lmm-text" else 12)
+
+
+def test_a_sweeps_row_tells_rates_and_means():
+    before = sweep.ServerCounters(10, 5, 100.0, 10.0)
+    after = sweep.ServerCounters(22, 9, 148.0, 14.0)
+    times = [(0.0, 0.1, 0.4), (0.5, 0.8, 1.0)]
+    row = sweep.summarise("lmm", 2, times, before, after)
+    assert row.requests_per_second == pytest.approx(2.0)
+    assert (row.first_p50_ms, row.last_p50_ms) == (pytest.approx(100), pytest.approx(400))
+    assert row.last_p95_ms == pytest.approx(500)
+    assert (row.encoder_batch, row.decode_rows) == (3.0, 12.0)
+    assert sweep.summarise("lmm-text", 2, times, before, before).encoder_batch is None
+    assert "2.0" in sweep.line_of(row)
+
+
+def test_metrics_are_summed_over_labels(tmp_path):
+    page = tmp_path / "metrics"
+    page.write_text('# HELP a\na{x="1"} 2\na{x="2"} 3\nb 1e3\n')
+    assert sweep.read_metrics(page.as_uri()) == {"a": 5.0, "b": 1000.0}
+    with pytest.raises(ClientError, match="--metrics-url"):
+        sweep.read_metrics("http://127.0.0.1:9/metrics")
+
+
+@pytest.mark.parametrize(
+    ("expected", "given", "right"),
+    [
+        ("blue", "blue", True),
+        ("blue", "red", False),
+        ("<ref>a</ref><box>(0,0),(500,500)</box>", "<ref>a</ref><box>(9,0),(490,500)</box>", True),
+        ("<ref>a</ref><box>(0,0),(500,500)</box>", "<ref>b</ref><box>(0,0),(500,500)</box>", False),
+        (
+            "<ref>a</ref><box>(0,0),(500,500)</box>",
+            "<ref>a</ref><box>(400,0),(900,500)</box>",
+            False,
+        ),
+        ("<ref>a</ref><box>(0,0),(500,500)</box>", "nothing", False),
+    ],
+)
+def test_an_answer_of_the_demo_is_right_by_words_and_overlap(expected, given, right):
+    assert is_right(expected, given) is right

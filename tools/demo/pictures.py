@@ -1,0 +1,117 @@
+"""Draws answers on pictures, large enough to look at: boxes on images, labels under frames."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from tools.demo.scenes import Pixels
+
+SIDE = 384
+"""Edge of a drawn image in pixels, to which every picture is brought."""
+
+COLUMNS = 4
+MARGIN = 12
+LINE_HEIGHT = 22
+BOX_COLOURS = ("#ff2d55", "#00c2ff", "#ffcc00", "#34c759", "#af52de")
+INK, PAPER, RIGHT, WRONG = "#1c1c1e", "#ffffff", "#178a3b", "#c4281c"
+
+
+@dataclass(frozen=True)
+class Caption:
+    """What stands under a picture: who was asked what, the answer, and whether it is right."""
+
+    asked: str
+    answer: str
+    expected: str
+    right: bool
+
+
+def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: Caption) -> Any:
+    """One answered request: its image with boxes, or its clip's frames, over the caption.
+
+    frames: [h, w, 3] uint8, one for an image. objects: as in `result`, boxes in pixels of the
+    last of them.
+    """
+    is_clip = len(frames) > 1
+    picture = _strip(frames, caption.answer) if is_clip else _draw_objects(frames[0], objects)
+    words = [caption.asked, f"answer: {caption.answer}"]
+    if not caption.right:
+        words.append(f"expected: {caption.expected}")
+    font = ImageFont.load_default(16)
+    lines = [line for text in words for line in _wrapped(text, font)]
+    whole = Image.new("RGB", (SIDE, picture.height + LINE_HEIGHT * len(lines) + 8), PAPER)
+    whole.paste(picture, (0, 0))
+    draw = ImageDraw.Draw(whole)
+    asked = len(_wrapped(caption.asked, font))
+    for number, line in enumerate(lines):
+        colour = INK if number < asked else RIGHT if caption.right else WRONG
+        draw.text((2, picture.height + 4 + number * LINE_HEIGHT), line, colour, font)
+    return whole
+
+
+def sheet(tiles: Sequence[Any]) -> Any:
+    """All tiles on one page, in rows."""
+    rows = [tiles[start : start + COLUMNS] for start in range(0, len(tiles), COLUMNS)]
+    heights = [max(one.height for one in row) for row in rows]
+    width = COLUMNS * (SIDE + MARGIN) + MARGIN
+    page = Image.new("RGB", (width, sum(heights) + MARGIN * (len(rows) + 1)), "#e5e5ea")
+    top = MARGIN
+    for row, height in zip(rows, heights, strict=True):
+        for column, one in enumerate(row):
+            page.paste(one, (MARGIN + column * (SIDE + MARGIN), top))
+        top += height + MARGIN
+    return page
+
+
+def _draw_objects(pixels: Pixels, objects: Sequence[dict[str, Any]]) -> Any:
+    height, width = pixels.shape[:2]
+    image = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(15)
+    for number, found in enumerate(objects):
+        left, top, right, bottom = (
+            edge * SIDE / size for edge, size in zip(found["box"], (width, height) * 2, strict=True)
+        )
+        colour = BOX_COLOURS[number % len(BOX_COLOURS)]
+        draw.rectangle((left, top, right, bottom), outline=colour, width=4)
+        label = found["label"] or "?"
+        at = (left + 4, top - 20 if top >= 20 else top + 4)
+        draw.rectangle(draw.textbbox(at, f" {label} ", font), fill=colour)
+        draw.text(at, f" {label} ", INK, font)
+    return image
+
+
+def _strip(frames: Sequence[Pixels], label: str) -> Any:
+    """Frames of a clip in reading order, three in a row, each with its number and the label."""
+    side = SIDE // 3
+    rows = -(-len(frames) // 3)
+    strip = Image.new("RGB", (SIDE, rows * side), PAPER)
+    draw = ImageDraw.Draw(strip)
+    font = ImageFont.load_default(13)
+    for number, frame in enumerate(frames):
+        left, top = number % 3 * side, number // 3 * side
+        small = Image.fromarray(np.asarray(frame)).resize((side - 2, side - 2))
+        strip.paste(small, (left, top))
+        for text, at in ((f"{number}", top + 2), (label[:14], top + side - 20)):
+            draw.rectangle(draw.textbbox((left + 3, at), f" {text} ", font), fill=PAPER)
+            draw.text((left + 3, at), f" {text} ", INK, font)
+    return strip
+
+
+def _wrapped(text: str, font: Any) -> list[str]:
+    """`text` broken into lines that fit under a picture; a long word is cut."""
+    lines: list[str] = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= SIDE - 4:
+            lines[-1] = longer
+            continue
+        while font.getlength(word) > SIDE - 4:
+            kept = next(n for n in range(len(word), 0, -1) if font.getlength(word[:n]) <= SIDE - 4)
+            lines.append(word[:kept])
+            word = word[kept:]
+        lines.append(word)
+    return [line for line in lines if line]

@@ -1,0 +1,220 @@
+"""Shows all six tasks answered by the right adapters, through a real server.
+
+Sends the samples of `tools/demo/samples` over gRPC (questions and captions to the streaming
+ensemble, all else to the structured one), prints a table, and draws every answer to `out/`: boxes
+on images, frames of clips, and one sheet of all. Uses the server at --url if one is there, and
+starts one for the time it takes otherwise.
+
+usage: python -m tools.demo.show
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tritonclient.utils import InferenceServerException
+
+from clients.common import (
+    DEFAULT_URL,
+    ClientError,
+    connect,
+    explain,
+    first_string,
+    request_inputs,
+    run_main,
+    sampling_parameters,
+    stream_responses,
+)
+from clients.frames import VideoFile, encode_frame
+from tools.demo.boxes import iou, parse_boxes
+from tools.demo.pictures import Caption, sheet, tile
+from tools.demo.scenes import Pixels
+
+SAMPLES = Path(__file__).with_name("samples")
+STREAMED = {"vqa", "caption"}
+FRAMES = 6
+GRID = 1000
+ENOUGH_OVERLAP = 0.5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request of `index.json` with its pixels: one image, or the frames of a clip."""
+
+    name: str
+    task: str
+    adapter: str | None
+    prompt: str
+    expected: str
+    choices: tuple[str, ...]
+    frames: list[Pixels]
+    files: list[bytes]
+    is_video: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server said; `objects` are those of `result`, empty where it was streamed."""
+
+    text: str
+    seconds: float
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+
+def load_samples(folder: Path) -> list[Sample]:
+    """The samples of `folder`; ClientError where there are none."""
+    index = folder / "index.json"
+    if not index.is_file():
+        raise ClientError(f"there are no samples in {folder}; `python -m tools.demo` writes them")
+    return [_load(folder, entry) for entry in json.loads(index.read_text())]
+
+
+def _load(folder: Path, entry: dict[str, Any]) -> Sample:
+    if "video" in entry:
+        frames = next(VideoFile(folder / entry["video"], FRAMES).chunks()).frames
+        files = [encode_frame(frame, "PNG") for frame in frames]
+    else:
+        files = [(folder / name).read_bytes() for name in entry["images"]]
+        frames = [
+            np.array(Image.open(folder / name).convert("RGB"), np.uint8) for name in entry["images"]
+        ]
+    return Sample(
+        name=entry["name"],
+        task=entry["task"],
+        adapter=entry["adapter"],
+        prompt=entry["prompt"],
+        expected=entry["expected"],
+        choices=tuple(entry.get("choices", ())),
+        frames=frames,
+        files=files,
+        is_video="video" in entry,
+    )
+
+
+def ask(client: Any, sample: Sample) -> Answer:
+    """Send one sample and wait for its answer; an error of the server is an answer too."""
+    inputs = request_inputs(
+        sample.prompt,
+        images=() if sample.is_video else sample.files,
+        frames=sample.files if sample.is_video else (),
+        task=sample.task,
+        sampling=sampling_parameters(sample.adapter, choices=list(sample.choices) or None),
+    )
+    start = time.perf_counter()
+    try:
+        if sample.task in STREAMED:
+            pieces = stream_responses(client, "visual_retrieval", inputs)
+            text = "".join(first_string(piece, "text_output") for piece in pieces)
+            return Answer(text.strip(), time.perf_counter() - start)
+        answer = client.infer("video_analytics", inputs)
+        seconds = time.perf_counter() - start
+    except InferenceServerException as error:
+        return Answer("", time.perf_counter() - start, error=explain(error))
+    result = json.loads(first_string(answer, "result"))
+    objects = [one for picture in result["images"] + result["frames"] for one in picture["objects"]]
+    return Answer(result["text"].strip(), seconds, objects)
+
+
+def is_right(expected: str, text: str) -> bool:
+    """Same words; boxes may differ as long as each overlaps its own by half."""
+    wanted, given = parse_boxes(expected, GRID), parse_boxes(text, GRID)
+    if not wanted:
+        return text == expected
+    matched = len(wanted) == len(given) and all(
+        max(iou(box, other) for other in given) >= ENOUGH_OVERLAP for box in wanted
+    )
+    return matched and text.split("<box>")[0] == expected.split("<box>")[0]
+
+
+@contextmanager
+def server_at(url: str, console: Console) -> Iterator[Any]:
+    """A client of the server at `url`, or of one started here and ended afterwards."""
+    try:
+        client = connect(url, "video_analytics")
+    except ClientError:
+        from vlora.serving.server import TritonServer
+
+        with console.status(f"no server at {url}: starting one"):
+            server = TritonServer().__enter__()
+        try:
+            client = connect(server.grpc_url, "video_analytics")
+            yield client
+            client.close()
+        finally:
+            server.stop()
+        return
+    console.print(f"using the server at {url}")
+    yield client
+    client.close()
+
+
+def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
+    table = Table("task", "adapter", "asked", "answer", "right", "ms")
+    for sample, answer in zip(samples, answers, strict=True):
+        right = is_right(sample.expected, answer.text)
+        table.add_row(
+            sample.task,
+            sample.adapter or "base",
+            sample.prompt or f"({'a clip' if sample.is_video else 'a picture'})",
+            escape(answer.error or answer.text),
+            "[green]yes" if right else f"[red]no:[/] {escape(sample.expected)}",
+            f"{answer.seconds * 1e3:.0f}",
+        )
+    return table
+
+
+def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Path:
+    """Write one picture a sample and a sheet of all; the sheet's path."""
+    out.mkdir(parents=True, exist_ok=True)
+    tiles = []
+    for sample, answer in zip(samples, answers, strict=True):
+        caption = Caption(
+            asked=" · ".join(
+                part for part in (sample.task, sample.adapter or "base", sample.prompt) if part
+            ),
+            answer=answer.error or answer.text,
+            expected=sample.expected,
+            right=is_right(sample.expected, answer.text),
+        )
+        tiles.append(tile(sample.frames, answer.objects, caption))
+        tiles[-1].save(out / f"{sample.name}.png")
+    page = out / "demo.png"
+    sheet(tiles).save(page)
+    return page
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (%(default)s)")
+    parser.add_argument("--samples", type=Path, default=SAMPLES, help="folder with index.json")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="where pictures go")
+    options = parser.parse_args(arguments)
+    console = Console()
+    samples = load_samples(options.samples)
+    with server_at(options.url, console) as client:
+        answers = [ask(client, sample) for sample in samples]
+    console.print(table_of(samples, answers))
+    right = sum(
+        is_right(sample.expected, answer.text)
+        for sample, answer in zip(samples, answers, strict=True)
+    )
+    page = draw(samples, answers, options.out)
+    console.print(f"{right} of {len(samples)} answers are right; pictures: {page}")
+    return int(any(answer.error for answer in answers))
+
+
+if __name__ == "__main__":
+    run_main(main)
