@@ -37,8 +37,8 @@ class Source(Protocol):
 
 
 def pick(count: int, wanted: int) -> list[int]:
-    """Indices of `wanted` evenly spaced frames of `count`, each from the middle of its share."""
-    return [int((i + 0.5) * count / wanted) for i in range(wanted)]
+    """Indices of `wanted` evenly spaced frames of `count`: every fifth for 6 of 30."""
+    return [i * count // wanted for i in range(wanted)]
 
 
 def open_source(name: str, fps: int, kept: int, stream: int) -> Source:
