@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,11 @@ DECODE_ROWS = "vlora:decode_rows_total"
 DECODE_STEPS = "vlora:decode_steps_total"
 REFRESH_SECONDS = 1.5
 """The server brings its metrics up to date once a second."""
+
+
+_TIMES = re.compile(
+    rb'"timestamp":([0-9]+),.*?"response_timestamps":\[([0-9]+(?:,[0-9]+)*)\]', re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -120,16 +126,19 @@ def measure(
         if done.returncode:
             said = (done.stdout + done.stderr).strip().splitlines()[-4:]
             raise ClientError(f"{model} at concurrency {concurrency}: {' '.join(said)}")
-        report = json.loads(export.read_text(errors="replace"))  # holds cut off answers
-        measured = report["experiments"][0]["requests"]
-    return [
-        (
-            one["timestamp"] / 1e9,
-            one["response_timestamps"][0] / 1e9,
-            one["response_timestamps"][-1] / 1e9,
-        )
-        for one in measured
-    ]
+        return read_times(export.read_bytes())
+
+
+def read_times(profile: bytes) -> list[tuple[float, float, float]]:
+    """(sent, first response, last response) in seconds of each request of an exported profile.
+
+    Read by pattern: perf_analyzer writes raw answers into it, so that it may not be valid JSON.
+    """
+    times = []
+    for sent, responses in _TIMES.findall(profile):
+        stamps = [int(stamp) / 1e9 for stamp in responses.split(b",")]
+        times.append((int(sent) / 1e9, stamps[0], stamps[-1]))
+    return times
 
 
 def summarise(

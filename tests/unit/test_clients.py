@@ -265,6 +265,15 @@ def test_a_sweeps_row_tells_rates_and_means():
     assert "2.0" in sweep.line_of(row)
 
 
+def test_times_are_read_from_a_profile_that_is_no_json():
+    profile = (
+        b'{"requests":[{"timestamp":1000000000,"request_inputs":{"a":"\xff[1"},'
+        b'"response_timestamps":[1500000000,2000000000],"response_outputs":["\x00"},'
+        b'{"timestamp":3000000000,"response_timestamps":[4000000000],"x":"'
+    )
+    assert sweep.read_times(profile) == [(1.0, 1.5, 2.0), (3.0, 4.0, 4.0)]
+
+
 def test_metrics_are_summed_over_labels(tmp_path):
     page = tmp_path / "metrics"
     page.write_text('# HELP a\na{x="1"} 2\na{x="2"} 3\nb 1e3\n')
