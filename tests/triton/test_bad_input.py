@@ -164,9 +164,12 @@ ONE = (0, 64, 1, 8, 8, 0)
 BAD_FEATURES = {
     "NaN values": ("NaN or infinite", {"image_features": features(value=float("nan"))}),
     "infinite values": ("NaN or infinite", {"image_features": features(value=float("inf"))}),
-    "another width": ("width 100; this model's is 192", {"image_features": features(width=100)}),
-    "too few rows": ("64 rows but 'image_features' has 63", {"image_features": features(63)}),
-    "too many rows": ("64 rows but 'image_features' has 65", {"image_features": features(65)}),
+    "another width": (
+        r"shape \[64, 100\]; it must be \[rows, 192\]",
+        {"image_features": features(width=100)},
+    ),
+    "too few rows": ("covers 64 rows, 'image_features' has 63", {"image_features": features(63)}),
+    "too many rows": ("covers 64 rows, 'image_features' has 65", {"image_features": features(65)}),
     "a gap in the layout": ("must begin at row 0", {"image_layout": layout((1, 63, 1, 8, 8, 0))}),
     "a negative count": ("at least one", {"image_layout": layout((0, -64, 1, 8, 8, 0))}),
     "a grid of nothing": ("must be positive", {"image_layout": layout((0, 64, 0, 8, 8, 0))}),

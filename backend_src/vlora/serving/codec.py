@@ -20,7 +20,7 @@ from vlora.config import Limits
 from vlora.errors import InvalidArgument
 from vlora.request import ImageFeatures, IntArray, Request
 from vlora.sampling import SamplingParams, load_object
-from vlora.serving.tensors import Array, Inputs, Tensors
+from vlora.serving.tensors import Inputs, Tensors
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
 
 if TYPE_CHECKING:
@@ -99,16 +99,16 @@ def is_stop(tensors: Tensors) -> bool:
 
 
 def read_call(
-    tensors: Tensors, parameters: Mapping[str, Any], client_id: str, limits: Limits, hidden: int
+    tensors: Tensors, parameters: Mapping[str, Any], client_id: str, limits: Limits
 ) -> Call:
-    """The request in `tensors`, every field checked. `hidden`: width of an image feature.
+    """The request in `tensors`, every field checked that needs no engine to be.
 
     Raises InvalidArgument (or Unsupported) naming the field and what would fit.
     """
     inputs = Inputs(tensors)
     ensemble = "image_layout" in tensors
     text = inputs.required_text("text_input")
-    images = _read_features(inputs, hidden)
+    images = _read_features(inputs)
     raw_images = {name: tensors[name] for name in IMAGE_INPUTS if inputs.has_rows(name)}
     if raw_images and "image_features" in tensors:
         raise InvalidArgument(
@@ -182,7 +182,7 @@ def count_images(layout: IntArray) -> tuple[int, int]:
     return int(layout.shape[0]) - frames, frames
 
 
-def _read_features(inputs: Inputs, hidden: int) -> ImageFeatures | None:
+def _read_features(inputs: Inputs) -> ImageFeatures | None:
     layout = inputs.array("image_layout", np.int32, (None, 6))
     features = inputs.array("image_features", np.float32, (None, None))
     sizes = inputs.array("image_size", np.int32, (None, 2))
@@ -201,36 +201,7 @@ def _read_features(inputs: Inputs, hidden: int) -> ImageFeatures | None:
             f"'image_size' has {sizes.shape[0]} rows but 'image_layout' has {layout.shape[0]};"
             " there must be one for each image"
         )
-    check_features(features, layout, hidden)
     return ImageFeatures(features, layout) if layout.shape[0] else None
-
-
-def check_features(features: Array, layout: Array, hidden: int) -> None:
-    """Raise InvalidArgument unless the layout covers the features row by row, all finite."""
-    rows = features.shape[0]
-    if rows and features.shape[1] != hidden:
-        raise InvalidArgument(
-            f"'image_features' has width {features.shape[1]}; this model's is {hidden}"
-        )
-    expected = 0
-    for index, (first, count, t, h, w, is_video) in enumerate(layout.tolist()):
-        if first != expected or count < 1:
-            raise InvalidArgument(
-                f"'image_layout' row {index} is rows {first} to {first + count};"
-                f" it must begin at row {expected} and have at least one"
-            )
-        if min(t, h, w) < 1 or is_video not in (0, 1):
-            raise InvalidArgument(
-                f"'image_layout' row {index} has t, h, w, is_video = {t}, {h}, {w}, {is_video};"
-                " the first three must be positive and the last 0 or 1"
-            )
-        expected += count
-    if expected != rows:
-        raise InvalidArgument(
-            f"'image_layout' describes {expected} rows but 'image_features' has {rows}"
-        )
-    if not np.isfinite(features).all():
-        raise InvalidArgument("'image_features' holds NaN or infinite values; all must be finite")
 
 
 @dataclass(frozen=True)

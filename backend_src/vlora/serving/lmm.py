@@ -25,7 +25,6 @@ from vlora.serving.answer import AnswerWriter
 from vlora.serving.codec import (
     Call,
     adapter_name,
-    check_features,
     is_stop,
     prepare,
     read_call,
@@ -55,8 +54,6 @@ class Engine(Protocol):
 
     @property
     def adapters(self) -> Adapters: ...
-    @property
-    def hidden_size(self) -> int: ...
     def submit(self, request: Request, sink: OutputSink) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def stop_client(self, client_id: str) -> None: ...
@@ -108,7 +105,7 @@ class LmmService:
                 return
             if self._closed.is_set():
                 raise Unavailable("the server is shutting down")
-            call = read_call(tensors, parameters, client_id, self._limits, self._engine.hidden_size)
+            call = read_call(tensors, parameters, client_id, self._limits)
             with self._lock:
                 self._live[request_id] = responder
             if call.raw_images:
@@ -137,7 +134,6 @@ class LmmService:
     ) -> None:
         try:
             found = self._encode({"text_input": strings([call.text]), **images})
-            check_features(found.features, found.layout, self._engine.hidden_size)
             self._submit(call.with_images(found), request_id, responder)
         except Exception as error:
             self._fail(request_id, responder, error)

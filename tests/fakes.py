@@ -1,0 +1,176 @@
+"""Stand-ins for what the services talk to: an engine that echoes, a client, an encoder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vlora.errors import Cancelled, NotFound, VLoraError
+from vlora.lora.adapter import AdapterInfo
+from vlora.request import HeadScores, Output, OutputSink, Request
+from vlora.serving.tensors import Array, Tensors
+from vlora.vision.prompts import ChatTemplate
+
+TEMPLATE = ChatTemplate(prefix="[USER] ", suffix=" [BOT]")
+
+
+def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) -> AdapterInfo:
+    return AdapterInfo(
+        name=name,
+        digest=f"digest-of-{name}",
+        ranks=(4,),
+        targets=("q_proj",),
+        tasks=tasks,
+        accuracy={},
+        head_labels=("cat", "dog") if head else (),
+        head_tasks=head,
+    )
+
+
+class FakeAdapters:
+    def __init__(self, *infos: AdapterInfo) -> None:
+        self._infos = {info.name: info for info in infos}
+
+    def info(self, name: str) -> AdapterInfo:
+        if name not in self._infos:
+            raise NotFound(f"unknown adapter '{name}'")
+        return self._infos[name]
+
+
+class FakeEngine:
+    """Keeps what is submitted; the test plays the response thread with `say` and `end`."""
+
+    def __init__(self, *infos: AdapterInfo) -> None:
+        self.adapters = FakeAdapters(*infos)
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.stopped: list[str] = []
+        self.refuse: VLoraError | None = None
+        self._sinks: dict[str, OutputSink] = {}
+
+    def submit(self, request: Request, sink: OutputSink) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        self.requests.append(request)
+        self._sinks[request.id] = sink
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.fail(Cancelled("the request was cancelled"), request_id)
+
+    def stop_client(self, client_id: str) -> None:
+        self.stopped.append(client_id)
+
+    def say(self, text: str, finish_reason: str | None = None, **more: object) -> None:
+        """One output of the last request."""
+        request = self.requests[-1]
+        output = Output(
+            request_id=request.id,
+            text=text,
+            token_ids=(1,),
+            finish_reason=finish_reason,
+            num_input_tokens=5,
+            adapter=request.adapter,
+            **more,  # type: ignore[arg-type]
+        )
+        self._sinks[request.id](output)
+
+    def answer_with_head(self, labels: tuple[str, ...], scores: tuple[float, ...]) -> None:
+        request = self.requests[-1]
+        head = HeadScores(labels, scores)
+        self._sinks[request.id](Output(request.id, finish_reason="stop", head=head))
+
+    def fail(self, error: VLoraError, request_id: str | None = None) -> None:
+        request_id = request_id or self.requests[-1].id
+        sink = self._sinks.pop(request_id, None)
+        if sink is not None:
+            sink(Output(request_id, error=error))
+
+
+@dataclass
+class FakeResponder:
+    """Collects what a client would get."""
+
+    sent: list[tuple[Tensors, bool]] = field(default_factory=list)
+    failure: VLoraError | None = None
+    cancelled: bool = False
+    broken: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def send(self, tensors: Tensors, final: bool) -> None:
+        if self.broken:
+            raise OSError("the client's connection is gone")
+        assert not self.done.is_set(), "sent after the final response"
+        self.sent.append((tensors, final))
+        if final:
+            self.done.set()
+
+    def fail(self, error: VLoraError) -> None:
+        assert not self.done.is_set(), "failed after the final response"
+        self.failure = error
+        self.done.set()
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+    @property
+    def texts(self) -> list[str]:
+        return [first(tensors["text_output"]) for tensors, _ in self.sent]
+
+
+def first(tensor: Array) -> str:
+    """The first string of a STRING tensor."""
+    return bytes(tensor.reshape(-1)[0]).decode()
+
+
+def features(*rows: int, hidden: int = 4, video: Sequence[int] = ()) -> dict[str, Array]:
+    """Feature inputs of images with so many rows each; `video` gives the index of frames."""
+    starts = np.cumsum([0, *rows])[:-1]
+    layout = [
+        (start, count, 1, 1, count, int(index in video))
+        for index, (start, count) in enumerate(zip(starts, rows, strict=True))
+    ]
+    return {
+        "image_features": np.ones((sum(rows), hidden), np.float32),
+        "image_layout": np.array(layout, np.int32).reshape(-1, 6),
+        "image_size": np.full((len(rows), 2), 10, np.int32),
+    }
+
+
+class FakeMetric:
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.observed: list[float] = []
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+    def increment(self, value: float) -> None:
+        self.value += value
+
+    def observe(self, value: float) -> None:
+        self.observed.append(value)
+
+
+class FakeRegistry:
+    """Metrics by name and labels."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[tuple[str, tuple[tuple[str, str], ...]], FakeMetric] = {}
+
+    def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> FakeMetric:
+        return self.metrics.setdefault((name, tuple(sorted(labels.items()))), FakeMetric())
+
+    counter = gauge
+
+    def histogram(
+        self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> FakeMetric:
+        return self.gauge(name, help, labels)
+
+    def __getitem__(self, name: str) -> FakeMetric:
+        (found,) = (metric for (known, _), metric in self.metrics.items() if known == name)
+        return found

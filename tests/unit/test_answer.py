@@ -1,0 +1,108 @@
+"""Engine outputs to response tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+
+from tests.fakes import first
+from vlora.config import Limits
+from vlora.request import HeadScores, Output, Timings, TokenLogprob
+from vlora.serving.answer import AnswerWriter
+from vlora.serving.codec import read_call
+from vlora.serving.tensors import Tensors, flag, strings
+
+ENSEMBLE = {"image_layout": np.zeros((0, 6), np.int32)}
+
+
+def writer(**tensors: np.ndarray) -> AnswerWriter:
+    call = read_call({"text_input": strings(["ask: "]), **tensors}, {}, "", Limits())
+    return AnswerWriter(call, "vqa")
+
+
+def outputs() -> list[Output]:
+    return [
+        Output("r", text="a", token_ids=(1,), num_input_tokens=4),
+        Output("r", text="", token_ids=(2,), num_input_tokens=4),
+        Output("r", text="bc", token_ids=(3, 4), num_input_tokens=4, finish_reason="stop"),
+    ]
+
+
+def written(answers: AnswerWriter, given: list[Output]) -> list[Tensors]:
+    return [tensors for output in given if (tensors := answers.write(output)) is not None]
+
+
+def test_not_streaming_collects_everything_behind_the_prompt() -> None:
+    (tensors,) = written(writer(return_num_output_tokens=flag(True)), outputs())
+    assert first(tensors["text_output"]) == "ask: abc"
+    assert tensors["num_output_tokens"].tolist() == [4]
+    assert tensors["num_output_tokens"].dtype == np.uint32
+
+
+def test_streaming_gives_what_is_new_each_time() -> None:
+    responses = written(writer(stream=flag(True), return_num_output_tokens=flag(True)), outputs())
+    assert [first(tensors["text_output"]) for tensors in responses] == ["a", "", "bc"]
+    assert [tensors["num_output_tokens"].tolist() for tensors in responses] == [[1], [1], [2]]
+
+
+def test_an_ensemble_gets_every_output_in_every_response() -> None:
+    responses = written(writer(**ENSEMBLE, metadata=strings(["m"])), outputs())
+    wanted = {"text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}
+    wanted |= {"metadata", "head_scores", "head_labels"}
+    assert all(wanted <= set(tensors) for tensors in responses)
+    assert responses[0]["head_scores"].shape == (0,)
+    assert first(responses[1]["metadata"]) == "m"
+
+
+def test_details_come_with_the_last_response() -> None:
+    output = Output(
+        "r",
+        finish_reason="length",
+        adapter="a",
+        adapter_digest="d",
+        timings=Timings(queued=0.1, first_token=0.2, total=0.3),
+    )
+    (tensors,) = written(writer(), [output])
+    assert json.loads(first(tensors["details"])) == {
+        "task": "vqa",
+        "adapter": {"name": "a", "digest": "d"},
+        "timings": {"queued": 0.1, "first_token": 0.2, "total": 0.3},
+    }
+
+
+def test_a_head_answers_with_its_top_label_as_text() -> None:
+    head = HeadScores(("cat", "dog"), (0.25, 0.75))
+    given = Output("r", finish_reason="stop", head=head)
+    (tensors,) = written(writer(exclude_input_in_output=flag(True)), [given])
+    assert first(tensors["text_output"]) == "dog"
+    assert tensors["head_scores"].tolist() == [0.25, 0.75]
+    assert [bytes(label) for label in tensors["head_labels"]] == [b"cat", b"dog"]
+
+
+def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> None:
+    token = (TokenLogprob(7, -0.5, 2, "x"), TokenLogprob(8, -0.1, 1, "y"))
+    given = [
+        Output("r", text="x", token_ids=(7,), logprobs=(token,)),
+        Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop"),
+    ]
+    answers = writer(
+        stream=flag(True), return_logprobs=flag(True), return_cumulative_logprob=flag(True)
+    )
+    one, two = written(answers, given)
+    assert json.loads(first(one["logprobs"])) == [
+        {
+            "7": {"logprob": -0.5, "rank": 2, "decoded_token": "x"},
+            "8": {"logprob": -0.1, "rank": 1, "decoded_token": "y"},
+        }
+    ]
+    assert one["cumulative_logprob"].tolist() == [-0.5]
+    assert two["cumulative_logprob"].tolist() == [-1.0]
+
+
+def test_logprobs_that_were_not_sampled_are_null() -> None:
+    answers = writer(return_logprobs=flag(True), return_cumulative_logprob=flag(True))
+    (tensors,) = written(answers, outputs())
+    assert first(tensors["logprobs"]) == "null"
+    assert math.isnan(tensors["cumulative_logprob"][0])

@@ -1,0 +1,206 @@
+"""Tensors of the wire to requests: names, defaults and refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fakes import TEMPLATE, adapter, features
+from vlora.config import Limits
+from vlora.errors import InvalidArgument, Unsupported
+from vlora.serving.codec import Call, Prepared, is_stop, prepare, read_call, sampling_keys
+from vlora.serving.tensors import flag, strings
+from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS
+
+THROUGH_ENCODER = {"image_layout": np.zeros((0, 6), np.int32)}
+
+
+def read(parameters: dict[str, Any] | None = None, **tensors: np.ndarray) -> Call:
+    given = {"text_input": strings(["hello"]), **tensors}
+    return read_call(given, parameters or {}, "client", Limits())
+
+
+def keys(**values: Any) -> np.ndarray:
+    return strings([json.dumps(values)])
+
+
+def prepared(call: Call, *, info: Any = None) -> Prepared:
+    return prepare(call, "id", info, TEMPLATE)
+
+
+def test_a_plain_request_has_the_defaults_of_the_vllm_backend() -> None:
+    call = read()
+    assert not call.ensemble
+    assert not call.wanted.stream
+    assert call.wanted.prepend_input
+    assert not call.wanted.finish_reason
+    made = prepared(call)
+    assert (made.task, made.request.prompt) == ("raw", "hello")
+    assert (made.request.sampling.temperature, made.request.sampling.max_tokens) == (1.0, 16)
+
+
+def test_a_request_through_the_encoder_has_the_defaults_of_the_ensembles() -> None:
+    call = read(**THROUGH_ENCODER)
+    assert call.wanted.stream
+    assert not call.wanted.prepend_input
+    assert call.wanted.finish_reason
+    assert call.wanted.num_input_tokens
+    assert call.wanted.num_output_tokens
+    made = prepared(call)
+    assert made.task == "vqa"
+    assert made.request.prompt.startswith(TEMPLATE.prefix)
+    assert made.request.sampling.temperature == 0.0
+    assert made.request.sampling.max_tokens == TASK_DEFAULT_MAX_TOKENS["vqa"]
+
+
+def test_every_tasks_own_limit_is_the_ensembles_default() -> None:
+    for task, limit in TASK_DEFAULT_MAX_TOKENS.items():
+        made = prepared(read(**THROUGH_ENCODER, task=strings([task])))
+        assert made.request.sampling.max_tokens == limit
+
+
+def test_given_sampling_keys_win_over_the_ensembles_defaults() -> None:
+    made = prepared(read(**THROUGH_ENCODER, sampling_parameters=keys(temperature=0.5)))
+    assert made.request.sampling.temperature == 0.5
+    assert made.request.sampling.max_tokens == TASK_DEFAULT_MAX_TOKENS["vqa"]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "task"), [(("caption",), "caption"), (("caption", "refer"), "vqa"), ((), "vqa")]
+)
+def test_the_default_task_is_the_adapters_if_it_has_just_one(
+    tasks: tuple[str, ...], task: str
+) -> None:
+    assert prepared(read(**THROUGH_ENCODER), info=adapter("a", tasks)).task == task
+    assert prepared(read(), info=adapter("a", tasks)).task == "raw"
+
+
+def test_a_head_answers_exactly_when_the_task_is_among_its_own() -> None:
+    info = adapter("a", ("classify",), head=("classify",))
+    assert prepared(read(**THROUGH_ENCODER), info=info).request.use_head
+    assert not prepared(read(), info=info).request.use_head
+    given = read(**THROUGH_ENCODER, task=strings(["caption"]))
+    assert not prepared(given, info=info).request.use_head
+
+
+@pytest.mark.parametrize(
+    ("stream", "exclude", "prepend"),
+    [
+        (None, None, True),
+        (False, None, True),
+        (True, None, False),
+        (False, False, True),
+        (False, True, False),
+        (True, True, False),
+    ],
+)
+def test_the_prompt_is_prepended_as_the_vllm_backend_does(
+    stream: bool | None, exclude: bool | None, prepend: bool
+) -> None:
+    given = {}
+    if stream is not None:
+        given["stream"] = flag(stream)
+    if exclude is not None:
+        given["exclude_input_in_output"] = flag(exclude)
+    assert read(**given).wanted.prepend_input == prepend
+
+
+def test_streaming_with_the_prompt_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="while streaming"):
+        read(stream=flag(True), exclude_input_in_output=flag(False))
+
+
+def test_parameters_are_sampling_keys_except_tritons_own() -> None:
+    parameters = {
+        "temperature": 0.5,
+        "priority": 3,
+        "timeout": 1000,
+        "sequence_id": 4,
+        "binary_data_output": True,
+        "triton_enable_empty_final_response": True,
+        "X-Trace": "a",
+    }
+    assert sampling_keys(parameters) == {"temperature": 0.5}
+    assert prepared(read(parameters)).request.sampling.temperature == 0.5
+
+
+def test_sampling_parameters_replace_the_parameters_as_a_whole() -> None:
+    call = read({"temperature": 0.5, "nonsense": 1}, sampling_parameters=keys(max_tokens=3))
+    sampling = prepared(call).request.sampling
+    assert (sampling.temperature, sampling.max_tokens) == (1.0, 3)
+
+
+def test_the_json_limit_is_an_option_and_is_told() -> None:
+    given = {"text_input": strings(["x"]), "sampling_parameters": keys(stop=["x" * 100])}
+    with pytest.raises(InvalidArgument, match=r"'sampling_parameters' has \d+ bytes.* is 50"):
+        read_call(given, {}, "", Limits(max_json_bytes=50))
+
+
+def test_metadata_is_kept_byte_by_byte_up_to_its_limit() -> None:
+    assert read(metadata=strings([b"\xff\x00 "])).metadata == b"\xff\x00 "
+    given = {"text_input": strings(["x"]), "metadata": strings(["12345"])}
+    with pytest.raises(InvalidArgument, match="'metadata' has 5 bytes; the limit is 4"):
+        read_call(given, {}, "", Limits(max_metadata_bytes=4))
+
+
+def test_images_and_frames_are_counted_from_the_layout() -> None:
+    call = read(**features(2, 3, 1, video=[2]))
+    assert call.counts == (2, 1)
+    assert call.images is not None
+    assert prepared(call).request.prompt.count("<image>") == 3
+
+
+def test_images_wait_for_the_encoder() -> None:
+    call = read(image=strings([b"png"]), frames=strings([]))
+    assert set(call.raw_images) == {"image"}
+    assert call.images is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"text_input": strings(["a", "b"])}, r"shape \[2\]; it must be STRING of shape \[1\]"),
+        ({"text_input": strings([b"\xff"])}, "not valid UTF-8"),
+        ({"stream": np.array([1], np.int32)}, "'stream' must be BOOL"),
+        ({"image_features": np.zeros((1, 4), np.float32)}, "without 'image_layout'"),
+        ({"image_layout": np.ones((1, 6), np.int32)}, "'image_features' is absent"),
+        ({"image_layout": np.ones((1, 5), np.int32)}, r"must be \[any, 6\]"),
+        ({"image_layout": np.ones((1, 6), np.int64)}, "must be int32, not int64"),
+        ({**features(2), "image": strings([b"x"])}, "send images, or the encoder's"),
+        ({**features(2), "image_size": np.ones((2, 2), np.int32)}, "one for each image"),
+        ({"sampling_parameters": strings(["[]"])}, "must be a JSON object"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(
+    tensors: dict[str, np.ndarray], says: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        read(**tensors)
+
+
+def test_a_missing_prompt_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="'text_input' is missing"):
+        read_call({}, {}, "", Limits())
+
+
+def test_keys_of_later_versions_are_refused_as_not_yet_supported() -> None:
+    for key in ("priority", "deadline_ms", "stream_id", "supersede"):
+        with pytest.raises(Unsupported, match="not yet supported"):
+            prepared(read(sampling_parameters=keys(**{key: 1})))
+
+
+def test_stop_needs_no_other_input() -> None:
+    assert is_stop({"stop": flag(True)})
+    assert not is_stop({"stop": flag(False)})
+    assert not is_stop({})
+
+
+def test_features_outlive_the_tensors_they_came_in() -> None:
+    given = features(2)
+    call = read(**given)
+    given["image_features"][:] = 7
+    assert call.images is not None
+    assert call.images.features.max() == 1

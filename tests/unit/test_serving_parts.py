@@ -1,0 +1,213 @@
+"""The small parts of serving: encoder batches, task_head, coded errors, metrics, processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.fakes import FakeRegistry, first
+from vlora.config import Limits, load_adapter_names
+from vlora.errors import BY_CODE, Internal, InvalidArgument, NotFound, VLoraError
+from vlora.metrics import EngineStats
+from vlora.request import Output, Timings
+from vlora.serving.encoder import encode_batch, from_tensors
+from vlora.serving.exporter import MAX_LORA_LABEL_SETS, EncoderExporter, EngineExporter
+from vlora.serving.head import read_answer
+from vlora.serving.processes import children, end, identify
+from vlora.serving.responder import as_vlora_error, coded, decoded
+from vlora.serving.tensors import Tensors, strings
+from vlora.vision.features import Counters, EncodedImages
+from vlora.vision.images import DecodedImage
+
+
+class FakeEncoder:
+    """Two rows of width 3 per image."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.error: Exception | None = None
+
+    def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
+        self.batches.append(len(batch))
+        if self.error is not None:
+            raise self.error
+        return [self._one(images) for images in batch]
+
+    def _one(self, images: Sequence[DecodedImage]) -> EncodedImages:
+        count = len(images)
+        layout = [(2 * i, 2, 1, 1, 2, 0) for i in range(count)]
+        return EncodedImages(
+            features=np.ones((2 * count, 3), np.float32),
+            layout=np.array(layout, np.int32).reshape(-1, 6),
+            size=np.array([(i.height, i.width) for i in images], np.int32).reshape(-1, 2),
+            digests=("d",) * count,
+        )
+
+
+def png() -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (6, 4)).save(content, "PNG")
+    return content.getvalue()
+
+
+def encoder_request(*images: bytes) -> Tensors:
+    tensors = {"text_input": strings(["x"])[None]}
+    return {**tensors, "image": strings(images)[None]} if images else tensors
+
+
+def test_a_corrupt_image_is_an_error_of_its_request_alone() -> None:
+    encoder = FakeEncoder()
+    batch = [encoder_request(png()), encoder_request(b"junk"), encoder_request(png(), png())]
+    one, bad, two = encode_batch(batch, encoder, Limits())
+    assert isinstance(bad, InvalidArgument)
+    assert encoder.batches == [2]
+    assert not isinstance(one, VLoraError)
+    assert not isinstance(two, VLoraError)
+    assert from_tensors(one).features.shape == (2, 3)
+    assert from_tensors(two).features.shape == (4, 3)
+    assert one["image_size"].tolist() == [[[4, 6]]]
+
+
+def test_a_request_without_images_gets_zero_rows() -> None:
+    (answer,) = encode_batch([encoder_request()], FakeEncoder(), Limits())
+    assert not isinstance(answer, VLoraError)
+    assert answer["image_features"].shape == (1, 0, 3)
+    assert answer["image_layout"].shape == (1, 0, 6)
+    assert answer["image_digest"].shape == (1, 0)
+
+
+def test_a_tower_that_fails_is_told_to_the_sound_requests_of_its_batch() -> None:
+    encoder = FakeEncoder()
+    encoder.error = MemoryError("out of memory at 0x1234")
+    sound, bad = encode_batch([encoder_request(png()), encoder_request(b"x")], encoder, Limits())
+    assert isinstance(sound, Internal)
+    assert "0x1234" not in sound.message
+    assert isinstance(bad, InvalidArgument)
+
+
+def test_the_encoder_wants_a_prompt_and_no_batch() -> None:
+    missing, batched = encode_batch(
+        [{"image": strings([png()])[None]}, {"text_input": strings(["a", "b"])[:, None]}],
+        FakeEncoder(),
+        Limits(),
+    )
+    assert isinstance(missing, InvalidArgument)
+    assert "'text_input' is missing" in missing.message
+    assert isinstance(batched, InvalidArgument)
+
+
+def test_task_head_reads_an_answer() -> None:
+    details = {"task": "classify", "adapter": None, "timings": {"total": 0.5}}
+    result = json.loads(
+        first(
+            read_answer(
+                {
+                    "text_output": strings(["dog"]),
+                    "details": strings([json.dumps(details)]),
+                    "head_labels": strings(["cat", "dog"]),
+                    "head_scores": np.array([0.25, 0.75], np.float32),
+                    "metadata": strings(["m"]),
+                },
+                Limits(),
+            )["result"]
+        )
+    )
+    assert result["scores"] == {"cat": 0.25, "dog": 0.75}
+    assert result["metadata"] == "m"
+
+
+@pytest.mark.parametrize("details", ["{", "[]", "{}"])
+def test_task_head_refuses_details_that_are_none(details: str) -> None:
+    with pytest.raises(InvalidArgument, match="'details'"):
+        read_answer({"text_output": strings(["x"]), "details": strings([details])}, Limits())
+
+
+@pytest.mark.parametrize("kind", BY_CODE.values())
+def test_an_error_keeps_its_code_through_a_message(kind: type[VLoraError]) -> None:
+    error = decoded(coded(kind("what: is wrong")))
+    assert (type(error), error.message) == (kind, "what: is wrong")
+    assert type(decoded(f"in ensemble 'x', {coded(kind('w'))}")) is kind
+
+
+def test_a_message_without_a_code_is_a_fault_of_ours() -> None:
+    assert isinstance(decoded("Stub process is not healthy."), Internal)
+    assert as_vlora_error(NotFound("x"), "asking").code == "NOT_FOUND"
+    assert "KeyError" not in as_vlora_error(KeyError("x"), "asking").message
+
+
+def test_engine_metrics_follow_the_stats() -> None:
+    registry = FakeRegistry()
+    stats = EngineStats(prompt_tokens=10, waiting=2, running=3, pages_used=1, pages_total=4)
+    exporter = EngineExporter(registry, {"model": "lmm"}, lambda: stats, 8, clock=lambda: 77.0)
+    timings = Timings(first_token=0.5, total=1.5)
+    exporter.record(Output("r", finish_reason="stop", num_output_tokens=3, timings=timings))
+    for _ in range(2):
+        exporter.refresh()
+    assert registry["vllm:num_requests_waiting"].value == 2
+    assert registry["vllm:kv_cache_usage_perc"].value == 0.25
+    assert registry["vllm:prompt_tokens_total"].value == 10
+    assert registry["vllm:time_to_first_token_seconds"].observed == [0.5]
+    assert registry["vllm:time_per_output_token_seconds"].observed == [0.5]
+    assert registry["vllm:e2e_request_latency_seconds"].observed == [1.5]
+    assert registry["vllm:lora_requests_info"].value == 77.0
+
+
+def test_the_lora_metric_names_adapters_and_has_boundedly_many_label_sets() -> None:
+    registry = FakeRegistry()
+    now = 0.0
+    stats = EngineStats()
+    exporter = EngineExporter(registry, {}, lambda: stats, 8, clock=lambda: now)
+    for index in range(3 * MAX_LORA_LABEL_SETS):
+        now = float(index)
+        running = {f"a{index}": 1, f"a{index + 1}": 1, "": 4}
+        stats = EngineStats(running_adapters=running, waiting_adapters={"w": 1})
+        exporter.refresh()
+    series = {
+        labels: metric
+        for (name, labels), metric in registry.metrics.items()
+        if name == "vllm:lora_requests_info"
+    }
+    assert len(series) == MAX_LORA_LABEL_SETS
+    assert ("running_lora_adapters", "a0,a1") in next(iter(series))
+    assert max(metric.value for metric in series.values()) == now
+
+
+def test_encoder_metrics_follow_its_counters() -> None:
+    registry = FakeRegistry()
+    counters = Counters(images=5, hits=2, misses=3, batches=1)
+    exporter = EncoderExporter(registry, {}, lambda: counters)
+    exporter.refresh()
+    counters = Counters(images=9, hits=6, misses=3, batches=1)
+    exporter.refresh()
+    assert registry["vlora:feature_cache_hits_total"].value == 6
+    assert registry["vlora:encoder_batches_total"].value == 1
+
+
+def test_multi_lora_json_is_names_and_folders(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "multi_lora.json"
+    assert load_adapter_names(path) == {}
+    path.write_text('{"a": "folder"}')
+    assert load_adapter_names(path) == {"a": "folder"}
+    path.write_text('{"a": 1}')
+    with pytest.raises(InvalidArgument, match="adapter name → folder"):
+        load_adapter_names(path)
+
+
+def test_processes_are_known_by_id_and_start_and_ended_if_they_stay() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command) as process:
+        known = identify(process.pid)
+        assert known is not None
+        end([known._replace(started=known.started - 1)], grace_seconds=0)
+        assert process.poll() is None
+        end([known], grace_seconds=0.1)
+        assert process.wait(5) == -9
+    assert identify(process.pid) is None
+    assert children(process.pid) == set()
