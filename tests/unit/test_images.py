@@ -273,6 +273,14 @@ def test_a_truncated_file_is_refused(format):
         decode_one(data[: len(data) // 2])
 
 
+def test_an_animation_that_breaks_off_is_refused_as_an_image_too():
+    """Pillow reads past the end here, with an error of Python's own."""
+    data = animation("GIF", 2)
+    cut = data[: data.index(b"\x21\xf9", data.index(b"\x2c")) + 1]
+    with pytest.raises(InvalidArgument, match="image 0 is corrupt"):
+        decode_one(cut)
+
+
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), format=st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"]))

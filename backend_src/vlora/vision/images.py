@@ -20,6 +20,7 @@ import binascii
 import io
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +155,8 @@ def _check_raw(frames_raw: np.ndarray[Any, Any] | None) -> ByteArray:
 
 
 def _decode_image(data: bytes, what: str, budget: _Budget) -> DecodedImage:
-    with _open(data, what, budget) as image:
+    encoded = _unwrap(data, what, budget.max_bytes)
+    with _refusing(what, budget), _open(encoded) as image:
         if _is_animated(image):
             raise InvalidArgument(
                 f"{what} is animated or has several pages; send it as 'frames', or one of its"
@@ -165,44 +167,20 @@ def _decode_image(data: bytes, what: str, budget: _Budget) -> DecodedImage:
 
 def _decode_frames(data: bytes, what: str, budget: _Budget) -> Iterator[ByteArray]:
     """The pictures of one element of `frames`: itself, or each of an animated file's."""
-    with _open(data, what, budget) as image:
-        animated = _is_animated(image)
+    encoded = _unwrap(data, what, budget.max_bytes)
+    with _refusing(what, budget), _open(encoded) as image:
         yield _load(image, what, budget)
         index = 1
-        while animated and _seek(image, index, what, budget):
+        while _is_animated(image) and _seek(image, index):
             yield _load(image, f"{what} (its picture {index})", budget)
             index += 1
 
 
-def _open(data: bytes, what: str, budget: _Budget) -> Image.Image:
-    """The file with its header read and its size checked against no budget yet."""
-    encoded = _unwrap(data, what, budget.max_bytes)
+@contextmanager
+def _refusing(what: str, budget: _Budget) -> Iterator[None]:
+    """Turns what Pillow raises into InvalidArgument: on hostile bytes that is nearly anything."""
     try:
-        return Image.open(io.BytesIO(encoded), formats=FORMATS)
-    except _BOMBS as error:
-        raise budget.refuse_bomb(what, error) from None
-    except Exception as error:  # decoders raise nearly anything on hostile bytes
-        raise _corrupt(what, error) from None
-
-
-def _seek(image: Image.Image, index: int, what: str, budget: _Budget) -> bool:
-    """Whether there is a picture `index`, which then becomes the current one."""
-    try:
-        image.seek(index)
-    except EOFError:
-        return False
-    except _BOMBS as error:
-        raise budget.refuse_bomb(what, error) from None
-    except Exception as error:
-        raise _corrupt(what, error) from None
-    return True
-
-
-def _load(image: Image.Image, what: str, budget: _Budget) -> ByteArray:
-    budget.spend(what, image.width, image.height)
-    try:
-        image.load()
-        return _to_rgb(image, what)
+        yield
     except InvalidArgument:
         raise
     except _BOMBS as error:
@@ -211,11 +189,31 @@ def _load(image: Image.Image, what: str, budget: _Budget) -> ByteArray:
         raise _corrupt(what, error) from None
 
 
+def _open(encoded: bytes) -> Image.Image:
+    """The file with its header read, and no pixels yet."""
+    return Image.open(io.BytesIO(encoded), formats=FORMATS)
+
+
+def _seek(image: Image.Image, index: int) -> bool:
+    """Whether there is a picture `index`, which then becomes the current one."""
+    try:
+        image.seek(index)
+    except EOFError:
+        return False
+    return True
+
+
+def _load(image: Image.Image, what: str, budget: _Budget) -> ByteArray:
+    budget.spend(what, image.width, image.height)
+    image.load()
+    return _to_rgb(image, what)
+
+
 def _corrupt(what: str, error: Exception) -> InvalidArgument:
     accepted = ", ".join(FORMATS)
     if isinstance(error, UnidentifiedImageError):
         return InvalidArgument(f"{what} is corrupt or of an unknown format; accepted: {accepted}")
-    return InvalidArgument(f"{what} is corrupt or truncated: {error or type(error).__name__}")
+    return InvalidArgument(f"{what} is corrupt or truncated: {str(error) or type(error).__name__}")
 
 
 def _unwrap(data: bytes, what: str, limit: int) -> bytes:
