@@ -39,4 +39,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV); this takes some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,train,video,dev]'
+	@$(BIN)/python clients/perf/fetch.py >/dev/null || echo "warning: no perf_analyzer; its tests will be skipped"
 	@touch $(READY)
