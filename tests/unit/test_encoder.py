@@ -121,9 +121,15 @@ def test_a_missing_weight_is_named(checkpoint, tmp_path):
 
 
 def test_a_folder_without_a_llava_tower_is_refused(checkpoint, tmp_path):
-    with pytest.raises(InvalidArgument, match="no vision tower"):
+    with pytest.raises(InvalidArgument, match=r"config\.json is missing"):
         VisionEncoder(tmp_path, 1)
     folder = copy_of(checkpoint, tmp_path / "copy")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (folder / name).rename(tmp_path / name)
+    with pytest.raises(InvalidArgument, match="no vision tower"):
+        VisionEncoder(folder, 1)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / name).rename(folder / name)
     config = json.loads((folder / "config.json").read_text())["text_config"]
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidArgument, match="type 'llama'"):

@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said; `objects` are those of `result`, empty where it was streamed."""
+    """What the server said; `objects` are those of `result`, empty where it was streamed.
+
+    score: the probability of the top label where a vision task head answered.
+    """
 
     text: str
     seconds: float
     objects: list[dict[str, Any]] = field(default_factory=list)
+    score: float | None = None
     error: str | None = None
+
+    @property
+    def shown(self) -> str:
+        if self.error:
+            return self.error
+        return self.text if self.score is None else f"{self.text} (head: {self.score:.2f})"
 
 
 def load_samples(folder: Path) -> list[Sample]:
@@ -123,7 +133,8 @@ def ask(client: Any, sample: Sample) -> Answer:
         return Answer("", time.perf_counter() - start, error=explain(error))
     result = json.loads(first_string(answer, "result"))
     objects = [one for picture in result["images"] + result["frames"] for one in picture["objects"]]
-    return Answer(result["text"].strip(), seconds, objects)
+    score = max(result["scores"].values(), default=None)
+    return Answer(result["text"].strip(), seconds, objects, score)
 
 
 def is_right(expected: str, text: str) -> bool:
@@ -140,23 +151,28 @@ def is_right(expected: str, text: str) -> bool:
 @contextmanager
 def server_at(url: str, console: Console) -> Iterator[Any]:
     """A client of the server at `url`, or of one started here and ended afterwards."""
-    try:
-        client = connect(url, "video_analytics")
-    except ClientError:
-        from vlora.serving.server import TritonServer
-
-        with console.status(f"no server at {url}: starting one"):
-            server = TritonServer().__enter__()
+    with ExitStack() as stack:
         try:
-            client = connect(server.grpc_url, "video_analytics")
-            yield client
-            client.close()
-        finally:
-            server.stop()
-        return
-    console.print(f"using the server at {url}")
-    yield client
-    client.close()
+            client = connect(url, "video_analytics")
+            console.print(f"using the server at {url}")
+        except ClientError:
+            with console.status(f"no server at {url}: starting one"):
+                client = connect(stack.enter_context(_own_server()), "video_analytics")
+        stack.callback(client.close)
+        yield client
+
+
+@contextmanager
+def _own_server() -> Iterator[str]:
+    """The gRPC address of a server of the demo model."""
+    from vlora.serving.assembly import ServerError
+    from vlora.serving.server import TritonServer
+
+    try:
+        with TritonServer() as server:
+            yield server.grpc_url
+    except ServerError as error:
+        raise ClientError(str(error)) from None
 
 
 def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
@@ -167,7 +183,7 @@ def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
             sample.task,
             sample.adapter or "base",
             sample.prompt or f"({'a clip' if sample.is_video else 'a picture'})",
-            escape(answer.error or answer.text),
+            escape(answer.shown),
             "[green]yes" if right else f"[red]no:[/] {escape(sample.expected)}",
             f"{answer.seconds * 1e3:.0f}",
         )
@@ -183,7 +199,7 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Pat
             asked=" · ".join(
                 part for part in (sample.task, sample.adapter or "base", sample.prompt) if part
             ),
-            answer=answer.error or answer.text,
+            answer=answer.shown,
             expected=sample.expected,
             right=is_right(sample.expected, answer.text),
         )

@@ -53,9 +53,13 @@ class VisionEncoder:
         Raises InvalidArgument where the folder holds no LLaVA tower with all its weights.
         """
         torch.set_num_threads(threads)
+        if not (checkpoint / "config.json").is_file():
+            raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")
         try:
-            config = AutoConfig.from_pretrained(checkpoint)
-            self._processor: Any = AutoImageProcessor.from_pretrained(checkpoint)
+            config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                checkpoint, local_files_only=True
+            )
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"{checkpoint} has no vision tower to read: {error}") from None
         if not isinstance(config, LlavaConfig):
@@ -63,7 +67,11 @@ class VisionEncoder:
                 f"{checkpoint} is of type '{config.model_type}'; its vision tower must be LLaVA's"
             )
         model, report = _VisionPart.from_pretrained(
-            checkpoint, dtype=torch.float32, output_loading_info=True, use_safetensors=True
+            checkpoint,
+            dtype=torch.float32,
+            output_loading_info=True,
+            use_safetensors=True,
+            local_files_only=True,
         )
         lacking = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
         if lacking:
