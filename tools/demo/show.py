@@ -176,7 +176,10 @@ def _own_server() -> Iterator[str]:
 
 
 def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
-    table = Table("task", "adapter", "asked", "answer", "right", "ms")
+    table = Table("task", "adapter", "asked")
+    table.add_column("answer", overflow="fold")
+    table.add_column("right", overflow="fold")
+    table.add_column("ms", justify="right")
     for sample, answer in zip(samples, answers, strict=True):
         right = is_right(sample.expected, answer.text)
         table.add_row(
