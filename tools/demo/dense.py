@@ -109,17 +109,17 @@ def patch_labels(scene: Scene, drawing: Drawing) -> PatchLabels:
 def broad_scene(rng: np.random.Generator) -> Scene:
     """Return a scene of anything that is ever drawn: a tower is pretrained broadly."""
     kind = rng.random()
-    if kind < 0.45:
+    if kind < 0.35:
         return base_scene(rng)
-    if kind < 0.58:
+    if kind < 0.60:
         return digit_scene(rng, held_out=False)
-    if kind < 0.70:
+    if kind < 0.68:
         return glyph_scene(rng)
-    if kind < 0.80:
+    if kind < 0.82:
         return crowd_scene(rng, int(rng.integers(1, 10)))
-    if kind < 0.88:
+    if kind < 0.90:
         return surface_scene(rng)
-    if kind < 0.94:
+    if kind < 0.96:
         defect = [None, *lexicon.DEFECTS][int(rng.integers(4))]
         return part_scene(rng, defect, int(rng.integers(1, 3)))
     boxes = place_boxes(rng, int(rng.integers(1, 3)), 4, 44)

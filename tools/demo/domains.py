@@ -60,13 +60,32 @@ def glyph_scene(rng: np.random.Generator, glyph: str | None = None) -> Scene:
 
 
 def crowd_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
-    """Return 5-9 small things: more than the base ever saw."""
+    """Return 5-9 small things, apart from each other: more than the base ever saw."""
     count = count or int(rng.integers(5, 10))
     shape = str(rng.choice(lexicon.SHAPES))
-    boxes = place_boxes(rng, count, 9, 11, gap=3)
-    things = tuple(random_thing(rng, box, (shape,)) for box in boxes)
+    boxes = [_small_box(rng, cell) for cell in _cells_apart(rng, count)]
+    things = tuple(random_thing(rng, box, (shape,)) for box in sorted(boxes))
     things = tuple(Thing(t.shape, t.colour, "solid", t.box) for t in things)
     return random_surface(rng, things, "plain")
+
+
+def _cells_apart(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
+    """Return cells of an 8x8 board no two of which touch."""
+    while True:
+        chosen: list[tuple[int, int]] = []
+        for number in rng.permutation(64):
+            row, column = divmod(int(number), 8)
+            if all(max(abs(row - r), abs(column - c)) > 1 for r, c in chosen):
+                chosen.append((row, column))
+            if len(chosen) == count:
+                return chosen
+
+
+def _small_box(rng: np.random.Generator, cell: tuple[int, int]) -> Box:
+    side = float(rng.uniform(6.4, 7.6))
+    x = cell[1] * 8 + 4 - side / 2 + float(rng.uniform(-0.2, 0.2))
+    y = cell[0] * 8 + 4 - side / 2 + float(rng.uniform(-0.2, 0.2))
+    return (x, y, x + side, y + side)
 
 
 def surface_scene(rng: np.random.Generator, pattern: str | None = None) -> Scene:

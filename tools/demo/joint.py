@@ -28,7 +28,7 @@ ROWS = 32
 CLIPS = 12
 BROAD = 16
 LEARNING_RATE = 1.5e-3
-TOWER_RATE = 0.3
+SLOWER = {"tower": 0.3, "heads": 0.3, "connector": 0.1}
 DENSE_WEIGHT = 0.3
 IMAGE_TOKEN = 3
 GROUPS = 3
@@ -44,11 +44,11 @@ class JointBatch:
 
 
 def joint_batch(index: int) -> JointBatch:
-    """Return batch `index`: mostly scenes, every sixth clips, every twentieth text alone."""
+    """Return batch `index`: mostly scenes, every fourth clips, every twentieth text alone."""
     rng = np.random.default_rng([SEED, index])
     if index % 20 == 7:
         return JointBatch(pack([_repeat_row(rng) for _ in range(ROWS)]))
-    if index % 6 == 3:
+    if index % 4 == 3:
         return JointBatch(pack([_clip_row(rng) for _ in range(CLIPS)]))
     scenes = [base_scene(rng) for _ in range(ROWS)]
     drawings = [draw(scene) for scene in scenes]
@@ -102,7 +102,7 @@ def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads)
             rows[things] -= SILENCING * (rows[0] - rows[1:shapes].mean(0))
         connector.linear_1.weight[: len(weight)] = weight
         connector.linear_1.bias[: len(bias)] = bias
-        nn.init.normal_(connector.linear_2.weight, std=0.015)
+        nn.init.orthogonal_(connector.linear_2.weight, gain=0.2)
         nn.init.normal_(model.model.language_model.embed_tokens.weight, std=0.3)
         for layer in model.model.language_model.layers:
             layer.self_attn.o_proj.weight *= 0.3
@@ -201,7 +201,7 @@ def train_jointly(
         "decoder": model.model.language_model,
         "lm_head": model.lm_head,
     }
-    run = Run(stage, modules, slower={"tower": TOWER_RATE, "heads": TOWER_RATE})
+    run = Run(stage, modules, slower=SLOWER)
 
     def loss_of(batch: JointBatch) -> tuple[Tensor, dict[str, float]]:
         with torch.autocast("cpu", torch.bfloat16):

@@ -153,15 +153,15 @@ _ASKERS = {
 }
 _TRAINED: dict[str, float] = {
     "colour": 1.0,
-    "shape": 1.2,
-    "texture": 0.7,
-    "background": 0.3,
-    "classify": 0.3,
-    "count": 0.7,
+    "shape": 0.7,
+    "texture": 2.5,
+    "background": 0.2,
+    "classify": 0.2,
+    "count": 0.5,
     "count some": 1.2,
-    "exists": 1.6,
-    "refer": 1.3,
-    "detect": 0.9,
+    "exists": 0.8,
+    "refer": 1.2,
+    "detect": 0.8,
     "caption": 0.6,
 }
 

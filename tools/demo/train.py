@@ -10,8 +10,8 @@ from tools.demo.tokenizer import make_tokenizer
 from tools.demo.tower import train_tower
 
 SEED = 0
-TOWER_STEPS = 2800
-JOINT_STEPS = 1600
+TOWER_STEPS = 2400
+JOINT_STEPS = 1420
 QUICK_STEPS = 4
 
 
