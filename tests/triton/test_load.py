@@ -21,11 +21,13 @@ SERIES = '{model="lmm",version="1"}'
 
 
 def mixed(index: int) -> dict[str, Any]:
-    """The request of this number: adapters, images and lengths all differ."""
+    """The request of this number: adapters, images, lengths and sampling all differ."""
     name = ADAPTERS[index % len(ADAPTERS)]
     keys: dict[str, Any] = {"max_tokens": 5 + index, "ignore_eos": True}
     if name:
         keys["lora_name"] = name
+    if index % 2:
+        keys |= {"temperature": 0.9, "seed": index}
     images = [picture((10 * index, 40, 5 * k)) for k in range(index % 3)]
     return {
         "text_input": f"What is number {index}?",
@@ -42,7 +44,7 @@ def test_sixteen_mixed_requests_at_once_answer_as_one_by_one(ask: Asker, model: 
         if model == "visual_retrieval":
             return ask.text(model, **asked)
         if model == "lmm_unary":
-            asked["sampling_parameters"]["temperature"] = 0
+            asked["sampling_parameters"].setdefault("temperature", 0)
         return str(ask.once(model, **asked)["text_output"])
 
     alone = [answer(index) for index in range(16)]
