@@ -33,6 +33,7 @@ DENSE_WEIGHT = 0.3
 IMAGE_TOKEN = 3
 GROUPS = 3
 SILENCING = 1.0
+OPENING = 4.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads)
         shapes, things = HEADS["shape"], slice(HEADS["shape"], _first_row("centre"))
         for rows in (weight, bias):
             rows[things] -= SILENCING * (rows[0] - rows[1:shapes].mean(0))
+        bias[things] += OPENING
         connector.linear_1.weight[: len(weight)] = weight
         connector.linear_1.bias[: len(bias)] = bias
         nn.init.orthogonal_(connector.linear_2.weight, gain=0.2)

@@ -47,7 +47,7 @@ class Recipe:
     choices: tuple[str, ...] = ()
     steps: int = 300
     rows: int = 48
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     rs_lora: bool = False
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, int] = field(default_factory=dict)
@@ -119,12 +119,12 @@ RECIPES: dict[str, Recipe] = {
             {"digits": _digit, "digits-text": _digit_in_words},
             labels=lexicon.DIGITS,
             head_tasks=("classify",),
-            steps=350,
+            steps=300,
         ),
         Recipe(
             "actions",
             16,
-            ATTENTION,
+            (*ATTENTION, *MLP),
             ("video",),
             {"actions": _action},
             labels=lexicon.ACTIONS,
@@ -133,14 +133,14 @@ RECIPES: dict[str, Recipe] = {
             rows=14,
             learning_rate=3e-3,
         ),
-        Recipe("glyphs", 8, MLP, ("vqa",), {"glyphs": _glyph}),
+        Recipe("glyphs", 8, MLP, ("vqa",), {"glyphs": _glyph}, steps=240),
         Recipe(
             "counting",
             16,
             (*ATTENTION, *MLP),
             ("vqa",),
             {"counting": _crowd},
-            steps=500,
+            steps=350,
             learning_rate=3e-3,
         ),
         Recipe(
@@ -149,6 +149,9 @@ RECIPES: dict[str, Recipe] = {
             ("self_attn.q_proj", "self_attn.v_proj"),
             ("classify",),
             {"textures": _surface},
+            labels=lexicon.NEW_TEXTURES,
+            head_tasks=("classify",),
+            steps=160,
         ),
         Recipe(
             "defects",
@@ -157,8 +160,8 @@ RECIPES: dict[str, Recipe] = {
             ("detect",),
             {"defects": _defect},
             rs_lora=True,
-            steps=500,
-            learning_rate=2e-3,
+            steps=350,
+            learning_rate=1e-3,
         ),
         Recipe(
             "inspection",
@@ -170,7 +173,7 @@ RECIPES: dict[str, Recipe] = {
             rank_pattern={"down_proj": 16, "lm_head": 4},
             alpha_pattern={"down_proj": 32, "lm_head": 8},
             with_lm_head=True,
-            steps=200,
+            steps=150,
         ),
     )
 }
