@@ -40,6 +40,8 @@ app.add_typer(adapters_app, name="adapters")
 console = Console(highlight=False)
 problems = Console(stderr=True, highlight=False)
 
+WATCH_SECONDS = 1.0
+
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Checkpoint folder; default: that of model.json.")
 ]
@@ -81,17 +83,11 @@ def serve(
                 with console.status("starting the server …"):
                     server.__enter__()
                 _announce(server, options, time.monotonic() - started)
-                status = server.wait()
+                _watch(server)
             except KeyboardInterrupt:
                 console.print("stopping; requests that run may finish (Ctrl-C again: at once)")
                 _stop(server)
                 return
-        explanation = server.explain()
-        log_file = server.log
-        server.stop()
-        raise ServerError(
-            f"the server ended by itself with status {status}; its log is {log_file}\n{explanation}"
-        )
 
 
 @adapters_app.command("list")
@@ -183,6 +179,25 @@ def _announce(server: TritonServer, options: Options, seconds: float) -> None:
         markup=False,
     )
     console.print("Ctrl-C stops it.")
+
+
+def _watch(server: TritonServer) -> None:
+    """Return never; raise ServerError when the server or one of its model processes is gone.
+
+    Triton itself goes on and calls itself ready when a model's process has died.
+    """
+    while (status := server.poll()) is None:
+        dead = server.dead_stubs()
+        if dead:
+            told = f"{server.explain()}\nits log is {server.log}"
+            server.stop(drain_seconds=0)
+            raise ServerError(
+                f"a model's process died (id {dead[0]}); the server was ended\n{told}"
+            )
+        time.sleep(WATCH_SECONDS)
+    told = f"{server.explain()}\nits log is {server.log}"
+    server.stop()
+    raise ServerError(f"the server ended by itself with status {status}\n{told}")
 
 
 def _stop(server: TritonServer) -> None:

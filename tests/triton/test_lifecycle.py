@@ -178,19 +178,25 @@ def serve(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_vlora_serve_prints_where_it_listens_and_ends_on_sigterm(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path
-) -> None:
-    http, grpc, metrics = free_ports(3)
-    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
-    process = serve(*folders, *ports, "--log", str(tmp_path / "log"))
+def served(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """A `vlora serve` that is ready, and what it said until then."""
+    process = serve(*arguments)
     assert process.stdout is not None
     said = ""
     for line in process.stdout:
         said += line
         if "Ctrl-C" in line:
             break
+    return process, said
+
+
+def test_vlora_serve_prints_where_it_listens_and_ends_on_sigterm(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+) -> None:
+    http, grpc, metrics = free_ports(3)
+    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
+    process, said = served(*folders, *ports, "--log", str(tmp_path / "log"))
     assert "ready in" in said
     assert f"localhost:{http}" in said
     assert f"localhost:{grpc}" in said
@@ -201,6 +207,21 @@ def test_vlora_serve_prints_where_it_listens_and_ends_on_sigterm(
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0, rest
     assert all(identify(pid) is None for pid in started)
+
+
+def test_vlora_serve_ends_with_the_reason_when_a_models_process_dies(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+) -> None:
+    ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
+    process, _ = served(*folders, *ports, "--log", str(tmp_path / "log"))
+    (server,) = children(process.pid)
+    stubs = children(server.pid)
+    os.kill(min(stubs).pid, signal.SIGKILL)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: a model's process died" in said
+    assert all(identify(one.pid) is None for one in {server, *stubs})
 
 
 def test_vlora_serve_says_that_a_port_is_taken(checkpoint: Path, adapters_dir: Path) -> None:

@@ -30,10 +30,16 @@ from typing import IO, Any
 import vlora
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE, load_adapter_names
 from vlora.serving.assembly import Assembly, ServerError, assemble
-from vlora.serving.processes import ProcessId, children, end
+from vlora.serving.processes import ProcessId, children, end, identify
 
 START_SECONDS = 180.0
 DRAIN_SECONDS = 30.0
+STACK = "\\n\\nAt:"
+"""Where the Python stack begins in a line of Triton's log."""
+
+NOISE = ("CudaDriverHelper", "unable to create stream", "Failed to initialize NVML")
+"""Errors in the log of a server that is well, but has no GPU."""
+
 PYTHON_BACKEND = {
     # A 7B checkpoint takes longer to load than the default 30 s.
     "stub-timeout-seconds": "600",
@@ -161,6 +167,7 @@ class TritonServer:
             time.sleep(0.1)
         else:
             raise ServerError(f"the server was not ready in {seconds:.0f} s\n{self.explain()}")
+        self._stubs = {stub for stub in self._stubs if identify(stub.pid) == stub}
         states = self.index()
         missing = {name: states.get(name, "absent") for name in expected}
         missing = {name: state for name, state in missing.items() if state != "READY"}
@@ -199,10 +206,16 @@ class TritonServer:
         self._stack.close()
 
     def explain(self, lines: int = 12) -> str:
-        """The lines of the log that say what went wrong, or its last ones."""
+        """What the log says went wrong: models that did not load, else errors, else its end."""
         text = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        telling = [line for line in text if line.startswith("E") or "error:" in line.lower()]
-        return "\n".join((telling or text)[-lines:])
+        unloaded = [line.split(STACK)[0] for line in text if "failed to load '" in line]
+        errors = [line for line in text if line.startswith("E") or "error:" in line.lower()]
+        telling = [line for line in errors if not any(noise in line for noise in NOISE)]
+        return "\n".join((unloaded or telling or text)[-lines:])
+
+    def dead_stubs(self) -> tuple[int, ...]:
+        """Ids of model processes that are gone. Triton neither restarts them nor says so."""
+        return tuple(stub.pid for stub in sorted(self._stubs) if identify(stub.pid) != stub)
 
     def _repository(self, folder: Path) -> Path:
         """The repository to serve: the given one, or a copy under `folder` with the overrides."""
