@@ -214,10 +214,25 @@ def test_an_unknown_input_is_invalid(ask: Asker) -> None:
 
 
 def test_a_request_with_no_input_is_refused(ask: Asker) -> None:
-    with pytest.raises(Refused):
-        ask.once(ANALYTICS)
-    with pytest.raises(Refused):
-        ask.once(ANALYTICS, task="vqa")
+    for values in ({}, {"task": "vqa"}):
+        with pytest.raises(Refused) as caught:
+            ask.once(ANALYTICS, **values)
+        assert caught.value.status == "StatusCode.INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("model", ["lmm", "lmm_unary"])
+def test_a_prompt_that_is_missing_is_told_without_an_ensemble_too(ask: Asker, model: str) -> None:
+    call = ask.stream if model == "lmm" else ask.once
+    with pytest.raises(Refused, match="'text_input' is missing"):
+        call(model, task="vqa")
+
+
+def test_empty_lists_of_images_are_no_images(ask: Asker) -> None:
+    asked = {"text_input": "Just words?", "image": [], "frames": []}
+    assert (
+        ask.once(ANALYTICS, **asked)["num_input_tokens"]
+        == (ask.once(ANALYTICS, text_input="Just words?")["num_input_tokens"])
+    )
 
 
 def test_a_batch_for_the_encoder_is_refused(ask: Asker) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.triton.asking import Asker, Refused, picture
+from tests.triton.asking import Asker, Refused, picture, pixels
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
@@ -128,6 +128,15 @@ def test_an_image_is_encoded_by_the_vision_encoder(ask: Asker) -> None:
         "lmm", task="vqa", stream=True, sampling_parameters={"temperature": 0}, **asked
     )
     assert direct == ask.text("visual_retrieval", task="vqa", **asked)
+
+
+def test_frames_reach_lmm_encoded_or_raw(ask: Asker) -> None:
+    clip = [picture((60 * i, 0, 0)) for i in range(3)]
+    asked = {"text_input": "", "task": "video"}
+    expected = ask.text("visual_retrieval", frames=clip, **asked)
+    for given in ({"frames": clip}, {"frames_raw": pixels(clip)}):
+        keys = {"temperature": 0}
+        assert ask.text("lmm", stream=True, sampling_parameters=keys, **given, **asked) == expected
 
 
 def test_a_client_may_send_the_encoders_features_itself(ask: Asker) -> None:

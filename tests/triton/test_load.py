@@ -172,20 +172,50 @@ def perf_analyzer() -> fetch.PerfAnalyzer:
         pytest.skip(str(error))
 
 
+def drive(
+    ask: Asker, tool: fetch.PerfAnalyzer, data: Path, model: str, concurrency: int, requests: int
+) -> None:
+    """One run of perf_analyzer; fails with what it said unless all is well."""
+    command = [tool.program, "-m", model, "-u", ask.grpc_url, "-i", "grpc", "--input-data", data]
+    command += ["--concurrency-range", str(concurrency), "--request-count", str(requests)]
+    if model != "video_analytics":
+        command.append("--streaming")
+    done = subprocess.run(
+        command, env=tool.environment, capture_output=True, text=True, timeout=120
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "Throughput" in said
+    assert "error" not in said.lower(), said
+
+
 @pytest.mark.parametrize("model", ["visual_retrieval", "video_analytics", "lmm"])
 def test_perf_analyzer_drives_it_without_an_error(
     ask: Asker, perf_analyzer: fetch.PerfAnalyzer, tmp_path: Path, model: str
 ) -> None:
     names = ["base", "attention-r4", "all-r8"]
     data = write_inputs(tmp_path / "inputs.json", model, names, images=12, tokens=4)
-    command = [perf_analyzer.program, "-m", model, "-u", ask.grpc_url, "-i", "grpc"]
-    command += ["--input-data", data, "--concurrency-range", "4", "--request-count", "24"]
-    if model != "video_analytics":
-        command.append("--streaming")
-    done = subprocess.run(
-        command, env=perf_analyzer.environment, capture_output=True, text=True, timeout=120
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "Throughput" in said
-    assert "error" not in said.lower(), said
+    drive(ask, perf_analyzer, data, model, concurrency=4, requests=24)
+
+
+@pytest.mark.parametrize("model", ["visual_retrieval", "lmm"])
+def test_at_concurrency_16_images_and_tokens_are_computed_in_batches(
+    ask: Asker, perf_analyzer: fetch.PerfAnalyzer, tmp_path: Path, model: str
+) -> None:
+    def figures() -> list[float]:
+        time.sleep(1.5)  # metrics are refreshed once a second
+        metrics = ask.metrics()
+        encoder = '{model="vision_encoder",version="1"}'
+        names = [f"nv_inference_count{encoder}", f"nv_inference_exec_count{encoder}"]
+        names += [f"vlora:decode_rows_total{SERIES}", f"vlora:decode_steps_total{SERIES}"]
+        return [metrics[name] for name in names]
+
+    names = ["base", "attention-r4", "all-r8"]
+    data = write_inputs(tmp_path / "inputs.json", model, names, images=64, tokens=32)
+    before = figures()
+    drive(ask, perf_analyzer, data, model, concurrency=16, requests=128)
+    count, batches, rows, steps = (a - b for a, b in zip(figures(), before, strict=True))
+    assert rows == 128 * 31
+    print(f"encoder batch {count / batches:.2f}, rows per decode step {rows / steps:.2f}")
+    assert count / batches >= 3
+    assert rows / steps >= 0.6 * 16

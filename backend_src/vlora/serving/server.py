@@ -43,8 +43,8 @@ NOISE = ("CudaDriverHelper", "unable to create stream", "Failed to initialize NV
 PYTHON_BACKEND = {
     # A 7B checkpoint takes longer to load than the default 30 s.
     "stub-timeout-seconds": "600",
-    # Blocking calls between models each hold one of these.
-    "thread-pool-size": "128",
+    # Blocking calls between models (at most 128) each hold one; sending answers needs more.
+    "thread-pool-size": "160",
 }
 
 

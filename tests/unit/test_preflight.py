@@ -1,0 +1,71 @@
+"""The preflight names what is missing and the command that mends it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "preflight"
+
+
+@pytest.fixture
+def preflight(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader = importlib.machinery.SourceFileLoader("preflight", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("preflight", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_it_needs_nothing_but_a_bare_python() -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", str(SCRIPT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_something_necessary_that_is_missing_stops_the_set_up(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "ABOVE", (3, 0))
+    assert preflight.main() == 1
+    said = capsys.readouterr().err
+    assert "it must be 3.11 or 3.12" in said
+    assert "mend: name another one: make PYTHON=python3.11" in said
+
+
+def test_a_library_that_is_missing_comes_with_its_package(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.sysconfig, "get_config_var", lambda name: "/nowhere.so")
+    what, mend = preflight.check_libpython()
+    assert "Triton's Python backend needs it" in what
+    assert mend.startswith("apt-get install libpython3.")
+
+
+def test_a_missing_compiler_is_a_warning_only(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
+    assert preflight.main() == 0
+    said = capsys.readouterr().err
+    assert "warning: no C++ compiler" in said
+    assert "mend: apt-get install g++" in said
+
+
+def test_a_taken_port_is_named(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        monkeypatch.setattr(preflight, "PORTS", (port,))
+        what, mend = preflight.check_ports()
+    assert str(port) in what
+    assert "--http-port" in mend
