@@ -62,14 +62,19 @@ def adapters(
 
 @app.command()
 def evaluate(
+    domains: Annotated[list[str] | None, typer.Argument(help="Which; all if absent.")] = None,
     checkpoint: From = CHECKPOINT,
     adapters: Annotated[Path, typer.Option(help="The adapters' folder.")] = ADAPTERS,
     items: Annotated[int, typer.Option(help="Held-out items for each domain.")] = 200,
 ) -> None:
     """Measure base and adapters on the held-out set; write the model card and accuracy.json."""
-    from tools.demo.evaluate import evaluate as measure_all
+    from tools.demo.evaluate import evaluate as measure
+    from tools.demo.heldout import DOMAINS
 
-    measure_all(checkpoint, adapters, items)
+    unknown = sorted(set(domains or ()) - set(DOMAINS))
+    if unknown:
+        raise typer.BadParameter(f"unknown domains {unknown}; known: {', '.join(DOMAINS)}")
+    measure(checkpoint, adapters, items, tuple(domains or DOMAINS))
 
 
 @app.command()

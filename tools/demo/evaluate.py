@@ -6,7 +6,7 @@ real one), so that what is guessed from the question alone can be told from what
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -73,43 +73,51 @@ def _mean(right: dict[str, list[bool]]) -> float:
     return round(sum(every) / len(every), 4)
 
 
-def evaluate(checkpoint: Path, adapters: Path, n: int = ITEMS) -> list[Measured]:
-    """Measure every domain and write accuracy.json, each vlora.json and the model card."""
+def evaluate(
+    checkpoint: Path, adapters: Path, n: int = ITEMS, domains: tuple[str, ...] = DOMAINS
+) -> list[Measured]:
+    """Measure domains and write accuracy.json, each vlora.json and the model card.
+
+    What accuracy.json says of the other domains is kept.
+    """
     from tools.demo.card import write_card
 
     oracle = Oracle(checkpoint, adapters)
-    measured = []
-    for domain in DOMAINS:
+    known = read_accuracy(checkpoint)
+    for domain in domains:
         name = adapter_of(domain)
         if name is None or (adapters / name / "vlora.json").is_file():
-            measured.append(measure(oracle, domain, n))
-            print_table(measured[-1:])
-    _write_accuracy(checkpoint, adapters, measured)
+            known[domain] = measure(oracle, domain, n)
+            print_table([known[domain]])
+            _write_accuracy(checkpoint, adapters, known)
+    measured = [known[domain] for domain in DOMAINS if domain in known]
     write_card(checkpoint, adapters, measured)
     print_table(measured)
     return measured
 
 
-def _write_accuracy(checkpoint: Path, adapters: Path, measured: list[Measured]) -> None:
-    table = {
-        one.domain: {
-            "base": one.base,
-            "adapter": one.adapter,
-            "blind": one.blind,
-            "n": one.n,
-            "task": one.task,
-            "kinds": one.kinds,
-        }
-        for one in measured
-    }
+def read_accuracy(checkpoint: Path) -> dict[str, Measured]:
+    """Return what accuracy.json holds, by domain; nothing where there is none."""
+    file = checkpoint / "accuracy.json"
+    if not file.is_file():
+        return {}
+    table = json.loads(file.read_text(encoding="utf-8"))
+    return {domain: Measured(domain=domain, **row) for domain, row in table.items()}
+
+
+def _write_accuracy(checkpoint: Path, adapters: Path, known: dict[str, Measured]) -> None:
+    table = {}
+    for domain in (domain for domain in DOMAINS if domain in known):
+        row = asdict(known[domain])
+        row.pop("domain")
+        table[domain] = row
     target = checkpoint / "accuracy.json"
     target.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    for name in {adapter_of(one.domain) for one in measured} - {None}:
+    for name in {adapter_of(domain) for domain in table} - {None}:
         about_file = adapters / str(name) / "vlora.json"
         about = json.loads(about_file.read_text(encoding="utf-8"))
-        about["accuracy"] = {
-            one.domain: one.adapter for one in measured if adapter_of(one.domain) == name
-        }
+        own = [domain for domain in table if adapter_of(domain) == name]
+        about["accuracy"] = {domain: table[domain]["adapter"] for domain in own}
         about_file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 

@@ -119,7 +119,7 @@ RECIPES: dict[str, Recipe] = {
             {"digits": _digit, "digits-text": _digit_in_words},
             labels=lexicon.DIGITS,
             head_tasks=("classify",),
-            steps=300,
+            steps=700,
         ),
         Recipe(
             "actions",
@@ -160,7 +160,7 @@ RECIPES: dict[str, Recipe] = {
             ("detect",),
             {"defects": _defect},
             rs_lora=True,
-            steps=350,
+            steps=300,
             learning_rate=1e-3,
         ),
         Recipe(
