@@ -21,9 +21,13 @@ INK, PAPER, RIGHT, WRONG = "#1c1c1e", "#ffffff", "#178a3b", "#c4281c"
 
 @dataclass(frozen=True)
 class Caption:
-    """What stands under a picture: who was asked what, the answer, and whether it is right."""
+    """What stands under a picture: who was asked what, the answer, and whether it is right.
+
+    label: the answer's words alone, for frames.
+    """
 
     asked: str
+    label: str
     answer: str
     expected: str
     right: bool
@@ -36,7 +40,7 @@ def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: C
     last of them.
     """
     is_clip = len(frames) > 1
-    picture = _strip(frames, caption.answer) if is_clip else _draw_objects(frames[0], objects)
+    picture = _strip(frames, caption.label) if is_clip else _draw_objects(frames[0], objects)
     words = [caption.asked, f"answer: {caption.answer}"]
     if not caption.right:
         words.append(f"expected: {caption.expected}")

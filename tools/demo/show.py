@@ -202,6 +202,7 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Pat
             asked=" · ".join(
                 part for part in (sample.task, sample.adapter or "base", sample.prompt) if part
             ),
+            label=answer.text,
             answer=answer.shown,
             expected=sample.expected,
             right=is_right(sample.expected, answer.text),
