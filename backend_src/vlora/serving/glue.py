@@ -183,9 +183,6 @@ class TritonRegistry:
     def __init__(self) -> None:
         self._families: dict[str, Any] = {}
 
-    def clear(self) -> None:
-        self._families.clear()
-
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
         return self._metric(name, help, pb_utils.MetricFamily.GAUGE, labels)
 
@@ -224,11 +221,16 @@ def exporter(make: Callable[[TritonRegistry], E]) -> E | None:
         return None
 
 
-def release() -> None:
-    """Let go of what belongs to the server; for `finalize`, after which that would be a crash."""
+def release(model: Any) -> None:
+    """Let go of all that belongs to the server, as the last act of `finalize`.
+
+    What still holds its shared memory when the interpreter ends would be a crash then, so the
+    model forgets everything, and cycles (an error that is kept holds the frames it went through)
+    are collected at once.
+    """
+    vars(model).clear()
     _keep.clear()
-    for registry in _registries:
-        registry.clear()
+    _registries.clear()
     gc.collect()
 
 

@@ -54,4 +54,4 @@ class TritonPythonModel:
         self._service.close()
         self._loop.shutdown(DRAIN_SECONDS)
         self._pool.shutdown(cancel_futures=True)
-        glue.release()
+        glue.release(self)

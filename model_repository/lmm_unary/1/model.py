@@ -29,4 +29,4 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._service.close()
         self._pool.shutdown()
-        glue.release()
+        glue.release(self)

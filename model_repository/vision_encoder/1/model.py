@@ -40,4 +40,4 @@ class TritonPythonModel:
     def finalize(self) -> None:
         if self._refresher is not None:
             self._refresher.close()
-        glue.release()
+        glue.release(self)
