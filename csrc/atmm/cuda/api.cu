@@ -96,7 +96,8 @@ int32_t vlora_cuda_apply(const VloraCall *call, const VloraTiles *tiles, void *s
   const int slices = rows ? 1 : tiles->slices;
   if (slices < 1 || slices > 32) return refused(VLORA_BAD_TILE, "slices must be 1 ... 32");
   const Workspace w = lay_out(*call, slices);
-  if (!aligned16(call->workspace) || call->workspace == nullptr || w.bytes > call->workspace_bytes) {
+  if (call->workspace == nullptr || !aligned16(call->workspace) ||
+      w.bytes > call->workspace_bytes) {
     return refused(VLORA_NO_WORKSPACE, "the workspace needs " + std::to_string(w.bytes) +
                                            " bytes, aligned to 16");
   }

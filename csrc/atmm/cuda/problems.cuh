@@ -39,7 +39,8 @@ inline Workspace lay_out(const VloraCall &call, int slices) {
   auto problems = [&](int count) {
     Problems p;
     p.count = count;
-    p.sizes = static_cast<cutlass::gemm::GemmCoord *>(take(sizeof(cutlass::gemm::GemmCoord) * int64_t(count)));
+    p.sizes = static_cast<cutlass::gemm::GemmCoord *>(
+        take(sizeof(cutlass::gemm::GemmCoord) * int64_t(count)));
     p.a = static_cast<void **>(take(sizeof(void *) * int64_t(count)));
     p.b = static_cast<void **>(take(sizeof(void *) * int64_t(count)));
     p.c = static_cast<void **>(take(sizeof(void *) * int64_t(count)));

@@ -13,7 +13,9 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kVector = 8;  // elements of 16 bytes
 constexpr int kColumnsPerBlock = 256;
 
-__host__ __device__ bool aligned16(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+__host__ __device__ bool aligned16(const void *p) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+}
 
 template <typename T>
 __device__ float dot8(const T *a, const T *b) {

@@ -1,0 +1,161 @@
+"""`vlora bench switch`: the merge of all layers, M = W + B·A, against its limit and torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlora.bench.cells import DTYPES
+from vlora.bench.limits import Limits
+from vlora.bench.timing import Timing, geometric_mean, interleaved
+
+ATMM, IN_PLACE, ADDMM, COPY = "atmm", "atmm_in_place", "addmm", "copy"
+
+
+@dataclass(frozen=True)
+class Model:
+    """`layers` layers with targets of (d_out, d_in) each, one adapter of one rank on all."""
+
+    name: str
+    layers: int
+    targets: tuple[tuple[int, int], ...]
+    rank: int
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return self.layers * sum(d_out * d_in for d_out, d_in in self.targets)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rank * self.elements
+
+    @property
+    def moved_bytes(self) -> int:
+        """W read, M written; A in the storage type and B in fp32 read."""
+        size = DTYPES[self.dtype].itemsize
+        factors = sum(4 * d_out + size * d_in for d_out, d_in in self.targets)
+        return 2 * size * self.elements + self.layers * self.rank * factors
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "layers": self.layers,
+            "targets": [list(target) for target in self.targets],
+            "rank": self.rank,
+            "dtype": self.dtype,
+            "mbytes": self.elements * DTYPES[self.dtype].itemsize >> 20,
+        }
+
+
+@dataclass(frozen=True)
+class SwitchResult:
+    model: Model
+    threads: int
+    limit: float
+    timings: Mapping[str, Timing]
+
+    @property
+    def roofline(self) -> float:
+        """Limit over measured time: 1 = at the limit."""
+        return self.limit / self.timings[ATMM].median
+
+    @property
+    def vs_addmm(self) -> float:
+        return self.timings[ADDMM].median / self.timings[ATMM].median
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            **self.model.as_row(),
+            "threads": self.threads,
+            "limit_ms": round(self.limit * 1e3, 3),
+            "roofline": round(self.roofline, 4),
+            "vs_addmm": round(self.vs_addmm, 4),
+            "ms": {name: round(t.median * 1e3, 3) for name, t in self.timings.items()},
+            "noise_of": {name: round(t.noise, 4) for name, t in self.timings.items()},
+        }
+
+
+def load_models(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Model]:
+    found = []
+    for entry in json.loads(path.read_text())["models"]:
+        layers = entry["quick_layers"] if quick else entry["layers"]
+        targets = tuple((d_out, d_in) for d_out, d_in in entry["targets"])
+        for rank in entry["rank"][: 1 if quick else None]:
+            found += [Model(entry["name"], layers, targets, rank, dtype) for dtype in dtypes]
+    return found
+
+
+def measure(model: Model, threads: int, limits: Limits, rounds: int) -> SwitchResult:
+    """Merge into a second slab, merge in place, torch.addmm per layer, a plain copy."""
+    from vlora.bench.atmm import prepare_merge
+
+    generator = torch.Generator().manual_seed(0)
+    dtype = DTYPES[model.dtype]
+    base = torch.empty(model.elements, dtype=dtype).normal_(generator=generator)
+    merged = torch.empty_like(base)
+    sources, targets, factors, at = [], [], [], 0
+    for _ in range(model.layers):
+        for d_out, d_in in model.targets:
+            span = slice(at, at + d_out * d_in)
+            sources.append(base[span].view(d_out, d_in))
+            targets.append(merged[span].view(d_out, d_in))
+            a = (torch.randn(model.rank, d_in, generator=generator) / d_in**0.5).to(dtype)
+            factors.append((a, torch.randn(d_out, model.rank, generator=generator) * 1e-3))
+            at += d_out * d_in
+    # addmm wants one type: what dLoRA does, with B rounded to it once, at load.
+    rounded = [(a, b.to(dtype)) for a, b in factors]
+
+    def addmm() -> None:
+        for source, target, (a, b) in zip(sources, targets, rounded, strict=True):
+            torch.addmm(source, b, a, out=target)
+
+    out_of_place: Callable[[], None] = prepare_merge(sources, targets, factors)
+    in_place: Callable[[], None] = prepare_merge(targets, targets, factors)
+    calls = {
+        ATMM: out_of_place,
+        IN_PLACE: in_place,
+        ADDMM: addmm,
+        COPY: lambda: _discard(merged.copy_(base)),
+    }
+    timings = interleaved(calls, rounds=rounds, warm=False, budget=20.0)
+    limit = limits.seconds(model.flops, ((model.moved_bytes, True),), model.dtype)
+    return SwitchResult(model, threads, limit, timings)
+
+
+@torch.inference_mode()
+def run(
+    models: Sequence[Model],
+    threads: Sequence[int],
+    rounds: int,
+    limits_for: Callable[[int], Limits],
+    set_threads: Callable[[int], None],
+) -> Iterator[SwitchResult]:
+    for count in threads:
+        set_threads(count)
+        limits = limits_for(count)
+        for model in models:
+            yield measure(model, count, limits, rounds)
+
+
+def summarize(results: Sequence[SwitchResult]) -> dict[str, Any]:
+    """merge_vs_limit (limit over measured time, 1 = at the limit) and merge_vs_addmm."""
+    summary: dict[str, Any] = {}
+    for dtype, suffix in (("fp32", ""), ("bf16", "_bf16")):
+        of_type = [result for result in results if result.model.dtype == dtype]
+        for key, values in (
+            ("merge_vs_limit", [r.roofline for r in of_type]),
+            ("merge_vs_addmm", [r.vs_addmm for r in of_type]),
+        ):
+            if values:
+                summary[key + suffix] = round(geometric_mean(values) or 0.0, 3)
+    return summary
+
+
+def _discard(_: object) -> None:
+    """A call's result is not wanted."""
