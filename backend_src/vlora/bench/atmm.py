@@ -1,6 +1,7 @@
 """ATMM as the benches see it: the operator, its tile configurations, threads, microbenchmarks.
 
-The only file of the bench that knows the compiled core; without it the reference stands in.
+The only file of the bench that knows how the operator is called; where the compiled core is
+missing the reference stands in, and the roofline is torch's own.
 """
 
 from __future__ import annotations
@@ -12,24 +13,31 @@ from typing import Any, ClassVar
 
 import torch
 
-from vlora.atmm import op
-from vlora.atmm.types import LoraPair
+from vlora.atmm import backends, op
+from vlora.atmm.groups import LoraGroup
+from vlora.atmm.types import LoraPair, MergeUpdate, Segments
 from vlora.bench.cells import DTYPES, Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import Baseline, Call
 
+STATIC_CANDIDATES = 4
+"""Configurations that are measured in every cell as single static tiles."""
+
 
 class Atmm(Baseline):
-    """The operator under test, its tile looked up in the table."""
+    """The operator under test: its tile looked up in the table, or one `config` for all shapes."""
 
     name: ClassVar[str] = "atmm"
 
+    def __init__(self, config: int | None = None) -> None:
+        self._config = config
+
     def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
-        own = [LoraPair(pair.a.clone(), pair.b.clone()) for pair in pairs]
-        segments = cell.segments
+        group = LoraGroup.of(cell.width, pairs)
+        segments, config = Segments(cell.segments), self._config
 
         def call(y: torch.Tensor, x: torch.Tensor) -> None:
-            op.apply(y, x, segments, own)
+            op.apply(y, x, segments, group, config=config)
 
         return call
 
@@ -39,35 +47,88 @@ class StaticTile(Atmm):
 
     prefix: ClassVar[str] = "static:"
 
+    def __init__(self, config: int, name: str) -> None:
+        super().__init__(config)
+        self.name = self.prefix + name  # type: ignore[misc]
+
+
+def compiled() -> bool:
+    return backends.default() == "cpu"
+
 
 def static_tiles(dtype: str) -> list[Baseline]:
-    return []
+    """The candidates for the best single static tile: those that the table names most often, since
+    no other is best anywhere as often. Without a table, the first ones."""
+    if not compiled():
+        return []
+    from vlora.atmm import tiles
+
+    configs = [config["name"] for config in tiles.configs("apply", dtype)]
+    counts = tiles.popular("apply", dtype) if hasattr(tiles, "popular") else {}
+    ordered = sorted(configs, key=lambda name: -counts.get(name, 0))
+    return [StaticTile(configs.index(name), name) for name in ordered[:STATIC_CANDIDATES]]
 
 
 def prepare_merge(
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]
 ) -> Callable[[], None]:
-    """One call for all matrices: target = source + B·A, from (A, B in fp32) packed at load."""
-
-    def call() -> None:
-        for source, target, (a, b) in zip(sources, targets, factors, strict=True):
-            torch.add(source, (b @ a.float()).to(source.dtype), out=target)
-
-    return call
+    """One call for all layers and targets."""
+    return lambda: op.merge(out, base, updates)
 
 
 def set_threads(count: int) -> None:
+    """ATMM takes torch's number."""
     torch.set_num_threads(count)
 
 
 def bf16_instructions() -> bool:
-    return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
 
 
 def describe() -> dict[str, Any]:
-    return {}
+    """Which implementation the figures are of, and with how many tiles."""
+    if not compiled():
+        return {"atmm": "reference"}
+    from vlora.atmm import tiles
+
+    return {
+        "atmm": "cpu",
+        "isa": backends.native().isa(),
+        "configs": {dtype: len(tiles.configs("apply", dtype)) for dtype in DTYPES},
+    }
+
+
+def counters() -> dict[str, int]:
+    """Table hits and misses since the start; empty for the reference."""
+    if not compiled():
+        return {}
+    from vlora.atmm import tiles
+
+    return dict(tiles.counters())
+
+
+class LimitsByThreads:
+    """The roofline for each thread count of a run."""
+
+    def __init__(self) -> None:
+        self._limits: dict[int, Limits] = {}
+
+    def __call__(self, threads: int) -> Limits:
+        return self._limits.setdefault(threads, _limits(threads))
+
+    def as_meta(self) -> dict[str, Any]:
+        return {f"{count} threads": limits.as_meta() for count, limits in self._limits.items()}
+
+
+def _limits(threads: int) -> Limits:
+    if not compiled():
+        return Limits(_torch_peak, _torch_bandwidth)
+    from vlora.atmm import tiles
+
+    return Limits(
+        lambda dtype, seconds: float(tiles.peak(dtype, seconds, threads)),
+        lambda size, seconds: float(tiles.bandwidth(size, seconds, threads)),
+    )
 
 
 def _torch_peak(dtype: str, seconds: float) -> float:
@@ -91,16 +152,3 @@ def _rate(call: Callable[[], object], seconds: float) -> float:
         call()
         best = max(best, 1 / (time.perf_counter() - started))
     return best
-
-
-class LimitsByThreads:
-    """The roofline for each thread count of a run."""
-
-    def __init__(self) -> None:
-        self._limits: dict[int, Limits] = {}
-
-    def __call__(self, threads: int) -> Limits:
-        return self._limits.setdefault(threads, Limits(_torch_peak, _torch_bandwidth))
-
-    def as_meta(self) -> dict[str, Any]:
-        return {f"{count} threads": limits.as_meta() for count, limits in self._limits.items()}

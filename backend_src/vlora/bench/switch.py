@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from vlora.atmm.types import LoraPair, MergeUpdate
+from vlora.bench.atmm import prepare_merge
 from vlora.bench.cells import DTYPES
 from vlora.bench.limits import Limits
 from vlora.bench.timing import Timing, geometric_mean, interleaved
@@ -37,9 +39,9 @@ class Model:
 
     @property
     def moved_bytes(self) -> int:
-        """W read, M written; A in the storage type and B in fp32 read."""
+        """W read, M written; A and B read in fp32."""
         size = DTYPES[self.dtype].itemsize
-        factors = sum(4 * d_out + size * d_in for d_out, d_in in self.targets)
+        factors = sum(4 * (d_out + d_in) for d_out, d_in in self.targets)
         return 2 * size * self.elements + self.layers * self.rank * factors
 
     def as_row(self) -> dict[str, Any]:
@@ -93,33 +95,36 @@ def load_models(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Model
 
 def measure(model: Model, threads: int, limits: Limits, rounds: int) -> SwitchResult:
     """Merge into a second slab, merge in place, torch.addmm per layer, a plain copy."""
-    from vlora.bench.atmm import prepare_merge
-
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[model.dtype]
     base = torch.empty(model.elements, dtype=dtype).normal_(generator=generator)
-    merged = torch.empty_like(base)
-    sources, targets, factors, at = [], [], [], 0
+    merged = base.clone()
+    updates: list[MergeUpdate] = []
     for _ in range(model.layers):
         for d_out, d_in in model.targets:
-            span = slice(at, at + d_out * d_in)
-            sources.append(base[span].view(d_out, d_in))
-            targets.append(merged[span].view(d_out, d_in))
-            a = (torch.randn(model.rank, d_in, generator=generator) / d_in**0.5).to(dtype)
-            factors.append((a, torch.randn(d_out, model.rank, generator=generator) * 1e-3))
-            at += d_out * d_in
-    # addmm wants one type: what dLoRA does, with B rounded to it once, at load.
-    rounded = [(a, b.to(dtype)) for a, b in factors]
+            offset = sum(u.pair.b.shape[0] * u.pair.a.shape[1] for u in updates[-1:])
+            offset += updates[-1].offset if updates else 0
+            a = torch.randn(model.rank, d_in, generator=generator) / d_in**0.5
+            b = torch.randn(d_out, model.rank, generator=generator) * 1e-3
+            updates.append(MergeUpdate(offset, LoraPair(a, b)))
+    # addmm wants one type: what dLoRA does, with A and B rounded to it once, at load.
+    parts = [
+        (
+            _place(base, update),
+            _place(merged, update),
+            update.pair.a.to(dtype),
+            update.pair.b.to(dtype),
+        )
+        for update in updates
+    ]
 
     def addmm() -> None:
-        for source, target, (a, b) in zip(sources, targets, rounded, strict=True):
+        for source, target, a, b in parts:
             torch.addmm(source, b, a, out=target)
 
-    out_of_place: Callable[[], None] = prepare_merge(sources, targets, factors)
-    in_place: Callable[[], None] = prepare_merge(targets, targets, factors)
     calls = {
-        ATMM: out_of_place,
-        IN_PLACE: in_place,
+        ATMM: prepare_merge(merged, base, updates),
+        IN_PLACE: prepare_merge(merged, merged, updates),
         ADDMM: addmm,
         COPY: lambda: _discard(merged.copy_(base)),
     }
@@ -155,6 +160,12 @@ def summarize(results: Sequence[SwitchResult]) -> dict[str, Any]:
             if values:
                 summary[key + suffix] = round(geometric_mean(values) or 0.0, 3)
     return summary
+
+
+def _place(slab: torch.Tensor, update: MergeUpdate) -> torch.Tensor:
+    """The matrix of a slab that the update is for."""
+    d_out, d_in = update.pair.b.shape[0], update.pair.a.shape[1]
+    return slab[update.offset : update.offset + d_out * d_in].view(d_out, d_in)
 
 
 def _discard(_: object) -> None:
