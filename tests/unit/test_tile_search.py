@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from tools.tile_search import table
+from tools.tile_search.models import sides_of
 from tools.tile_search.search import (
     ROW_STEP,
     Profile,
@@ -83,8 +86,9 @@ def test_shapes_of_one_key_are_profiled_once_at_the_end_of_their_bucket() -> Non
     shapes = Space(sides=((64, 64),), ranks=(8,), segments=(1, 4), most_rows=160).shapes(
         rows_bucket
     )
+    assert shapes.pop() == Shape("merge", 64, 64, 8, 1, 64)
     assert [s.rows for s in shapes if s.segments == 1] == [1, 2, 4, 8, 16, 32, 64, 128, 160]
-    assert [s.rows for s in shapes if s.segments == 4] == [4, 8, 16, 32, 64, 128, 160]
+    assert [s.rows for s in shapes if s.segments == 4] == [1, 2, 4, 8, 16, 32]
 
 
 def test_the_best_tile_of_each_shape_is_found(tmp_path: Path) -> None:
@@ -92,7 +96,10 @@ def test_the_best_tile_of_each_shape_is_found(tmp_path: Path) -> None:
     entries = list(
         search(machine, SPACE.shapes(machine.key), state(tmp_path), rounds=5, clock=CLOCK)
     )
-    assert {entry["shape"][1]: entry["config"] for entry in entries} == {
+    assert {entry["shape"]["rows"]: entry["config"]
+        for entry in entries
+        if entry["shape"]["operation"] == "apply"
+    } == {
         1: "small", 2: "small", 4: "small", 8: "small", 16: "small", 32: "large", 64: "large",
     }  # fmt: skip
 
@@ -142,3 +149,47 @@ def test_the_choice_weighs_hot_and_cold() -> None:
 
 def state(folder: Path) -> State:
     return State(folder / "state", "device")
+
+
+def test_a_table_is_written_whole_and_names_its_device(tmp_path: Path) -> None:
+    device = table.Device("AuthenticAMD", 26, 2, 48, 1024, 32768)
+    path = table.path_for(device, "avx512", "fp32", tmp_path)
+    assert path.name == "amd-f26-m2-48-1024-32768-avx512-fp32.json"
+    found = [{"key": "0b", "config": "small"}, {"key": "0a", "config": "large"}]
+    table.write(path, device, "avx512", "fp32", found, threads=1)
+    written = json.loads(path.read_text())
+    assert written["version"] == 1
+    assert written["entries"] == {"0a": "large", "0b": "small"}
+    assert written["device"]["family"] == 26
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_device_is_read_from_what_linux_tells(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(
+        "vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: hidden\n"
+    )
+    for index, (level, kind, size) in enumerate(
+        ((1, "Data", "32K"), (1, "Instruction", "64K"), (2, "Unified", "1024K"))
+    ):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{index}"
+        folder.mkdir(parents=True)
+        for name, value in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(f"{value}\n")
+    assert table.Device.here(tmp_path) == table.Device("GenuineIntel", 6, 85, 32, 1024, 0)
+
+
+def test_sides_of_a_checkpoint_take_together_what_shares_an_input(tmp_path: Path) -> None:
+    config = {
+        "text_config": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+        }
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sides_of(tmp_path) == ((64, 128), (64, 64), (64, 192), (96, 64))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="hidden_size"):
+        sides_of(tmp_path)

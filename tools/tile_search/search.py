@@ -11,6 +11,7 @@ Knows shapes, callables and clocks; what a configuration is, and how one is run,
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,14 +34,17 @@ MOST_CALLS = 64
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """`rows` rows in `segments` segments of different adapters of one rank."""
+    """`segments` segments of `rows` rows each, every one through another adapter of one rank.
+
+    merge: rows = d_out, one segment. The order keeps shapes together that share adapters.
+    """
 
     operation: str
-    rows: int
     d_in: int
     d_out: int
     rank: int
     segments: int
+    rows: int
 
     @property
     def name(self) -> str:
@@ -66,21 +70,23 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Space:
-    """GETRANGE: what is searched."""
+    """GETRANGE: what is searched.
+
+    sides: (d_in, d_out) of the model's targets, those that share an input taken together.
+    memory_bytes: for the rows of one call, in and out.
+    """
 
     sides: tuple[tuple[int, int], ...]
-    """(d_in, d_out) of the model's targets."""
-    operations: tuple[str, ...] = ("apply",)
     ranks: tuple[int, ...] = RANKS
     segments: tuple[int, ...] = SEGMENTS
-    memory_bytes: int = 1 << 30
-    """For the rows of one call, in and out."""
+    memory_bytes: int = 1 << 28
     most_rows: int = 8192
     element_bytes: int = 4
 
-    def rows(self, d_in: int, d_out: int) -> list[int]:
-        """Powers of two below the paper's step, then its steps up to what memory allows."""
-        limit = min(self.most_rows, self.memory_bytes // ((d_in + d_out) * self.element_bytes))
+    def rows(self, d_in: int, d_out: int, segments: int = 1) -> list[int]:
+        """Rows a segment: powers of two below the paper's step, then its steps up to the limit."""
+        limit = self.memory_bytes // ((d_in + d_out) * self.element_bytes)
+        limit = min(self.most_rows, limit) // segments
         small = [1 << i for i in range(ROW_STEP.bit_length()) if 1 << i < ROW_STEP]
         return [rows for rows in small if rows <= limit] + list(
             range(ROW_STEP, limit + 1, ROW_STEP)
@@ -89,14 +95,14 @@ class Space:
     def shapes(self, key: Callable[[Shape], str]) -> list[Shape]:
         """One shape for each key of the table: the largest, since a bucket ends there."""
         found: dict[str, Shape] = {}
-        for operation in self.operations:
-            for d_in, d_out in dict.fromkeys(self.sides):
-                for rank in self.ranks:
-                    for segments in self.segments:
-                        for rows in self.rows(d_in, d_out):
-                            if segments <= rows:
-                                shape = Shape(operation, rows, d_in, d_out, rank, segments)
-                                found[key(shape)] = shape
+        for d_in, d_out in dict.fromkeys(self.sides):
+            for rank in self.ranks:
+                for segments in self.segments:
+                    for rows in self.rows(d_in, d_out, segments):
+                        shape = Shape("apply", d_in, d_out, rank, segments, rows)
+                        found[key(shape)] = shape
+                shape = Shape("merge", d_in, d_out, rank, 1, d_out)
+                found[key(shape)] = shape
         return sorted(found.values())
 
 
@@ -125,13 +131,16 @@ def profile(
     *,
     rounds: int,
     warm: bool,
+    budget: float = math.inf,
     clock: Clock = time.perf_counter,
 ) -> Profile:
     """Interleaved medians with a stop rule.
 
     A configuration is dropped when it is surely worse: HOPELESS after one round, or, once there
     are FEWEST_ROUNDS samples, when its fastest is slower than the best one's upper quartile.
+    budget: seconds after which FEWEST_ROUNDS are enough.
     """
+    started = clock()
     counts = {name: _calls_a_sample(call, clock) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     alive = list(calls)
@@ -141,7 +150,8 @@ def profile(
                 calls[name]()
             samples[name].append(_seconds(calls[name], counts[name], clock))
         alive = _promising(samples, alive)
-        if len(alive) == 1 and turn + 1 >= FEWEST_ROUNDS:
+        settled = len(alive) == 1 or clock() - started > budget
+        if settled and turn + 1 >= FEWEST_ROUNDS:
             break
     return Profile({name: statistics.median(samples[name]) for name in calls}, tuple(alive))
 
@@ -218,6 +228,7 @@ def search(
     state: State,
     *,
     rounds: int,
+    budget: float = math.inf,
     clock: Clock = time.perf_counter,
 ) -> Iterator[dict[str, Any]]:
     """Profile what the state lacks; yields each entry as it is known, resumed ones first."""
@@ -231,13 +242,13 @@ def search(
             continue
         configs = backend.configs(shape)
         calls = backend.prepare(shape, configs, cold=False)
-        hot = profile(calls, rounds=rounds, warm=True, clock=clock)
+        hot = profile(calls, rounds=rounds, warm=True, budget=budget, clock=clock)
         calls = backend.prepare(shape, hot.not_hopeless, cold=True)
-        cold = profile(calls, rounds=rounds, warm=False, clock=clock)
+        cold = profile(calls, rounds=rounds, warm=False, budget=budget, clock=clock)
         config = choose(hot, cold)
         entry = {
             "key": keys[shape],
-            "shape": list(vars(shape).values()),
+            "shape": vars(shape),
             "config": config,
             "hot_us": round(hot.seconds[config] * 1e6, 3),
             "cold_us": round(cold.seconds[config] * 1e6, 3),
