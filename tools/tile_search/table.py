@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -81,4 +80,4 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(table, indent=1) + "\n")
-    os.replace(draft, path)
+    draft.replace(path)

@@ -133,8 +133,8 @@ def measure(
             left_out[operator.name] = reason
     x = cell.draw_rows(generator)
     rotations = {op.name: Rotation([], *_rows(op, x)) for op in chosen}
+    pairs = cell.draw_pairs(generator)  # the same values in all layers: each operator copies
     for _ in range(_layers(cell)):
-        pairs = cell.draw_pairs(generator) if not cell.cold else _cheap_pairs(cell, generator)
         for operator in chosen:
             rotations[operator.name].layers.append(operator.prepare(pairs, cell))
     timings = interleaved(rotations, rounds=effort.rounds, warm=not cell.cold, budget=effort.budget)
@@ -154,17 +154,6 @@ def _layers(cell: Cell) -> int:
         return 1
     wanted = -(-COLD_TOTAL_BYTES // cell.adapter_bytes)
     return min(MOST_LAYERS, max(FEWEST_LAYERS, wanted))
-
-
-def _cheap_pairs(cell: Cell, generator: torch.Generator) -> Any:
-    """Random pairs are drawn once and shared by the layers: each operator copies them anyway."""
-    key = (cell.ranks, cell.width, cell.dtype)
-    if _PAIRS.get("key") != key:
-        _PAIRS.update(key=key, pairs=cell.draw_pairs(generator))
-    return _PAIRS["pairs"]
-
-
-_PAIRS: dict[str, Any] = {}
 
 
 @torch.inference_mode()
