@@ -17,7 +17,15 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CORE = ROOT / "csrc" / "atmm"
-FLAGS = ["-std=c++17", "-O3", "-g0", "-Wno-maybe-uninitialized", "-fno-strict-aliasing", "-fvisibility=hidden", "-ffp-contract=off"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-Wno-maybe-uninitialized",
+    "-fno-strict-aliasing",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+]
 CPU = ["operator", "table", "threads", "pack", "dispatch"]
 
 
@@ -53,9 +61,7 @@ class BuildCore(build_ext):
             objects, target, libraries=["dl", "pthread"], target_lang="c++"
         )
 
-    def _object(
-        self, source: Path, flags: tuple[str, ...], include: list[str], build: Path
-    ) -> str:
+    def _object(self, source: Path, flags: tuple[str, ...], include: list[str], build: Path) -> str:
         """Compile one unit, unless its object is newer than all sources."""
         target = build / f"{source.stem}.o"
         headers = [p for p in CORE.rglob("*") if p.suffix in (".h", ".inc")]

@@ -108,6 +108,11 @@ class HeadGroup:
     def __len__(self) -> int:
         return len(self.heads)
 
+    def classes(self, slot: int) -> int:
+        """Scores that the head of `slot` gives, 0 for none."""
+        head = self.heads[slot]
+        return 0 if head is None else head.weight.shape[0]
+
     def append(self, head: Head | None) -> int:
         """Add one adapter's head. Returns its slot; ValueError if it does not fit."""
         if head is not None and (

@@ -73,7 +73,6 @@ def heads(
     segments: Sequence[Segment],
     group: HeadGroup,
     *,
-    threads: int | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Scores of vision task heads before the softmax: shrink only.
@@ -89,8 +88,7 @@ def heads(
     for segment in segments:
         if group.heads[segment.slot] is None:
             raise ValueError(f"slot {segment.slot} has no head")
-    used = [group.heads[segment.slot] for segment in segments]
-    y = x.new_zeros(rows, max((head.weight.shape[0] for head in used if head), default=0))
+    y = x.new_zeros(rows, max((group.classes(segment.slot) for segment in segments), default=0))
     if (backend or backends.default()) == "reference":
         reference.heads(y, x, segments, group)
         return y
@@ -102,7 +100,6 @@ def heads(
         x.stride(0),
         rows,
         Segments.of(segments).native,
-        threads or torch.get_num_threads(),
     )
     return y
 

@@ -10,9 +10,7 @@ from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import MergeUpdate, Segment
 
 
-def apply(
-    y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
-) -> None:
+def apply(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
     """See `vlora.atmm.op.apply`."""
     for part, pairs in zip(torch.split(y, group.d_outs, dim=1), group.pairs, strict=True):
         for segment in segments:
@@ -24,9 +22,7 @@ def apply(
             part[rows].add_(low_rank @ pair.b.T, alpha=segment.sign)
 
 
-def heads(
-    y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: HeadGroup
-) -> None:
+def heads(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: HeadGroup) -> None:
     """See `vlora.atmm.op.heads`."""
     for segment in segments:
         head = group.heads[segment.slot]
@@ -35,9 +31,7 @@ def heads(
         y[rows, : head.weight.shape[0]] = x[rows] @ head.weight.T + head.bias
 
 
-def merge(
-    out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int
-) -> None:
+def merge(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int) -> None:
     """See `vlora.atmm.op.merge`."""
     for offset, (a, b) in updates:
         place = slice(offset, offset + b.shape[0] * a.shape[1])

@@ -48,12 +48,36 @@ ISAS = (
         parts=("bf16", "rows"),
         defines=("ATMM_HAS_BF16_PRODUCTS", "kPeakAccumulators=16", _KEEP_512),
     ),
-    Isa("avx512", "vector_avx512.h", _AVX512, (24, 13, 9, 6), 8, 1, 28,
-        defines=("kPeakAccumulators=16", _KEEP_512)),
-    Isa("avx2", "vector_avx2.h", ("-mavx2", "-mfma"), (6, 3, 2, 1), 8, 2, 12,
-        defines=("kPeakAccumulators=6", _KEEP_256)),
-    Isa("scalar", "vector_scalar.h", (), (4, 2, 1, 1), 1, 4, 4,
-        defines=("kPeakAccumulators=4", _KEEP_NONE)),
+    Isa(
+        "avx512",
+        "vector_avx512.h",
+        _AVX512,
+        (24, 13, 9, 6),
+        8,
+        1,
+        28,
+        defines=("kPeakAccumulators=16", _KEEP_512),
+    ),
+    Isa(
+        "avx2",
+        "vector_avx2.h",
+        ("-mavx2", "-mfma"),
+        (6, 3, 2, 1),
+        8,
+        2,
+        12,
+        defines=("kPeakAccumulators=6", _KEEP_256),
+    ),
+    Isa(
+        "scalar",
+        "vector_scalar.h",
+        (),
+        (4, 2, 1, 1),
+        1,
+        4,
+        4,
+        defines=("kPeakAccumulators=4", _KEEP_NONE),
+    ),
 )
 
 DIRECT_ROWS = 8
@@ -153,9 +177,7 @@ def configurations() -> str:
         (24, 48, 96, 192), (16, 32, 48, 64), (16, 32, 64), (128, 256)
     ):
         rows.append(f"{{{block}, {shrink}, {expand}, {depth}, 0, true, 0}},")
-    for block, shrink, expand, depth in itertools.product(
-        (24, 96), (32, 64), (32, 64), (128, 256)
-    ):
+    for block, shrink, expand, depth in itertools.product((24, 96), (32, 64), (32, 64), (128, 256)):
         rows.append(f"{{{block}, {shrink}, {expand}, {depth}, 0, false, 0}},")
     return "\n".join(rows) + "\n"
 
