@@ -14,6 +14,7 @@ from vlora.bench import kernels
 from vlora.bench.cells import Cell
 from vlora.bench.cli import bench_app
 from vlora.bench.kernels import Result
+from vlora.bench.limits import Limits
 from vlora.bench.switch import Model
 from vlora.bench.timing import Timing
 
@@ -104,4 +105,5 @@ def test_a_merge_counts_what_it_reads_and_writes() -> None:
 
 def made_up(samples: dict[str, tuple[float, ...]]) -> Result:
     cell = Cell("decode", 1, 1, 8, 8, "distinct", False, "fp32")
-    return Result(cell, 1, 1.0, {name: Timing(s) for name, s in samples.items()}, {})
+    limits = Limits(lambda dtype, seconds: 1.0, lambda size, seconds: 1.0)
+    return Result(cell, 1, limits, {name: Timing(s) for name, s in samples.items()}, {})

@@ -21,16 +21,21 @@ COLD_BYTES = 128 << 20
 """Adapters of a cold profile rotate through this much."""
 MOST_SLOTS = 4096
 
-# The analytic limits. Sizes in bytes; caches as the machine tells, shares from what else lives
-# there: the other operand's stream and the rows of y.
+# The analytic limits: shares of a cache that one operand may take, beside the other operand's
+# stream and the rows of y, and row counts beyond which a kind of configuration cannot pay.
 PACKED_ROWS_SHARE_OF_L2 = 0.5
 INTERMEDIATE_SHARE_OF_L2 = 0.5
+PANELS_SHARE_OF_L1 = 0.75
+STREAMING_BLOCK = 8
+"""Row block of the kernels that read an adapter once, from memory to registers."""
 FEW_ROWS = 8
-"""Up to here a call is bound by the adapters' bytes: packing rows cannot pay, prefetch may."""
-MANY_ROWS = 64
-"""From here on panels are reused from the caches and software prefetch has nothing to fetch."""
+"""Up to here a call is bound by the adapters' bytes: blocking and packing rows cannot pay."""
+MANY_ROWS = 32
+"""From here on, streaming would read each adapter four times and more."""
 SCRATCH_BYTES = 4
 """An element of the intermediate, and of packed rows."""
+NARROW = 32
+"""Columns of a register tile; for few rows, narrower tiles are worse at every rank but 16."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +56,37 @@ class Caches:
         return cls(found.get(1, 32 << 10), found.get(2, 512 << 10), found.get(3, 8 << 20))
 
 
-def why_not(config: Mapping[str, Any], shape: Shape, caches: Caches) -> str | None:
+def why_not(
+    config: Mapping[str, Any], shape: Shape, caches: Caches, element_bytes: int
+) -> str | None:
     """The first limit that a configuration breaks for a shape, or None."""
-    row_block, prefetch = int(config["row_block"]), int(config["prefetch"])
     if shape.operation == "merge":
-        return None
-    if config["pack_rows"]:
+        panels = int(config["column_block"]) * shape.rank * SCRATCH_BYTES
+        return "the block of A leaves no room in L2" if panels > caches.l2 else None
+    row_block = int(config["row_block"])
+    shrink, expand = int(config["shrink_columns"]), int(config["expand_columns"])
+    depth = int(config["depth_block"])
+    if (row_block == STREAMING_BLOCK) != (shape.rows <= FEW_ROWS):
         if shape.rows <= FEW_ROWS:
-            return "each packed row would be read about as often as it is written"
-        packed = min(row_block, shape.rows) * int(config["depth_block"]) * SCRATCH_BYTES
+            return "rows so few are not worth a block"
+        if shape.rows >= MANY_ROWS:
+            return "streaming would read the adapter too often"
+    if row_block == STREAMING_BLOCK and shape.rows > FEW_ROWS and int(config["prefetch"]):
+        return "later passes find the adapter in the cache"
+    if shrink > max(16, shape.rank):
+        return "wider than the rank"
+    if row_block >= 2 * max(shape.rows, 12) and not config["pack_rows"]:
+        return "the block is twice the rows"
+    if config["pack_rows"]:
+        packed = min(row_block, shape.rows) * depth * SCRATCH_BYTES
         if packed > PACKED_ROWS_SHARE_OF_L2 * caches.l2:
             return "the packed rows leave no room in L2"
     if row_block * shape.rank * SCRATCH_BYTES > INTERMEDIATE_SHARE_OF_L2 * caches.l2:
         return "the intermediate leaves no room in L2"
-    if int(config["shrink_columns"]) > max(16, shape.rank):
-        return "wider than the rank"
-    if prefetch and shape.rows > MANY_ROWS:
-        return "nothing to prefetch"
+    if max(shrink, 1) * depth * element_bytes > PANELS_SHARE_OF_L1 * caches.l1:
+        return "a panel block leaves no room in L1"
+    if row_block > STREAMING_BLOCK and min(shrink, expand) < NARROW < shape.rank:
+        return "narrower than what the registers of a block hold"
     return None
 
 
@@ -105,7 +124,7 @@ class CpuBackend:
         """Those that no limit rules out; of several row blocks above the rows, the smallest."""
         kept: dict[tuple[Any, ...], tuple[int, str]] = {}
         for name, (_, config) in self._all[shape.operation].items():
-            if why_not(config, shape, self._caches) is not None:
+            if why_not(config, shape, self._caches, DTYPES[self.dtype].itemsize) is not None:
                 continue
             block = int(config["row_block"])
             # A block that holds all rows cuts nothing: all such blocks run the same code.

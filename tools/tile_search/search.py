@@ -73,14 +73,15 @@ class Space:
     """GETRANGE: what is searched.
 
     sides: (d_in, d_out) of the model's targets, those that share an input taken together.
-    memory_bytes: for the rows of one call, in and out.
+    memory_bytes: for the rows of one call, in and out. most_rows: of one call; above, a call is
+    the same blocks more often, and the look-up's nearest bucket serves it.
     """
 
     sides: tuple[tuple[int, int], ...]
     ranks: tuple[int, ...] = RANKS
     segments: tuple[int, ...] = SEGMENTS
-    memory_bytes: int = 1 << 28
-    most_rows: int = 8192
+    memory_bytes: int = 1 << 26
+    most_rows: int = 2048
     element_bytes: int = 4
 
     def rows(self, d_in: int, d_out: int, segments: int = 1) -> list[int]:
@@ -136,14 +137,21 @@ def profile(
 ) -> Profile:
     """Interleaved medians with a stop rule.
 
-    A configuration is dropped when it is surely worse: HOPELESS after one round, or, once there
-    are FEWEST_ROUNDS samples, when its fastest is slower than the best one's upper quartile.
+    A configuration is dropped when it is surely worse: HOPELESS after a call or a round, or, once
+    there are FEWEST_ROUNDS samples, when its fastest is slower than the best's upper quartile.
     budget: seconds after which FEWEST_ROUNDS are enough.
     """
     started = clock()
-    counts = {name: _calls_a_sample(call, clock) for name, call in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    alive = list(calls)
+    counts: dict[str, int] = {}
+    samples: dict[str, list[float]] = {}
+    for name, call in calls.items():
+        call()
+        estimate = _seconds(call, 1, clock)
+        counts[name] = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
+        samples[name] = [estimate]
+    alive = _promising(samples, list(calls))
+    for name in alive:
+        samples[name].clear()
     for turn in range(rounds):
         for name in alive[turn % len(alive) :] + alive[: turn % len(alive)]:
             if warm:
@@ -164,11 +172,6 @@ def _promising(samples: Mapping[str, list[float]], alive: list[str]) -> list[str
     else:
         limit = statistics.quantiles(samples[best], n=4, method="inclusive")[2]
     return [name for name in alive if name == best or min(samples[name]) <= limit]
-
-
-def _calls_a_sample(call: Callable[[], None], clock: Clock) -> int:
-    call()
-    return max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / max(_seconds(call, 1, clock), 1e-9))))
 
 
 def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:

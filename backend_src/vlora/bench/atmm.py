@@ -6,6 +6,7 @@ missing the reference stands in, and the roofline is torch's own.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+import vlora.atmm as atmm_package
 from vlora.atmm import backends, op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, MergeUpdate, Segments
@@ -20,8 +22,8 @@ from vlora.bench.cells import DTYPES, Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import Baseline, Call
 
-STATIC_CANDIDATES = 4
-"""Configurations that are measured in every cell as single static tiles."""
+BUILT_IN = ("r8-s64-e64-d0-p24", "r96-s32-e32-d256-p0-packed")
+"""The core's own choices without a table, for few and for many rows."""
 
 
 class Atmm(Baseline):
@@ -57,16 +59,31 @@ def compiled() -> bool:
 
 
 def static_tiles(dtype: str) -> list[Baseline]:
-    """The candidates for the best single static tile: those that the table names most often, since
-    no other is best anywhere as often. Without a table, the first ones."""
+    """The candidates for the best single static tile: what the table names most often, and the
+    built-in choices; some that stream adapters and some that block them."""
     if not compiled():
         return []
     from vlora.atmm import tiles
 
-    configs = [config["name"] for config in tiles.configs("apply", dtype)]
-    counts = tiles.popular("apply", dtype) if hasattr(tiles, "popular") else {}
-    ordered = sorted(configs, key=lambda name: -counts.get(name, 0))
-    return [StaticTile(configs.index(name), name) for name in ordered[:STATIC_CANDIDATES]]
+    configs = tiles.configs("apply", dtype)
+    index = {config["name"]: i for i, config in enumerate(configs)}
+    counts = _table_counts(dtype)
+    names = sorted(counts.keys() & index.keys(), key=lambda name: -counts[name])
+    streaming = [name for name in names if not configs[index[name]]["depth_block"]]
+    blocking = [name for name in names if configs[index[name]]["depth_block"]]
+    chosen = dict.fromkeys((*streaming[:2], *blocking[:2], *BUILT_IN))
+    return [StaticTile(index[name], name) for name in chosen if name in index]
+
+
+def _table_counts(dtype: str) -> dict[str, int]:
+    """How often the tables of the current instruction set name each configuration."""
+    counts: dict[str, int] = {}
+    for path in (Path(atmm_package.__file__).parent / "tables").glob("*.json"):
+        table = json.loads(path.read_text())
+        if (table["isa"], table["dtype"]) == (backends.native().isa(), dtype):
+            for name, count in table["configs"].items():
+                counts[name] = counts.get(name, 0) + count
+    return counts
 
 
 def prepare_merge(

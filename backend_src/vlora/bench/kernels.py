@@ -36,11 +36,11 @@ FULL = Effort(rounds=15, budget=0.15)
 
 @dataclass(frozen=True)
 class Result:
-    """One cell: the timing of each operator, the limit, and who was left out and why."""
+    """One cell: the timing of each operator, and who was left out and why."""
 
     cell: Cell
     threads: int
-    limit: float
+    limits: Limits
     timings: Mapping[str, Timing]
     left_out: Mapping[str, str]
 
@@ -78,6 +78,12 @@ class Result:
     def slower(self) -> bool:
         """Slower than the fastest baseline by more than the noise."""
         return self.against_fastest < 1 - self.noise
+
+    @property
+    def limit(self) -> float:
+        """Seconds, by the best peak and bandwidth that the run has seen so far."""
+        adapters, rows = (self.cell.adapter_bytes, self.cell.cold), (self.cell.row_bytes, False)
+        return self.limits.seconds(self.cell.flops, (adapters, rows), self.cell.dtype)
 
     @property
     def roofline(self) -> float:
@@ -138,10 +144,7 @@ def measure(
         for operator in chosen:
             rotations[operator.name].layers.append(operator.prepare(pairs, cell))
     timings = interleaved(rotations, rounds=effort.rounds, warm=not cell.cold, budget=effort.budget)
-    limit = limits.seconds(
-        cell.flops, ((cell.adapter_bytes, cell.cold), (cell.row_bytes, False)), cell.dtype
-    )
-    return Result(cell, threads, limit, timings, left_out)
+    return Result(cell, threads, limits, timings, left_out)
 
 
 def _rows(operator: Baseline, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +168,6 @@ def run(
     set_threads: Callable[[int], None],
     *,
     bf16_instructions: bool,
-    static_cells_only: bool = False,
 ) -> Iterator[Result]:
     """Results as they come, thread count by thread count."""
     for count in threads:
@@ -175,10 +177,11 @@ def run(
             operators: list[Baseline] = [Atmm(), *BASELINES]
             if cell.dtype == "bf16" and not bf16_instructions:
                 operators += [InFloat32(one) for one in BASELINES]
-            if not static_cells_only:
-                operators += static_tiles(cell.dtype)
-            yield measure(cell, count, limits, effort, operators)
-        limits.again()
+            operators += static_tiles(cell.dtype)
+            result = measure(cell, count, limits, effort, operators)
+            assert result.limit > 0  # measures what this cell needs, while it is at hand
+            limits.again_if_due()
+            yield result
 
 
 @torch.inference_mode()

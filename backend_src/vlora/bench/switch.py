@@ -59,8 +59,14 @@ class Model:
 class SwitchResult:
     model: Model
     threads: int
-    limit: float
+    limits: Limits
     timings: Mapping[str, Timing]
+
+    @property
+    def limit(self) -> float:
+        """Seconds, by the best peak and bandwidth that the run has seen so far."""
+        moved = ((self.model.moved_bytes, True),)
+        return self.limits.seconds(self.model.flops, moved, self.model.dtype)
 
     @property
     def roofline(self) -> float:
@@ -129,8 +135,8 @@ def measure(model: Model, threads: int, limits: Limits, rounds: int) -> SwitchRe
         COPY: lambda: _discard(merged.copy_(base)),
     }
     timings = interleaved(calls, rounds=rounds, warm=False, budget=20.0)
-    limit = limits.seconds(model.flops, ((model.moved_bytes, True),), model.dtype)
-    return SwitchResult(model, threads, limit, timings)
+    limits.again_if_due()
+    return SwitchResult(model, threads, limits, timings)
 
 
 @torch.inference_mode()
