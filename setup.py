@@ -18,13 +18,10 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CORE = ROOT / "csrc" / "atmm"
 FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-g0",
-    "-Wno-maybe-uninitialized",
-    "-fno-strict-aliasing",
-    "-fvisibility=hidden",
-    "-ffp-contract=off",
+    *("-std=c++17", "-O3", "-g0", "-fvisibility=hidden"),
+    "-fno-strict-aliasing",  # scratch holds fp32 and pairs of bf16 in turn
+    "-ffp-contract=off",  # sums are what the source says, whatever the rows of a tile
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # in the compiler's own intrinsics
 ]
 CPU = ["operator", "table", "threads", "pack", "dispatch"]
 

@@ -60,6 +60,8 @@ class LoraGroup:
             column.append(pair)
         if "native" in self.__dict__:
             self._add(self.native, slot)
+        elif backends.default() == "cpu":
+            _ = self.native  # packs now, at load, and not in the first forward pass
         return slot
 
     def _check(self, slot: int, output: int, pair: LoraPair, d_out: int) -> None:
@@ -128,6 +130,8 @@ class HeadGroup:
         self.heads.append(head)
         if "native" in self.__dict__:
             self.native.add_slot([self._pack(head)])
+        elif backends.default() == "cpu":
+            _ = self.native
         return len(self) - 1
 
     @cached_property

@@ -439,61 +439,43 @@ void merge_columns(const Kernels& kernels, Dtype dtype, char* out, const char* i
                    float sign, const TileConfig& config, int64_t first, int64_t columns) {
   const ptrdiff_t size = ptrdiff_t(size_of(dtype));
   const int64_t panels = ceil_div(columns, kPanel);
-  for (int64_t rank = 0; rank < m.rank; rank += kRankBlock) {
-    const int64_t ranks = std::min(kRankBlock, m.rank - rank);
-    float* packed = rank_scratch.get(panels * ranks * kPanel);
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      float* to = packed + panel * ranks * kPanel;
-      const int64_t at = first + panel * kPanel, count = std::min<int64_t>(kPanel, m.d_in - at);
-      for (int64_t r = 0; r < ranks; ++r, to += kPanel) {
-        const float* from = m.a + (rank + r) * m.d_in + at;
-        for (int64_t i = 0; i < kPanel; ++i) to[i] = i < count ? from[i] : 0;
-      }
-    }
-    const char* source = rank == 0 ? in : out;
-    // Whole cache lines only; what is read again soon stays in cache.
-    const bool streaming = source != out && rank + ranks == m.rank &&
-                           reinterpret_cast<uintptr_t>(out + m.offset * size) % 64 == 0 &&
-                           m.d_in * size % 64 == 0;
-    const auto& set = streaming ? kernels.merge_streaming : kernels.merge;
-    int max_rows[kMaxColumns];
-    for (int i = 0; i < kMaxColumns; ++i) {
-      // Tiles that exist: all of the widest, the others as far.
-      max_rows[i] = 0;
-      while (max_rows[i] < kernels.max_rows[i] && set[int(dtype)][i][max_rows[i]]) ++max_rows[i];
-    }
-    const int64_t block = std::max(1, config.row_block);
-    float* rows = row_scratch.get(block * kRowStride);
-    for (int64_t row = 0; row < m.d_out; row += block) {
-      const int64_t count = std::min(block, m.d_out - row);
-      kernels.load_rows(Dtype::kFp32, m.b + row * m.rank + rank, m.rank, count, ranks, rows,
-                        kRowStride);
-      const int64_t at = m.offset + row * m.d_in + first;
-      Tile t{};
-      t.x = rows;
-      t.x_stride = kRowStride;
-      t.panels = reinterpret_cast<const char*>(packed);
-      t.panel_bytes = ranks * kPanel * 4;
-      t.steps = ranks;
-      t.out = out + at * size;
-      t.in = source + at * size;
-      t.out_stride = t.in_stride = m.d_in;
-      t.sign = sign;
-      Walk w{};
-      w.kernels = set[int(dtype)];
-      w.max_rows = max_rows;
-      w.most_rows = kMaxRows;
-      w.rows = count;
-      w.panels = panels;
-      w.columns = std::max(1, config.expand_columns / kPanel);
-      w.out_row = w.in_row = m.d_in * size;
-      w.out_panel = w.in_panel = kPanel * size;
-      w.tail = int32_t(std::min<int64_t>(kPanel, columns - (panels - 1) * kPanel));
-      w.prefetch_next_rows = true;
-      walk(w, t);
-    }
-    if (streaming) __builtin_ia32_sfence();
+  float* packed = rank_scratch.get(panels * m.rank * kPanel);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    float* to = packed + panel * m.rank * kPanel;
+    const int64_t at = first + panel * kPanel, count = std::min<int64_t>(kPanel, m.d_in - at);
+    for (int64_t r = 0; r < m.rank; ++r, to += kPanel)
+      for (int64_t i = 0; i < kPanel; ++i) to[i] = i < count ? m.a[r * m.d_in + at + i] : 0;
   }
+  // Whole cache lines only. In place, what was read is in cache and is written there.
+  const bool streaming = in != out && reinterpret_cast<uintptr_t>(out + m.offset * size) % 64 == 0 &&
+                         m.d_in * size % 64 == 0;
+  const int64_t block = std::max(1, config.row_block);
+  for (int64_t row = 0; row < m.d_out; row += block) {
+    const int64_t at = m.offset + row * m.d_in + first;
+    Tile t{};
+    t.x = m.b + row * m.rank;
+    t.x_stride = m.rank;
+    t.panels = reinterpret_cast<const char*>(packed);
+    t.panel_bytes = m.rank * kPanel * 4;
+    t.steps = m.rank;
+    t.out = out + at * size;
+    t.in = in + at * size;
+    t.out_stride = t.in_stride = m.d_in;
+    t.sign = sign;
+    Walk w{};
+    w.kernels = (streaming ? kernels.merge_streaming : kernels.merge)[int(dtype)];
+    w.max_rows = kernels.max_rows;
+    w.most_rows = int(kFewRows);
+    w.rows = std::min(block, m.d_out - row);
+    w.panels = panels;
+    w.columns = std::max(1, config.expand_columns / kPanel);
+    w.out_row = w.in_row = m.d_in * size;
+    w.out_panel = w.in_panel = kPanel * size;
+    w.tail = int32_t(std::min<int64_t>(kPanel, columns - (panels - 1) * kPanel));
+    w.prefetch_next_rows = true;
+    walk(w, t);
+  }
+  if (streaming) __builtin_ia32_sfence();
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ std::string name_of(const TileConfig& c) {
 TileConfig built_in(const Kernels& kernels, const Shape& s) {
   if (s.operation == Operation::kMerge) {
     // 512 columns of a rank-64 A are 128 KiB: they stay in L2 beside the rows of W and M.
-    return {48, 0, 64, 0, 0, true, 512};
+    return {48, 0, kernels.max_rows[3] >= 6 ? 64 : 16, 0, 0, true, 512};
   }
   if (s.rows <= 8) {
     // Adapters are read once and nothing is used twice: wide tiles for few streams, and 24 lines

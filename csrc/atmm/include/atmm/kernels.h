@@ -47,7 +47,7 @@ struct Kernels {
   bool pairs_in_registers;  // bf16 rows are multiplied as they are; else rows are made fp32 first
   int max_rows[kMaxColumns];
   TileSet shrink[2], expand[2];  // by Dtype
-  TileKernel merge[2][kMaxColumns][kMaxRows];         // rows from scratch
+  TileKernel merge[2][kMaxColumns][kMaxRows];            // rows x_stride apart
   TileKernel merge_streaming[2][kMaxColumns][kMaxRows];  // the same, stores past the caches
   // rows x count elements to scratch: fp32 units, or pairs of bf16 (the odd last one with zero).
   void (*load_rows)(Dtype, const void* x, ptrdiff_t stride, int64_t rows, int64_t count, void* to,
