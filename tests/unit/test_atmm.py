@@ -263,7 +263,7 @@ def test_a_pair_that_does_not_fit_its_group_is_refused() -> None:
         group.append([LoraPair(torch.zeros(4, 16), torch.zeros(8, 5))])
     with pytest.raises(ValueError, match="the group is"):
         group.append([LoraPair(torch.zeros(4, 16).bfloat16(), torch.zeros(8, 4).bfloat16())])
-    with pytest.raises(ValueError, match="not torch.float16"):
+    with pytest.raises(ValueError, match=r"not torch\.float16"):
         LoraGroup(16, [8], torch.float16)
 
 
