@@ -1,4 +1,8 @@
-"""The one LoRA operator; which implementation serves it is decided here and nowhere else."""
+"""The one LoRA operator; which implementation serves it is decided here and nowhere else.
+
+Backends: "cpu" (csrc/atmm, compiled) and "reference" (plain torch, the oracle). The default is
+resolved once (`backends.default`); every function takes `backend` to override it for one call.
+"""
 
 from __future__ import annotations
 
@@ -6,50 +10,155 @@ from collections.abc import Sequence
 
 import torch
 
-from vlora.atmm import reference
-from vlora.atmm.types import LoraPair, Segment
+from vlora.atmm import backends, reference
+from vlora.atmm.backends import Backend
+from vlora.atmm.groups import HeadGroup, LoraGroup
+from vlora.atmm.types import DTYPES, MergeUpdate, Segment, Segments
 
 
 def apply(
     y: torch.Tensor,
     x: torch.Tensor,
     segments: Sequence[Segment],
-    pairs: Sequence[LoraPair | None],
+    group: LoraGroup,
+    *,
+    config: int | None = None,
+    threads: int | None = None,
+    backend: Backend | None = None,
 ) -> None:
-    """Add low-rank products to rows of y, in place.
+    """Add low-rank products to rows of y, in place, for all projections of a group.
 
-    Semantics: for every segment (start, length, slot, sign), with rows R = start … start+length−1
-    and (A, B) = pairs[slot]:  y[R] += sign · (x[R] Aᵀ) Bᵀ.  Rows of no segment (the base model's)
-    are untouched, and a slot whose pair is None (this adapter does not target this matrix) is
-    skipped. Ranks may differ from slot to slot.
+    Semantics: the columns of y are the group's outputs one after another. For every segment
+    (start, length, slot, sign), with rows R = start … start+length−1, and every output o with
+    (A, B) = group.pairs[o][slot]:  y[R, columns of o] += sign · (x[R] Aᵀ) Bᵀ.  Rows of no segment
+    (the base model's) are untouched, and a pair that is None (this adapter does not target this
+    matrix) is skipped. Ranks may differ. A value that is not finite stays in its segment's rows.
 
-    y: [T, d_out], rows may be strided. x: [T, d_in]. Segments may overlap (own and −live).
-    Raises ValueError for a segment outside x, an unknown slot or a shape that does not fit.
+    y: [T, sum of d_out] and x: [T, d_in], of the group's dtype; rows may be strided, columns not.
+    Segments may overlap (own and −live). bf16 accumulates in fp32.
+    config: index into `configs("apply", dtype)`, instead of the table's choice.
+    threads: None for torch's number; 1 runs on the caller.
+    Raises ValueError for a segment outside x, an unknown slot, or a shape that does not fit.
     """
-    _check(y, x, segments, pairs)
-    reference.apply(y, x, segments, pairs)
+    rows = x.shape[0]
+    width = sum(group.d_outs)
+    if y.shape != (rows, width) or x.shape[1] != group.d_in:
+        raise ValueError(
+            f"x {tuple(x.shape)} and y {tuple(y.shape)} do not fit a group"
+            f" {group.d_in} → {group.d_outs}"
+        )
+    if y.dtype != group.dtype or x.dtype != group.dtype:
+        raise ValueError(f"x is {x.dtype} and y {y.dtype}, the group is {group.dtype}")
+    if (backend or backends.default()) == "reference":
+        _check(rows, segments, len(group))
+        reference.apply(y, x, segments, group)
+        return
+    (y_stride, y_column), (x_stride, x_column) = y.stride(), x.stride()
+    if (y_column != 1 and width > 1) or (x_column != 1 and group.d_in > 1):
+        raise ValueError("the columns of x and y must lie side by side")
+    group.native.apply(
+        y.data_ptr(),
+        y_stride,
+        x.data_ptr(),
+        x_stride,
+        rows,
+        Segments.of(segments).native,
+        -1 if config is None else config,
+        threads or torch.get_num_threads(),
+    )
 
 
-def _check(
-    y: torch.Tensor,
+def heads(
     x: torch.Tensor,
     segments: Sequence[Segment],
-    pairs: Sequence[LoraPair | None],
-) -> None:
-    if y.shape[0] != x.shape[0]:
-        raise ValueError(f"y has {y.shape[0]} rows, x has {x.shape[0]}")
+    group: HeadGroup,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Scores of vision task heads before the softmax: shrink only.
+
+    Semantics: y[R, : classes of slot] = x[R] Wᵀ + bias for every segment; all else is zero.
+    x: [T, d_in] fp32 → y: [T, most classes of a slot]. Raises ValueError as `apply`, and for a
+    slot without a head.
+    """
+    rows = x.shape[0]
+    if x.dim() != 2 or x.shape[1] != group.d_in or x.dtype != torch.float32:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit fp32 heads of {group.d_in}")
+    _check(rows, segments, len(group))
     for segment in segments:
-        if not 0 <= segment.slot < len(pairs):
-            raise ValueError(f"slot {segment.slot} is not one of the {len(pairs)} adapters")
-        if segment.start < 0 or segment.length < 0 or segment.start + segment.length > x.shape[0]:
-            raise ValueError(f"{segment} lies outside the {x.shape[0]} rows")
-        pair = pairs[segment.slot]
-        if pair is not None and (
-            pair.a.shape[1] != x.shape[1]
-            or pair.b.shape[0] != y.shape[1]
-            or pair.a.shape[0] != pair.b.shape[1]
-        ):
+        if group.heads[segment.slot] is None:
+            raise ValueError(f"slot {segment.slot} has no head")
+    y = x.new_zeros(rows, max((group.classes(segment.slot) for segment in segments), default=0))
+    if (backend or backends.default()) == "reference":
+        reference.heads(y, x, segments, group)
+        return y
+    x = x.contiguous()
+    group.native.heads(
+        y.data_ptr(),
+        y.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        rows,
+        Segments.of(segments).native,
+    )
+    return y
+
+
+def merge(
+    out: torch.Tensor,
+    base: torch.Tensor,
+    updates: Sequence[MergeUpdate],
+    sign: int = 1,
+    *,
+    config: int | None = None,
+    threads: int | None = None,
+    backend: Backend | None = None,
+) -> None:
+    """Merged weights of all layers and targets in one call (§4.4.1).
+
+    Semantics: for every update (offset, (A, B)), W = base[offset : …] viewed [d_out, d_in]:
+    the same place of out becomes W + sign · B A. Elements of no update are not written.
+
+    out, base: flat slabs of one dtype (fp32, bf16); `out is base` merges in place. A, B: fp32,
+    contiguous. Updates must not overlap. Raises ValueError for what does not fit.
+    """
+    if out.shape != base.shape or out.dim() != 1 or out.dtype != base.dtype:
+        raise ValueError(f"out {tuple(out.shape)} {out.dtype}, base {tuple(base.shape)}: not alike")
+    if out.dtype not in DTYPES or not (out.is_contiguous() and base.is_contiguous()):
+        raise ValueError(f"slabs must be contiguous, {' or '.join(DTYPES.values())}")
+    for offset, (a, b) in updates:
+        fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] > 0
+        if not fits or offset < 0 or offset + b.shape[0] * a.shape[1] > base.shape[0]:
             raise ValueError(
-                f"slot {segment.slot}: A {tuple(pair.a.shape)} and B {tuple(pair.b.shape)}"
-                f" do not fit x {tuple(x.shape)} and y {tuple(y.shape)}"
+                f"A {tuple(a.shape)} and B {tuple(b.shape)} at {offset} do not fit a slab of"
+                f" {base.shape[0]}"
             )
+        if a.dtype != torch.float32 or b.dtype != torch.float32:
+            raise ValueError(f"merging needs fp32 factors, not {a.dtype} and {b.dtype}")
+        if not (a.is_contiguous() and b.is_contiguous()):
+            raise ValueError("merging needs contiguous factors")
+    if (backend or backends.default()) == "reference":
+        reference.merge(out, base, updates, sign)
+        return
+    backends.native().merge(
+        out.data_ptr(),
+        base.data_ptr(),
+        DTYPES[out.dtype],
+        [
+            (offset, b.shape[0], a.shape[1], a.shape[0], a.data_ptr(), b.data_ptr())
+            for offset, (a, b) in updates
+        ],
+        sign,
+        -1 if config is None else config,
+        threads or torch.get_num_threads(),
+    )
+
+
+def _check(rows: int, segments: Sequence[Segment], slots: int) -> None:
+    for segment in segments:
+        if not 0 <= segment.slot < slots:
+            raise ValueError(f"slot {segment.slot} is not one of the {slots} adapters")
+        if segment.start < 0 or segment.length < 0 or segment.start + segment.length > rows:
+            raise ValueError(f"{segment} lies outside the {rows} rows")
+        if segment.sign not in (1, -1):
+            raise ValueError(f"{segment}: the sign must be +1 or -1")

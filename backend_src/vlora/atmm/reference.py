@@ -6,20 +6,34 @@ from collections.abc import Sequence
 
 import torch
 
-from vlora.atmm.types import LoraPair, Segment
+from vlora.atmm.groups import HeadGroup, LoraGroup
+from vlora.atmm.types import MergeUpdate, Segment
 
 
-def apply(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    segments: Sequence[Segment],
-    pairs: Sequence[LoraPair | None],
-) -> None:
+def apply(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
     """See `vlora.atmm.op.apply`."""
+    for part, pairs in zip(y.split(list(group.d_outs), dim=1), group.pairs, strict=True):
+        for segment in segments:
+            pair = pairs[segment.slot]
+            if pair is None or segment.length == 0:
+                continue
+            rows = slice(segment.start, segment.start + segment.length)
+            low_rank = x[rows] @ pair.a.T
+            part[rows].add_(low_rank @ pair.b.T, alpha=segment.sign)
+
+
+def heads(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: HeadGroup) -> None:
+    """See `vlora.atmm.op.heads`."""
     for segment in segments:
-        pair = pairs[segment.slot]
-        if pair is None or segment.length == 0:
-            continue
+        head = group.heads[segment.slot]
+        assert head is not None
         rows = slice(segment.start, segment.start + segment.length)
-        low_rank = x[rows] @ pair.a.T
-        y[rows].add_(low_rank @ pair.b.T, alpha=segment.sign)
+        y[rows, : head.weight.shape[0]] = x[rows] @ head.weight.T + head.bias
+
+
+def merge(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int) -> None:
+    """See `vlora.atmm.op.merge`."""
+    for offset, (a, b) in updates:
+        place = slice(offset, offset + b.shape[0] * a.shape[1])
+        weight = base[place].view(b.shape[0], a.shape[1])
+        out[place] = (weight.float() + sign * (b @ a)).to(out.dtype).flatten()

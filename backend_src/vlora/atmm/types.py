@@ -1,11 +1,18 @@
-"""The operator's vocabulary: segments of rows and the low-rank pairs they go through."""
+"""The operator's vocabulary: segments of rows and the weights they go through."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
+
+from vlora.atmm import backends
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+"""Storage types of adapters, and the names that tables and configurations give them."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,19 @@ class Segment:
     sign: int = 1
 
 
+class Segments(tuple[Segment, ...]):
+    """The segments of one step. Every layer of the step uses them, so the compiled core's copy is
+    made once; any other sequence of segments serves as well, copied at each call."""
+
+    @cached_property
+    def native(self) -> Any:
+        return backends.native().Segments([(s.start, s.length, s.slot, s.sign) for s in self])
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> Segments:
+        return segments if isinstance(segments, cls) else cls(segments)
+
+
 class LoraPair(NamedTuple):
     """a: [rank, d_in]; b: [d_out, rank] with the LoRA scale folded in. Same dtype and device."""
 
@@ -30,3 +50,19 @@ class LoraPair(NamedTuple):
     @property
     def rank(self) -> int:
         return self.a.shape[0]
+
+
+class Head(NamedTuple):
+    """A linear layer that answers in place of the LM head: weight [classes, d_in], bias
+    [classes]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+class MergeUpdate(NamedTuple):
+    """One matrix [d_out, d_in] of a slab, `offset` elements in, and the fp32 pair merged into
+    it."""
+
+    offset: int
+    pair: LoraPair

@@ -14,21 +14,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from vlora.atmm.types import Head as Linear
 from vlora.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
 class Head:
-    """weight: [classes, hidden] fp32; bias: [classes] fp32; one label a class."""
+    """linear: weight [classes, hidden] and bias [classes], fp32; one label a class."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor
+    linear: Linear
     labels: tuple[str, ...]
     tasks: tuple[str, ...]
-
-    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [hidden] → softmax scores [classes]."""
-        return torch.softmax(self.weight @ hidden + self.bias, dim=0)
 
 
 class Refuse(Protocol):
@@ -57,7 +53,8 @@ def load_head(folder: Path, declared: Any, hidden: int, refuse: Refuse) -> Head 
             raise refuse(f"has '{name}' {tuple(tensors[name].shape)}; it must be {shape}")
         if not bool(torch.isfinite(tensors[name]).all()):
             raise refuse(f"has NaN or Inf in '{name}'")
-    return Head(tensors["weight"].float(), tensors["bias"].float(), labels, tasks)
+    linear = Linear(tensors["weight"].float(), tensors["bias"].float())
+    return Head(linear, labels, tasks)
 
 
 def _declaration(declared: Any, refuse: Refuse) -> tuple[tuple[str, ...], tuple[str, ...]]:

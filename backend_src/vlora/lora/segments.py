@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vlora.atmm.types import Segment
+from vlora.atmm.types import Segment, Segments
 
 BASE = -1
 """Slot of rows that use no adapter."""
 
 
-def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> tuple[Segment, ...]:
+def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segments:
     """Segments for runs of rows given as (slot, length), in row order.
 
     A run of adapter a gets +a if a is neither the live adapter nor the base, and −live if an
@@ -31,4 +31,4 @@ def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> tuple[
             segments.append(Segment(first, length, slot, +1))
         if live not in (BASE, slot):
             segments.append(Segment(first, length, live, -1))
-    return tuple(segments)
+    return Segments(segments)

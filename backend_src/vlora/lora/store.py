@@ -1,4 +1,4 @@
-"""The adapters of a server: names, slots, and each target's pairs by slot.
+"""The adapters of a server: names, slots, and their weights by slot, packed for the operator.
 
 Every adapter is loaded at start and stays. One that does not load is remembered with its reason
 and is an error for its own requests alone.
@@ -7,10 +7,10 @@ and is an error for its own requests alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vlora.atmm.types import LoraPair
+from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.errors import InvalidArgument, NotFound, nearest
 from vlora.lora.adapter import Adapter, AdapterInfo, ModelShape, Place, load_adapter
 from vlora.lora.segments import BASE
@@ -21,14 +21,16 @@ MAX_NAMES_IN_ERROR = 20
 
 
 class AdapterStore:
-    """Owns the packed weights; a slot is an adapter's index in every list of pairs."""
+    """Owns the packed weights; a slot is an adapter's index in every group."""
 
     def __init__(self, model: ModelShape) -> None:
         self._model = model
         self._adapters: list[Adapter] = []
         self._slots: dict[str, int] = {}
         self._broken: dict[str, InvalidArgument] = {}
-        self._pairs: dict[Place, list[LoraPair | None]] = {}
+        self._groups: dict[tuple[Place, ...], LoraGroup] = {}
+        self.heads = HeadGroup(model.hidden)
+        """Vision task heads by slot."""
 
     def load(self, folders: Mapping[str, Path]) -> None:
         """Load each named folder, in order of name."""
@@ -42,14 +44,20 @@ class AdapterStore:
     def _add(self, adapter: Adapter) -> None:
         self._slots[adapter.info.name] = len(self._adapters)
         self._adapters.append(adapter)
-        for place, pairs in self._pairs.items():
-            pairs.append(adapter.pairs.get(place))
+        self.heads.append(adapter.head.linear if adapter.head else None)
+        for places, group in self._groups.items():
+            group.append([adapter.pairs.get(place) for place in places])
 
-    def pairs(self, place: Place) -> list[LoraPair | None]:
-        """Pairs of one matrix by slot; the list is shared and grows as adapters are added."""
-        if place not in self._pairs:
-            self._pairs[place] = [adapter.pairs.get(place) for adapter in self._adapters]
-        return self._pairs[place]
+    def group(self, places: Sequence[Place]) -> LoraGroup:
+        """Pairs of matrices that share their input; the group grows as adapters are added."""
+        key = tuple(places)
+        if key not in self._groups:
+            shapes = [self._model.shape_of(place) for place in key]
+            group = LoraGroup(shapes[0][1], [d_out for d_out, _ in shapes])
+            for adapter in self._adapters:
+                group.append([adapter.pairs.get(place) for place in key])
+            self._groups[key] = group
+        return self._groups[key]
 
     def names(self) -> tuple[str, ...]:
         """Names of the adapters that can be asked for."""

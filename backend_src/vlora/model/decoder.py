@@ -29,7 +29,7 @@ class Decoder:
     ) -> None:
         self._config = config
         self._weights = weights
-        self._lm_head_pairs = adapters.pairs((-1, LM_HEAD))
+        self._lm_head_lora = adapters.group([(-1, LM_HEAD)])
         self._layers = [
             DecoderLayer(layer, config, weights, adapters) for layer in range(config.layers)
         ]
@@ -55,7 +55,7 @@ class Decoder:
         """hidden: [rows, hidden] after the final norm; segments over these rows → [rows, V]."""
         logits = F.linear(hidden, self._weights.lm_head)
         if segments:
-            op.apply(logits, hidden, segments, self._lm_head_pairs)
+            op.apply(logits, hidden, segments, self._lm_head_lora)
         return logits
 
 
@@ -75,7 +75,7 @@ class DecoderLayer:
                 layer,
                 group,
                 _fused_bias(group, layer, config, weights),
-                [adapters.pairs((layer, target)) for target in group],
+                adapters.group([(layer, target) for target in group]),
             )
             for group in GROUPS
         )

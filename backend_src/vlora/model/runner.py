@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlora.lora.head import Head
+from vlora.atmm import op
 from vlora.lora.segments import BASE, signed_segments
 from vlora.lora.store import AdapterStore
 from vlora.model.attention import AttentionPlan, KVStore, Span
@@ -100,13 +100,16 @@ class Runner:
         for_logits = len(by_kind["logits"])
         segments = signed_segments((ranges[i].slot, 1) for i in by_kind["logits"])
         logits = self._decoder.logits(normed[:for_logits], segments)
-        scores = tuple(
-            self._head(ranges[i].slot).scores(row)
-            for i, row in zip(by_kind["head"], normed[for_logits:], strict=True)
-        )
-        return StepResult(logits, scores)
+        heads = [ranges[i].slot for i in by_kind["head"]]
+        return StepResult(logits, self._scores(normed[for_logits:], heads))
 
-    def _head(self, slot: int) -> Head:
-        head = self._adapters.adapter(slot).head
-        assert head is not None, "a request with use_head is checked when it is submitted"
-        return head
+    def _scores(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """hidden: one row a slot → each one's softmax scores; all heads in one call."""
+        if not slots:
+            return ()
+        heads = self._adapters.heads
+        values = op.heads(hidden, signed_segments((slot, 1) for slot in slots), heads)
+        return tuple(
+            torch.softmax(row[: heads.classes(slot)], dim=0)
+            for row, slot in zip(values, slots, strict=True)
+        )

@@ -1,0 +1,45 @@
+"""Which implementation serves the operator: resolved once, logged with its reason."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from functools import cache
+from typing import Any, Literal, cast
+
+log = logging.getLogger(__name__)
+
+Backend = Literal["cpu", "reference"]
+
+VARIABLE = "VLORA_ATMM"
+"""Environment variable that names the backend, for tests and for a doubtful machine."""
+
+
+@cache
+def default() -> Backend:
+    """The compiled CPU core where it was built; else the reference operator, with one warning."""
+    asked = os.environ.get(VARIABLE)
+    if asked is not None:
+        if asked not in ("cpu", "reference"):
+            raise ValueError(f"{VARIABLE}={asked}; it must be 'cpu' or 'reference'")
+        log.info("ATMM: %s, since %s says so", asked, VARIABLE)
+        return cast(Backend, asked)
+    try:
+        core = native()
+    except ImportError as error:
+        log.warning("ATMM: the reference operator, which is slow: %s", error)
+        return "reference"
+    log.info("ATMM: compiled for the CPU, instruction set %s", core.isa())
+    return "cpu"
+
+
+@cache
+def native() -> Any:
+    """The compiled core; ImportError says why there is none."""
+    try:
+        return importlib.import_module("vlora.atmm._cpu")
+    except ImportError as error:
+        raise ImportError(f"the compiled core is missing (no compiler at install?): {error}") from (
+            error
+        )

@@ -1,0 +1,165 @@
+"""Weights by slot, packed once: what a call of the operator goes through.
+
+A group holds the projections that share an input (q, k, v; gate, up), so that one call reads its
+rows once. Packing is the CPU core's (csrc/atmm/README.md); the reference reads the plain pairs.
+Knows nothing of names, files or pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from vlora.atmm import backends
+from vlora.atmm.types import DTYPES, Head, LoraPair
+
+
+class LoraGroup:
+    """Projections [d_out, d_in] with one input, and each slot's pair for each of them.
+
+    pairs[output][slot] is None where that adapter does not target that projection. A group keeps
+    what it is given alive; the packed copies are its own. dtype: of rows, weights and outputs.
+    """
+
+    def __init__(
+        self, d_in: int, d_outs: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"ATMM serves {', '.join(DTYPES.values())}, not {dtype}")
+        self.d_in = d_in
+        self.d_outs = tuple(d_outs)
+        self.dtype = dtype
+        self.pairs: tuple[list[LoraPair | None], ...] = tuple([] for _ in self.d_outs)
+        self._packed: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        """Slots so far."""
+        return len(self.pairs[0])
+
+    @classmethod
+    def of(cls, d_in: int, *columns: Sequence[LoraPair]) -> LoraGroup:
+        """A group of whole adapters: columns[output][slot]. For tests and benches."""
+        group = cls(d_in, [pairs[0].b.shape[0] for pairs in columns], columns[0][0].a.dtype)
+        for row in zip(*columns, strict=True):
+            group.append(row)
+        return group
+
+    def append(self, pairs: Sequence[LoraPair | None]) -> int:
+        """Add one adapter: its pair for each output, or None. Returns its slot.
+
+        Raises ValueError for a pair that does not fit its projection.
+        """
+        slot = len(self)
+        for output, (pair, d_out) in enumerate(zip(pairs, self.d_outs, strict=True)):
+            if pair is not None:
+                self._check(slot, output, pair, d_out)
+        for column, pair in zip(self.pairs, pairs, strict=True):
+            column.append(pair)
+        if "native" in self.__dict__:
+            self._add(self.native, slot)
+        elif backends.default() == "cpu":
+            _ = self.native  # packs now, at load, and not in the first forward pass
+        return slot
+
+    def _check(self, slot: int, output: int, pair: LoraPair, d_out: int) -> None:
+        a, b = tuple(pair.a.shape), tuple(pair.b.shape)
+        if len(a) != 2 or a[1] != self.d_in or b != (d_out, a[0]) or a[0] < 1:
+            raise ValueError(
+                f"slot {slot}, output {output}: A {a} and B {b} do not fit a projection"
+                f" [{d_out}, {self.d_in}]"
+            )
+        if pair.a.dtype != self.dtype or pair.b.dtype != self.dtype:
+            raise ValueError(
+                f"slot {slot}, output {output}: A is {pair.a.dtype} and B {pair.b.dtype},"
+                f" the group is {self.dtype}"
+            )
+
+    @cached_property
+    def native(self) -> Any:
+        """The core's view of this group, made when it is first used."""
+        core = backends.native()
+        group = core.Group(self.d_in, list(self.d_outs), DTYPES[self.dtype])
+        for slot in range(len(self)):
+            self._add(group, slot)
+        return group
+
+    def _add(self, group: Any, slot: int) -> None:
+        group.add_slot([self._pack(column[slot]) for column in self.pairs])
+
+    def _pack(self, pair: LoraPair | None) -> tuple[int, int, int] | None:
+        """(rank, address of packed A, of packed B)."""
+        if pair is None:
+            return None
+        a = pack(pair.a)
+        b = pack(pair.b)
+        self._packed += [a, b]
+        return pair.rank, a.data_ptr(), b.data_ptr()
+
+
+class HeadGroup:
+    """Heads by slot, None where an adapter has none; fp32, any number of classes each."""
+
+    def __init__(self, d_in: int) -> None:
+        self.d_in = d_in
+        self.heads: list[Head | None] = []
+        self._packed: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def classes(self, slot: int) -> int:
+        """Scores that the head of `slot` gives, 0 for none."""
+        head = self.heads[slot]
+        return 0 if head is None else head.weight.shape[0]
+
+    def append(self, head: Head | None) -> int:
+        """Add one adapter's head. Returns its slot; ValueError if it does not fit."""
+        if head is not None and (
+            head.weight.dim() != 2
+            or head.weight.shape[1] != self.d_in
+            or head.bias.shape != (head.weight.shape[0],)
+            or head.weight.dtype != torch.float32
+        ):
+            raise ValueError(
+                f"slot {len(self)}: a head of {tuple(head.weight.shape)} {head.weight.dtype} with"
+                f" bias {tuple(head.bias.shape)} does not fit fp32 inputs of {self.d_in}"
+            )
+        self.heads.append(head)
+        if "native" in self.__dict__:
+            self.native.add_slot([self._pack(head)])
+        elif backends.default() == "cpu":
+            _ = self.native
+        return len(self) - 1
+
+    @cached_property
+    def native(self) -> Any:
+        group = backends.native().Group(self.d_in, [1], DTYPES[torch.float32])
+        for head in self.heads:
+            group.add_slot([self._pack(head)])
+        return group
+
+    def _pack(self, head: Head | None) -> tuple[int, int, int] | None:
+        if head is None:
+            return None
+        weight, bias = pack(head.weight), head.bias.float().contiguous()
+        self._packed += [weight, bias]
+        return head.weight.shape[0], weight.data_ptr(), bias.data_ptr()
+
+
+def pack(matrix: torch.Tensor) -> torch.Tensor:
+    """[n, k], any strides → the panels that the kernels read, as flat bytes on 64.
+
+    A panel is 16 rows of `matrix` interleaved: for every k (bf16: pair of k) the 16 values lie
+    together. The last panel is padded with zeros.
+    """
+    core = backends.native()
+    n, k = matrix.shape
+    name = DTYPES[matrix.dtype]
+    size = core.packed_bytes(n, k, name)
+    store = torch.empty(size + 64, dtype=torch.uint8)
+    packed = store[-store.data_ptr() % 64 :][:size]
+    core.pack(packed.data_ptr(), matrix.data_ptr(), n, k, *matrix.stride(), name)
+    return packed

@@ -1,0 +1,106 @@
+"""Tile configurations of the compiled core, the table that chooses among them, and its limits.
+
+A thin, typed face of the core; the look-up itself is C++ (csrc/atmm/include/atmm/table.h).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from vlora.atmm import backends
+
+Operation = Literal["apply", "merge"]
+VERSION = 1
+"""Of the table's file format."""
+
+
+def isas() -> list[str]:
+    """Instruction sets that were compiled and that this CPU can run, best first."""
+    return cast(list[str], backends.native().isas())
+
+
+@contextmanager
+def isa(name: str) -> Iterator[None]:
+    """Use one instruction set for a while; ValueError for one that this CPU cannot run."""
+    core = backends.native()
+    before = core.isa()
+    core.set_isa(name)
+    try:
+        yield
+    finally:
+        core.set_isa(before)
+
+
+def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
+    """Every compiled configuration of the current instruction set; its index is its number."""
+    return cast(list[dict[str, Any]], backends.native().configs(operation, dtype))
+
+
+def key(
+    operation: Operation,
+    dtype: str,
+    *,
+    rows: int,
+    d_in: int,
+    d_out: int,
+    rank: int,
+    segments: int,
+) -> int:
+    """The 128-bit key of a shape's buckets."""
+    low, high = backends.native().key(operation, dtype, rows, d_in, d_out, rank, segments)
+    return int(high) << 64 | int(low)
+
+
+def use(entries: Mapping[int, str]) -> None:
+    """Replace the current instruction set's table: key → configuration name (ValueError for an
+    unknown one)."""
+    mask = (1 << 64) - 1
+    backends.native().use_table([(k & mask, k >> 64, name) for k, name in entries.items()])
+
+
+def load(path: Path) -> None:
+    """Use the table in a file: {"version", …, "entries": {key in hexadecimal: name}}."""
+    table = json.loads(path.read_text())
+    if table.get("version") != VERSION:
+        raise ValueError(f"{path} has version {table.get('version')}; {VERSION} is read")
+    use({int(k, 16): name for k, name in table["entries"].items()})
+
+
+def clear() -> None:
+    """Back to the built-in choice for every shape."""
+    use({})
+
+
+def counters() -> dict[str, int]:
+    """Look-ups so far: hits, misses that took the nearest bucket, defaults (no table)."""
+    return cast(dict[str, int], backends.native().counters())
+
+
+def reset_counters() -> None:
+    backends.native().reset_counters()
+
+
+@contextmanager
+def pinned(name: str | None = None) -> Iterator[None]:
+    """One tile for every shape (the built-in one by default), and sums in one order: a row's
+    output is then bit-identical whatever the batch."""
+    core = backends.native()
+    core.pin(name or "default")
+    try:
+        yield
+    finally:
+        core.pin("")
+
+
+def peak(dtype: str, seconds: float, threads: int = 1) -> float:
+    """flop/s of a register-only loop of the current instruction set's best multiply-adds."""
+    return float(backends.native().peak(dtype, seconds, threads))
+
+
+def bandwidth(size: int, seconds: float, threads: int = 1) -> float:
+    """bytes/s read from a working set of `size` bytes, shared out among the threads."""
+    return float(backends.native().bandwidth(size, seconds, threads))

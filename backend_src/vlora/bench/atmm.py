@@ -1,0 +1,171 @@
+"""ATMM as the benches see it: the operator, its tile configurations, threads, microbenchmarks.
+
+The only file of the bench that knows how the operator is called; where the compiled core is
+missing the reference stands in, and the roofline is torch's own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+import vlora.atmm as atmm_package
+from vlora.atmm import backends, op
+from vlora.atmm.groups import LoraGroup
+from vlora.atmm.types import LoraPair, MergeUpdate, Segments
+from vlora.bench.cells import DTYPES, Cell
+from vlora.bench.limits import Limits
+from vlora.bench.operators import Baseline, Call
+
+BUILT_IN = ("r8-s64-e64-d0-p24", "r96-s32-e32-d256-p0-packed")
+"""The core's own choices without a table, for few and for many rows."""
+
+
+class Atmm(Baseline):
+    """The operator under test: its tile looked up in the table, or one `config` for all shapes."""
+
+    name: ClassVar[str] = "atmm"
+
+    def __init__(self, config: int | None = None) -> None:
+        self._config = config
+
+    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+        group = LoraGroup.of(cell.width, pairs)
+        segments, config = Segments(cell.segments), self._config
+
+        def call(y: torch.Tensor, x: torch.Tensor) -> None:
+            op.apply(y, x, segments, group, config=config)
+
+        return call
+
+
+class StaticTile(Atmm):
+    """ATMM with one configuration for every shape."""
+
+    prefix: ClassVar[str] = "static:"
+
+    def __init__(self, config: int, name: str) -> None:
+        super().__init__(config)
+        self.name = self.prefix + name  # type: ignore[misc]
+
+
+def compiled() -> bool:
+    return backends.default() == "cpu"
+
+
+def static_tiles(dtype: str) -> list[Baseline]:
+    """The candidates for the best single static tile: what the table names most often, and the
+    built-in choices; some that stream adapters and some that block them."""
+    if not compiled():
+        return []
+    from vlora.atmm import tiles
+
+    configs = tiles.configs("apply", dtype)
+    index = {config["name"]: i for i, config in enumerate(configs)}
+    counts = _table_counts(dtype)
+    names = sorted(counts.keys() & index.keys(), key=lambda name: -counts[name])
+    streaming = [name for name in names if not configs[index[name]]["depth_block"]]
+    blocking = [name for name in names if configs[index[name]]["depth_block"]]
+    chosen = dict.fromkeys((*streaming[:2], *blocking[:2], *BUILT_IN))
+    return [StaticTile(index[name], name) for name in chosen if name in index]
+
+
+def _table_counts(dtype: str) -> dict[str, int]:
+    """How often the tables of the current instruction set name each configuration."""
+    counts: dict[str, int] = {}
+    for path in (Path(atmm_package.__file__).parent / "tables").glob("*.json"):
+        table = json.loads(path.read_text())
+        if (table["isa"], table["dtype"]) == (backends.native().isa(), dtype):
+            for name, count in table["configs"].items():
+                counts[name] = counts.get(name, 0) + count
+    return counts
+
+
+def prepare_merge(
+    out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]
+) -> Callable[[], None]:
+    """One call for all layers and targets."""
+    return lambda: op.merge(out, base, updates)
+
+
+def set_threads(count: int) -> None:
+    """ATMM takes torch's number."""
+    torch.set_num_threads(count)
+
+
+def bf16_instructions() -> bool:
+    return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
+
+
+def describe() -> dict[str, Any]:
+    """Which implementation the figures are of, and with how many tiles."""
+    if not compiled():
+        return {"atmm": "reference"}
+    from vlora.atmm import tiles
+
+    return {
+        "atmm": "cpu",
+        "isa": backends.native().isa(),
+        "configs": {dtype: len(tiles.configs("apply", dtype)) for dtype in DTYPES},
+    }
+
+
+def counters() -> dict[str, int]:
+    """Table hits and misses since the start; empty for the reference."""
+    if not compiled():
+        return {}
+    from vlora.atmm import tiles
+
+    return dict(tiles.counters())
+
+
+class LimitsByThreads:
+    """The roofline for each thread count of a run."""
+
+    def __init__(self) -> None:
+        self._limits: dict[int, Limits] = {}
+
+    def __call__(self, threads: int) -> Limits:
+        return self._limits.setdefault(threads, _limits(threads))
+
+    def as_meta(self) -> dict[str, Any]:
+        return {f"{count} threads": limits.as_meta() for count, limits in self._limits.items()}
+
+
+def _limits(threads: int) -> Limits:
+    if not compiled():
+        return Limits(_torch_peak, _torch_bandwidth)
+    from vlora.atmm import tiles
+
+    return Limits(
+        lambda dtype, seconds: float(tiles.peak(dtype, seconds, threads)),
+        lambda size, seconds: float(tiles.bandwidth(size, seconds, threads)),
+    )
+
+
+def _torch_peak(dtype: str, seconds: float) -> float:
+    side = 768
+    a = torch.randn(side, side).to(DTYPES[dtype])
+    return 2 * side**3 * _rate(lambda: torch.mm(a, a), seconds)
+
+
+def _torch_bandwidth(size: int, seconds: float) -> float:
+    values = torch.zeros(max(1, size // 4))
+    return size * _rate(lambda: values.sum(), seconds)
+
+
+def _rate(call: Callable[[], object], seconds: float) -> float:
+    """Calls a second, the best of several short spells."""
+    best = 0.0
+    call()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        call()
+        best = max(best, 1 / (time.perf_counter() - started))
+    return best

@@ -1,0 +1,138 @@
+"""`vlora bench kernels` and `vlora bench switch`; torch is imported when one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+if TYPE_CHECKING:
+    from vlora.bench.kernels import Result
+    from vlora.bench.switch import SwitchResult
+
+bench_app = typer.Typer(help="Measure; every bench prints a table and writes JSON.")
+
+ThreadsOption = Annotated[str, typer.Option(help="Thread counts, one run each.")]
+TypesOption = Annotated[str, typer.Option(help="Storage types: fp32, bf16.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Within 50 s on two cores.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write meta, rows, summary here.")]
+
+SWITCH_ROUNDS, SWITCH_QUICK_ROUNDS = 11, 5
+WIDE = 150
+"""Columns of the table where the output is no terminal."""
+
+
+@bench_app.callback()
+def _root() -> None:
+    """Measure; every bench prints a table and writes JSON."""
+
+
+@bench_app.command()
+def kernels(
+    threads: ThreadsOption = "1,2",
+    dtypes: TypesOption = "fp32,bf16",
+    quick: QuickOption = False,
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the speed-ups (matplotlib).")] = None,
+    grid: Annotated[Path | None, typer.Option(help="Another grid file.")] = None,
+) -> None:
+    """ATMM against PEFT's loop, a slice loop, dLoRA's einsum, padded batches, a static tile."""
+    from vlora.bench import atmm, report
+    from vlora.bench import kernels as bench
+    from vlora.bench.cells import GRIDS, load_grid
+
+    console = _console()
+    path = grid or GRIDS / "kernels.json"
+    cells = load_grid(path, _types(dtypes), quick=quick)
+    counts = _counts(threads)
+    described = report.meta("bench kernels", quick) | {"grid": path.name, **atmm.describe()}
+    results: list[Result] = []
+    table = report.kernel_table()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(cells) * len(counts))
+        limits = atmm.LimitsByThreads()
+        for result in bench.run(
+            cells,
+            counts,
+            bench.QUICK if quick else bench.FULL,
+            limits,
+            atmm.set_threads,
+            bf16_instructions=atmm.bf16_instructions(),
+        ):
+            results.append(result)
+            table.add_row(*report.kernel_cells(result))
+            progress.update(task, advance=1, description=result.cell.name)
+    atmm.set_threads(counts[0])
+    steady = bench.stability(bench.stability_cells(cells, quick=quick))
+    summary = bench.summarize(results) | bench.summarize_stability(steady)
+    console.print(table)
+    report.show_left_out(console, results)
+    console.print(report.stability_table(steady))
+    console.print(report.summary_table(summary, f"geometric means over threads {threads}"))
+    described |= {"limits": limits.as_meta()}
+    if json is not None:
+        rows = [result.as_row() for result in results] + [{"stability": row} for row in steady]
+        report.write_json(json, described, rows, summary)
+        console.print(f"written: {json}", soft_wrap=True)
+    if plot is not None:
+        report.plot_speed_ups(results, plot)
+
+
+@bench_app.command()
+def switch(
+    threads: ThreadsOption = "1,2",
+    dtypes: TypesOption = "fp32,bf16",
+    quick: QuickOption = False,
+    json: JsonOption = None,
+) -> None:
+    """The merge of all layers against its limit and torch.addmm per layer."""
+    from vlora.bench import atmm, report
+    from vlora.bench import switch as bench
+    from vlora.bench.cells import GRIDS
+
+    console = _console()
+    models = bench.load_models(GRIDS / "switch.json", _types(dtypes), quick=quick)
+    described = report.meta("bench switch", quick) | {"grid": "switch.json", **atmm.describe()}
+    results: list[SwitchResult] = []
+    limits = atmm.LimitsByThreads()
+    counts = _counts(threads)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("merging", total=len(models) * len(counts))
+        rounds = SWITCH_QUICK_ROUNDS if quick else SWITCH_ROUNDS
+        for result in bench.run(models, counts, rounds, limits, atmm.set_threads):
+            results.append(result)
+            progress.update(task, advance=1, description=result.model.name)
+    summary = bench.summarize(results)
+    console.print(report.switch_table(results))
+    console.print(report.summary_table(summary, f"geometric means over threads {threads}"))
+    described |= {"limits": limits.as_meta()}
+    if json is not None:
+        report.write_json(json, described, [result.as_row() for result in results], summary)
+        console.print(f"written: {json}", soft_wrap=True)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDE)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise typer.BadParameter(f"--threads {text!r} is not a list such as 1,2")
+    return counts
+
+
+def _types(text: str) -> list[str]:
+    from vlora.bench.cells import DTYPES
+
+    types = text.split(",")
+    if not set(types) <= set(DTYPES):
+        raise typer.BadParameter(f"--dtypes {text!r}: known are {', '.join(DTYPES)}")
+    return types

@@ -1,0 +1,178 @@
+"""`vlora bench switch`: the merge of all layers, M = W + B·A, against its limit and torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlora.atmm.types import LoraPair, MergeUpdate
+from vlora.bench.atmm import prepare_merge
+from vlora.bench.cells import DTYPES
+from vlora.bench.limits import Limits
+from vlora.bench.timing import Timing, geometric_mean, interleaved
+
+ATMM, IN_PLACE, ADDMM, COPY = "atmm", "atmm_in_place", "addmm", "copy"
+
+
+@dataclass(frozen=True)
+class Model:
+    """`layers` layers with targets of (d_out, d_in) each, one adapter of one rank on all."""
+
+    name: str
+    layers: int
+    targets: tuple[tuple[int, int], ...]
+    rank: int
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return self.layers * sum(d_out * d_in for d_out, d_in in self.targets)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rank * self.elements
+
+    @property
+    def moved_bytes(self) -> int:
+        """W read, M written; A and B read in fp32."""
+        size = DTYPES[self.dtype].itemsize
+        factors = sum(4 * (d_out + d_in) for d_out, d_in in self.targets)
+        return 2 * size * self.elements + self.layers * self.rank * factors
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "layers": self.layers,
+            "targets": [list(target) for target in self.targets],
+            "rank": self.rank,
+            "dtype": self.dtype,
+            "mbytes": self.elements * DTYPES[self.dtype].itemsize >> 20,
+        }
+
+
+@dataclass(frozen=True)
+class SwitchResult:
+    model: Model
+    threads: int
+    limits: Limits
+    timings: Mapping[str, Timing]
+
+    @property
+    def limit(self) -> float:
+        """Seconds, by the best peak and bandwidth that the run has seen so far."""
+        moved = ((self.model.moved_bytes, True),)
+        return self.limits.seconds(self.model.flops, moved, self.model.dtype)
+
+    @property
+    def roofline(self) -> float:
+        """Limit over measured time: 1 = at the limit."""
+        return self.limit / self.timings[ATMM].median
+
+    @property
+    def vs_addmm(self) -> float:
+        return self.timings[ADDMM].median / self.timings[ATMM].median
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            **self.model.as_row(),
+            "threads": self.threads,
+            "limit_ms": round(self.limit * 1e3, 3),
+            "roofline": round(self.roofline, 4),
+            "vs_addmm": round(self.vs_addmm, 4),
+            "ms": {name: round(t.median * 1e3, 3) for name, t in self.timings.items()},
+            "noise_of": {name: round(t.noise, 4) for name, t in self.timings.items()},
+        }
+
+
+def load_models(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Model]:
+    found = []
+    for entry in json.loads(path.read_text())["models"]:
+        layers = entry["quick_layers"] if quick else entry["layers"]
+        targets = tuple((d_out, d_in) for d_out, d_in in entry["targets"])
+        for rank in entry["rank"][: 1 if quick else None]:
+            found += [Model(entry["name"], layers, targets, rank, dtype) for dtype in dtypes]
+    return found
+
+
+def measure(model: Model, threads: int, limits: Limits, rounds: int) -> SwitchResult:
+    """Merge into a second slab, merge in place, torch.addmm per layer, a plain copy."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = DTYPES[model.dtype]
+    base = torch.empty(model.elements, dtype=dtype).normal_(generator=generator)
+    merged = base.clone()
+    updates: list[MergeUpdate] = []
+    for _ in range(model.layers):
+        for d_out, d_in in model.targets:
+            offset = sum(u.pair.b.shape[0] * u.pair.a.shape[1] for u in updates[-1:])
+            offset += updates[-1].offset if updates else 0
+            a = torch.randn(model.rank, d_in, generator=generator) / d_in**0.5
+            b = torch.randn(d_out, model.rank, generator=generator) * 1e-3
+            updates.append(MergeUpdate(offset, LoraPair(a, b)))
+    # addmm wants one type: what dLoRA does, with A and B rounded to it once, at load.
+    parts = [
+        (
+            _place(base, update),
+            _place(merged, update),
+            update.pair.a.to(dtype),
+            update.pair.b.to(dtype),
+        )
+        for update in updates
+    ]
+
+    def addmm() -> None:
+        for source, target, a, b in parts:
+            torch.addmm(source, b, a, out=target)
+
+    calls = {
+        ATMM: prepare_merge(merged, base, updates),
+        IN_PLACE: prepare_merge(merged, merged, updates),
+        ADDMM: addmm,
+        COPY: lambda: _discard(merged.copy_(base)),
+    }
+    timings = interleaved(calls, rounds=rounds, warm=False, budget=20.0)
+    limits.again_if_due()
+    return SwitchResult(model, threads, limits, timings)
+
+
+@torch.inference_mode()
+def run(
+    models: Sequence[Model],
+    threads: Sequence[int],
+    rounds: int,
+    limits_for: Callable[[int], Limits],
+    set_threads: Callable[[int], None],
+) -> Iterator[SwitchResult]:
+    for count in threads:
+        set_threads(count)
+        limits = limits_for(count)
+        for model in models:
+            yield measure(model, count, limits, rounds)
+
+
+def summarize(results: Sequence[SwitchResult]) -> dict[str, Any]:
+    """merge_vs_limit (limit over measured time, 1 = at the limit) and merge_vs_addmm."""
+    summary: dict[str, Any] = {}
+    for dtype, suffix in (("fp32", ""), ("bf16", "_bf16")):
+        of_type = [result for result in results if result.model.dtype == dtype]
+        for key, values in (
+            ("merge_vs_limit", [r.roofline for r in of_type]),
+            ("merge_vs_addmm", [r.vs_addmm for r in of_type]),
+        ):
+            if values:
+                summary[key + suffix] = round(geometric_mean(values) or 0.0, 3)
+    return summary
+
+
+def _place(slab: torch.Tensor, update: MergeUpdate) -> torch.Tensor:
+    """The matrix of a slab that the update is for."""
+    d_out, d_in = update.pair.b.shape[0], update.pair.a.shape[1]
+    return slab[update.offset : update.offset + d_out * d_in].view(d_out, d_in)
+
+
+def _discard(_: object) -> None:
+    """A call's result is not wanted."""

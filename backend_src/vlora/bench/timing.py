@@ -1,0 +1,96 @@
+"""Interleaved timing: every candidate in every round, medians and their spread.
+
+Knows callables and clocks; nothing of operators.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+MIN_SAMPLE_SECONDS = 4e-4
+"""Shorter samples would measure the clock and the loop."""
+FEWEST_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call, one value per round."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def noise(self) -> float:
+        """Interquartile range over the median."""
+        if len(self.samples) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return (high - low) / self.median
+
+    @property
+    def variation(self) -> float:
+        """Coefficient of variation: standard deviation over mean (the paper's figure 18)."""
+        return statistics.stdev(self.samples) / statistics.fmean(self.samples)
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], None]],
+    *,
+    rounds: int,
+    warm: bool,
+    budget: float,
+) -> dict[str, Timing]:
+    """Time all candidates, a sample of each per round, in an order that rotates.
+
+    warm: a call just before each sample brings the candidate's data back into the caches that
+    the others have used since. budget: seconds per candidate; a slow one gets fewer samples, never
+    under FEWEST_SAMPLES, spread over all rounds.
+    """
+    calls, samples_wanted = {}, {}
+    for name, call in candidates.items():
+        call()
+        estimate = _seconds(call, 1)
+        calls[name] = max(1, round(MIN_SAMPLE_SECONDS / max(estimate, 1e-9)))
+        cost = (calls[name] + warm) * estimate
+        samples_wanted[name] = min(rounds, max(FEWEST_SAMPLES, int(budget / max(cost, 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if len(samples[name]) * rounds > turn * samples_wanted[name]:
+                continue
+            if warm:
+                candidates[name]()
+            samples[name].append(_seconds(candidates[name], calls[name]))
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def single_calls(
+    candidates: Mapping[str, Callable[[], None]], *, rounds: int, warm_ups: int
+) -> dict[str, Timing]:
+    """One call a sample, `rounds` samples after `warm_ups`, interleaved (figure 18)."""
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(warm_ups + rounds):
+        for name, call in candidates.items():
+            seconds = _seconds(call, 1)
+            if turn >= warm_ups:
+                samples[name].append(seconds)
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def _seconds(call: Callable[[], None], count: int) -> float:
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - started) / count
+
+
+def geometric_mean(values: list[float]) -> float | None:
+    """None for no values: a summary says null, not 1."""
+    return statistics.geometric_mean(values) if values else None

@@ -1,0 +1,356 @@
+// Python's face of the operator. Checks what it is given and says what was wrong; knows numbers and
+// addresses, not tensors, so that it needs no torch to build.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "atmm/operator.h"
+#include "atmm/threads.h"
+
+namespace py = pybind11;
+using namespace vlora::atmm;
+
+namespace {
+
+Dtype dtype_of(const std::string& name) {
+  if (name == "fp32") return Dtype::kFp32;
+  if (name == "bf16") return Dtype::kBf16;
+  throw std::invalid_argument("dtype '" + name + "' is neither fp32 nor bf16");
+}
+
+Operation operation_of(const std::string& name) {
+  if (name == "apply") return Operation::kApply;
+  if (name == "merge") return Operation::kMerge;
+  throw std::invalid_argument("operation '" + name + "' is neither apply nor merge");
+}
+
+const TileConfig& named(const std::string& name) {
+  for (const Operation operation : {Operation::kApply, Operation::kMerge})
+    for (const TileConfig& config : configurations(operation))
+      if (name_of(config) == name) return config;
+  throw std::invalid_argument("no configuration is named '" + name + "'");
+}
+
+// What the process has chosen: instruction set, tables, pinned tile. Changed rarely, read always.
+struct State {
+  int isas;
+  const Kernels* const* all = kernels_here(&isas);
+  std::atomic<int> isa{0};
+  std::mutex change;
+  std::vector<std::unique_ptr<const TileTable>> kept;  // a call may still read an old one
+  std::atomic<const TileTable*> tables[8] = {};
+  std::atomic<const TileConfig*> pinned{nullptr};
+  std::atomic<bool> one_order{false};
+  Counters counters;
+
+  const Kernels& kernels() const { return *all[isa]; }
+};
+
+State& state() {
+  static State* const state = new State;  // outlives whatever still runs at exit
+  return *state;
+}
+
+class Lookup : public Chooser {
+ public:
+  explicit Lookup(Operation operation, int64_t config) {
+    const auto& all = configurations(operation);
+    if (config >= int64_t(all.size()))
+      throw std::invalid_argument("configuration " + std::to_string(config) + " of " +
+                                  std::to_string(all.size()));
+    if (config >= 0) forced_ = &all[size_t(config)];
+  }
+
+  TileConfig choose(const Shape& shape) const override {
+    State& s = state();
+    if (forced_) return *forced_;
+    if (s.one_order && shape.operation == Operation::kApply) {
+      const TileConfig* pinned = s.pinned;
+      return pinned ? *pinned : built_in(s.kernels(), {shape.operation, shape.dtype, 64, 0, 0, 64, 1});
+    }
+    if (const TileTable* table = s.tables[s.isa]) {
+      bool exact;
+      if (const TileConfig* found = table->find(key_of(shape), &exact)) {
+        (exact ? s.counters.hits : s.counters.misses).fetch_add(1, std::memory_order_relaxed);
+        return *found;
+      }
+    }
+    s.counters.defaults.fetch_add(1, std::memory_order_relaxed);
+    return built_in(s.kernels(), shape);
+  }
+
+  bool one_order() const override { return state().one_order; }
+
+ private:
+  const TileConfig* forced_ = nullptr;
+};
+
+// A segment list with its Python-made numbers.
+std::unique_ptr<SegmentList> make_segments(
+    const std::vector<std::tuple<int64_t, int64_t, int32_t, int32_t>>& rows) {
+  std::vector<Segment> segments;
+  for (const auto& [start, length, slot, sign] : rows) segments.push_back({start, length, slot, sign});
+  return std::make_unique<SegmentList>(std::move(segments));
+}
+
+// The projections of one input and every slot's packed pairs. The addresses are the caller's.
+class Group {
+ public:
+  Group(int64_t d_in, const std::vector<int64_t>& d_outs, const std::string& dtype)
+      : d_in_(d_in), dtype_(dtype_of(dtype)) {
+    if (d_outs.empty() || d_outs.size() > size_t(kMaxOutputs))
+      throw std::invalid_argument("a group has 1 to " + std::to_string(kMaxOutputs) +
+                                  " outputs, not " + std::to_string(d_outs.size()));
+    int64_t column = 0;
+    for (int64_t d_out : d_outs) {
+      if (d_in < 1 || d_out < 1 || d_in > INT32_MAX || d_out > INT32_MAX)
+        throw std::invalid_argument("a group's sizes must be positive 32-bit numbers");
+      outputs_.push_back({d_out, column});
+      column += d_out;
+    }
+  }
+
+  void add_slot(const std::vector<std::optional<std::tuple<int32_t, uintptr_t, uintptr_t>>>& pairs) {
+    if (pairs.size() != outputs_.size())
+      throw std::invalid_argument(std::to_string(pairs.size()) + " pairs for " +
+                                  std::to_string(outputs_.size()) + " outputs");
+    for (const auto& pair : pairs) {
+      if (!pair) {
+        pairs_.push_back({0, nullptr, nullptr});
+        continue;
+      }
+      const auto& [rank, a, b] = *pair;
+      if (rank < 1) throw std::invalid_argument("rank " + std::to_string(rank));
+      pairs_.push_back({rank, reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(b)});
+    }
+  }
+
+  void apply(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
+             const SegmentList& segments, int64_t config, int threads) const {
+    const Problem p = problem(y, y_stride, x, x_stride, rows, segments);
+    const Lookup chooser(Operation::kApply, config);
+    py::gil_scoped_release released;
+    vlora::atmm::apply(state().kernels(), p, segments, chooser, threads);
+  }
+
+  void heads(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
+             const SegmentList& segments) const {
+    const Problem p = problem(y, y_stride, x, x_stride, rows, segments);
+    py::gil_scoped_release released;
+    vlora::atmm::heads(state().kernels(), p, segments);
+  }
+
+ private:
+  Problem problem(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
+                  const SegmentList& segments) const {
+    const int64_t slots = int64_t(pairs_.size() / outputs_.size());
+    if (segments.rows() > rows || segments.slots() > slots) {
+      for (int wave = 0; wave < segments.waves(); ++wave)
+        for (const Segment* s = segments.begin(wave); s != segments.end(wave); ++s)
+          if (s->start + s->length > rows)
+            throw std::invalid_argument("segment " + SegmentList::text(*s) + " lies outside the " +
+                                        std::to_string(rows) + " rows");
+      throw std::invalid_argument(segments.slots() > slots
+                                      ? "slot " + std::to_string(segments.slots() - 1) +
+                                            " is not one of the " + std::to_string(slots) +
+                                            " adapters"
+                                      : "a segment lies outside the " + std::to_string(rows) +
+                                            " rows");
+    }
+    const size_t size = size_of(dtype_);
+    if (x % size || y % size) throw std::invalid_argument("x or y is not aligned to its type");
+    Problem p{};
+    p.dtype = dtype_;
+    p.rows = rows;
+    p.d_in = d_in_;
+    p.x = reinterpret_cast<const void*>(x);
+    p.x_stride = x_stride;
+    p.y = reinterpret_cast<void*>(y);
+    p.y_stride = y_stride;
+    p.outputs = int32_t(outputs_.size());
+    p.output = outputs_.data();
+    p.slots = slots;
+    p.pairs = pairs_.data();
+    return p;
+  }
+
+  int64_t d_in_;
+  Dtype dtype_;
+  std::vector<Output> outputs_;
+  std::vector<Pair> pairs_;
+};
+
+void merge_all(uintptr_t out, uintptr_t in, const std::string& dtype,
+               const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, uintptr_t,
+                                            uintptr_t>>& updates,
+               int sign, int64_t config, int threads) {
+  std::vector<Merge> merges;
+  for (const auto& [offset, d_out, d_in, rank, a, b] : updates)
+    merges.push_back({offset, d_out, d_in, rank, reinterpret_cast<const float*>(a),
+                      reinterpret_cast<const float*>(b)});
+  if (sign != 1 && sign != -1) throw std::invalid_argument("the sign must be +1 or -1");
+  const Dtype type = dtype_of(dtype);
+  const Lookup chooser(Operation::kMerge, config);
+  py::gil_scoped_release released;
+  vlora::atmm::merge(state().kernels(), type, reinterpret_cast<void*>(out),
+                     reinterpret_cast<const void*>(in), merges.data(), int64_t(merges.size()),
+                     float(sign), chooser, threads);
+}
+
+void set_isa(const std::string& name) {
+  State& s = state();
+  for (int i = 0; i < s.isas; ++i)
+    if (name == s.all[i]->name) {
+      s.isa = i;
+      return;
+    }
+  throw std::invalid_argument("instruction set '" + name + "' was not built or this CPU lacks it");
+}
+
+void use_table(const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& rows) {
+  std::vector<Entry> entries;
+  for (const auto& [low, high, name] : rows) entries.push_back({{low, high}, name});
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.change);
+  if (entries.empty()) {
+    s.tables[s.isa] = nullptr;
+    return;
+  }
+  s.kept.push_back(std::make_unique<const TileTable>(entries));
+  s.tables[s.isa] = s.kept.back().get();
+}
+
+// "": back to adaptive tiles; "default": the built-in tile; else a configuration's name.
+void pin(const std::string& name) {
+  State& s = state();
+  s.pinned = name.empty() || name == "default" ? nullptr : &named(name);
+  s.one_order = !name.empty();
+}
+
+py::list configs(const std::string& operation, const std::string& dtype) {
+  dtype_of(dtype);
+  py::list result;
+  for (const TileConfig& c : configurations(operation_of(operation))) {
+    py::dict row;
+    row["name"] = name_of(c);
+    row["row_block"] = c.row_block;
+    row["shrink_columns"] = c.shrink_columns;
+    row["expand_columns"] = c.expand_columns;
+    row["depth_block"] = c.depth_block;
+    row["prefetch"] = c.prefetch;
+    row["pack_rows"] = c.pack_rows;
+    row["column_block"] = c.column_block;
+    result.append(row);
+  }
+  return result;
+}
+
+using Clock = std::chrono::steady_clock;
+
+double since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+double peak(const std::string& dtype, double seconds, int threads) {
+  const Dtype type = dtype_of(dtype);
+  const Kernels& kernels = state().kernels();
+  std::atomic<double> total{0};
+  auto work = [&](int, int) {
+    kernels.peak(type, 1000);
+    double best = 0;
+    const auto start = Clock::now();
+    do {
+      const auto now = Clock::now();
+      const double flops = kernels.peak(type, 100000);
+      best = std::max(best, flops / since(now));
+    } while (since(start) < seconds);
+    for (double seen = total; !total.compare_exchange_weak(seen, seen + best);) {
+    }
+  };
+  py::gil_scoped_release released;
+  run_on(threads, work);
+  return total;
+}
+
+double bandwidth(int64_t bytes, double seconds, int threads) {
+  const Kernels& kernels = state().kernels();
+  const int64_t each = std::max<int64_t>(1024, bytes / 4 / std::max(1, threads)) / 128 * 128;
+  std::atomic<double> total{0};
+  auto work = [&](int, int) {
+    std::unique_ptr<float[]> values(new float[size_t(each) + 16]());
+    const int64_t repeats = std::max<int64_t>(1, (1 << 18) / each);
+    double best = 0;
+    volatile float sink = 0;
+    sink = sink + kernels.read(values.get(), each);
+    const auto start = Clock::now();
+    do {
+      const auto now = Clock::now();
+      for (int64_t i = 0; i < repeats; ++i) sink = sink + kernels.read(values.get(), each);
+      best = std::max(best, 4.0 * double(each) * double(repeats) / since(now));
+    } while (since(start) < seconds);
+    for (double seen = total; !total.compare_exchange_weak(seen, seen + best);) {
+    }
+  };
+  py::gil_scoped_release released;
+  run_on(threads, work);
+  return total;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m) {
+  m.doc() = "ATMM's compiled CPU core; vlora.atmm is its interface.";
+  py::class_<SegmentList>(m, "Segments").def(py::init(&make_segments));
+  py::class_<Group>(m, "Group")
+      .def(py::init<int64_t, const std::vector<int64_t>&, const std::string&>())
+      .def("add_slot", &Group::add_slot)
+      .def("apply", &Group::apply)
+      .def("heads", &Group::heads);
+  m.def("merge", &merge_all);
+  m.def("packed_bytes", [](int64_t n, int64_t k, const std::string& dtype) {
+    return packed_bytes(n, k, dtype_of(dtype));
+  });
+  m.def("pack", [](uintptr_t to, uintptr_t matrix, int64_t n, int64_t k, int64_t n_stride,
+                   int64_t k_stride, const std::string& dtype) {
+    pack(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(matrix), n, k, n_stride,
+         k_stride, dtype_of(dtype));
+  });
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (int i = 0; i < state().isas; ++i) names.push_back(state().all[i]->name);
+    return names;
+  });
+  m.def("isa", [] { return std::string(state().kernels().name); });
+  m.def("set_isa", &set_isa);
+  m.def("configs", &configs);
+  m.def("key", [](const std::string& operation, const std::string& dtype, int64_t rows,
+                  int64_t d_in, int64_t d_out, int64_t rank, int64_t segments) {
+    const Key key = key_of({operation_of(operation), dtype_of(dtype), rows, d_in, d_out, rank,
+                            segments});
+    return std::make_tuple(key.low, key.high);
+  });
+  m.def("use_table", &use_table);
+  m.def("pin", &pin);
+  m.def("counters", [] {
+    const Counters& c = state().counters;
+    py::dict result;
+    result["hits"] = c.hits.load();
+    result["misses"] = c.misses.load();
+    result["defaults"] = c.defaults.load();
+    return result;
+  });
+  m.def("reset_counters", [] {
+    Counters& c = state().counters;
+    c.hits = c.misses = c.defaults = 0;
+  });
+  m.def("peak", &peak);
+  m.def("bandwidth", &bandwidth);
+}

@@ -1,0 +1,194 @@
+// The register tile, one template for every instruction set, product and storage type.
+//
+// Included once per generated translation unit, after the instruction set's vector type; each unit
+// is compiled with its own flags, so nothing here may be shared with another unit: everything is in
+// the instruction set's namespace (kIsaNamespace) and no standard container is used.
+#pragma once
+
+#include "atmm/kernels.h"
+
+namespace vlora::atmm::ATMM_ISA {
+
+// fp32 rows times fp32 panels.
+struct Fp32 {
+  static constexpr int kUnits = 1;  // of a row, in one step
+  template <int M, int N, int kStride>
+  static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
+                                                         ptrdiff_t stride, const char* panels,
+                                                         ptrdiff_t panel_bytes) {
+    V b[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) b[n] = V::load(reinterpret_cast<const float*>(panels + n * panel_bytes));
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m) {
+      const V::Scalar s = V::broadcast(x + m * (kStride ? kStride : stride));
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[m][n].add_product(s, b[n]);
+    }
+  }
+};
+
+// fp32 rows times bf16 panels, made fp32 in registers: two depths a step.
+struct Bf16Widened {
+  static constexpr int kUnits = 2;
+  template <int M, int N, int kStride>
+  static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
+                                                         ptrdiff_t stride, const char* panels,
+                                                         ptrdiff_t panel_bytes) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      V b[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) b[n] = V::load_half_of_pairs(panels + n * panel_bytes, half);
+#pragma GCC unroll 24
+      for (int m = 0; m < M; ++m) {
+        const V::Scalar s = V::broadcast(x + m * (kStride ? kStride : stride) + half);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) acc[m][n].add_product(s, b[n]);
+      }
+    }
+  }
+};
+
+#ifdef ATMM_HAS_BF16_PRODUCTS
+// Pairs of bf16 times panels of pairs, by the instruction that adds both products to fp32.
+struct Bf16Pairs {
+  static constexpr int kUnits = 1;
+  template <int M, int N, int kStride>
+  static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
+                                                         ptrdiff_t stride, const char* panels,
+                                                         ptrdiff_t panel_bytes) {
+    V::Pairs b[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) b[n] = V::load_pairs(panels + n * panel_bytes);
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m) {
+      const V::Pairs s = V::broadcast_pair(x + m * (kStride ? kStride : stride));
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[m][n].add_pairs(s, b[n]);
+    }
+  }
+};
+#endif
+
+// The tile's end: to scratch.
+struct ToScratch {
+  template <int M, int N>
+  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
+    const float* out = static_cast<const float*>(t.out) + group * N * kPanel;
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n)
+        acc[m][n] = t.first ? V::zero() : V::load(out + m * kRowStride + n * kPanel);
+  }
+  template <int M, int N>
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+    float* out = static_cast<float*>(t.out) + group * N * kPanel;
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[m][n].store(out + m * kRowStride + n * kPanel);
+  }
+};
+
+// The tile's end: out = in + sign * tile. T is the storage type.
+template <class T, bool kStream>
+struct Added {
+  template <int M, int N>
+  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
+    const T* in = static_cast<const T*>(t.in) + group * N * kPanel + t.in_prefetch;
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        acc[m][n] = V::zero();
+        __builtin_prefetch(in + m * t.in_stride + n * kPanel, 0, 3);
+      }
+    }
+  }
+  template <int M, int N>
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+    const T* in = static_cast<const T*>(t.in) + group * N * kPanel;
+    T* out = static_cast<T*>(t.out) + group * N * kPanel;
+    const V::Scalar sign = V::broadcast(&t.sign);
+    const bool cut = t.tail < kPanel && group == t.groups - 1;
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const T* from = in + m * t.in_stride + n * kPanel;
+        T* to = out + m * t.out_stride + n * kPanel;
+        if (n == N - 1 && cut) {
+          V sum = V::load_some(from, t.tail);
+          sum.add_product(sign, acc[m][n]);
+          sum.store_some(to, t.tail);
+        } else {
+          V sum = V::load(from);
+          sum.add_product(sign, acc[m][n]);
+          if constexpr (kStream) {
+            sum.store_past_caches(to);
+          } else {
+            sum.store(to);
+          }
+        }
+      }
+    }
+  }
+};
+
+// Rows M, panels N, and kChains partial sums over the depth: one chain of dependent multiply-adds
+// per accumulator does not fill the pipeline where M * N is small.
+template <class Product, class End, int M, int N, int kChains, int kStride>
+void tile(const Tile& t) {
+  const char* panels = t.panels;
+  for (int64_t group = 0; group < t.groups; ++group, panels += N * t.panel_bytes) {
+    V acc[kChains][M][N];
+    End::template begin<M, N>(acc[0], t, group);
+    if constexpr (kChains > 1) {
+#pragma GCC unroll 8
+      for (int c = 1; c < kChains; ++c)
+#pragma GCC unroll 24
+        for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) acc[c][m][n] = V::zero();
+    }
+    const float* x = static_cast<const float*>(t.x);
+    const char* p = panels;
+    int64_t left = t.steps;
+    for (; left >= kChains; left -= kChains) {
+#pragma GCC unroll 8
+      for (int c = 0; c < kChains; ++c) {
+        if constexpr (M <= 8) {
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) {
+            // A step is 64 bytes, one cache line of each panel.
+            __builtin_prefetch(p + n * t.panel_bytes + c * 64 + t.prefetch, 0, 3);
+          }
+        }
+        Product::template step<M, N, kStride>(acc[c], x + c * Product::kUnits, t.x_stride,
+                                              p + c * 64, t.panel_bytes);
+      }
+      x += kChains * Product::kUnits;
+      p += kChains * 64;
+    }
+    if constexpr (kChains > 1) {
+      for (; left > 0; --left) {
+        Product::template step<M, N, kStride>(acc[0], x, t.x_stride, p, t.panel_bytes);
+        x += Product::kUnits;
+        p += 64;
+      }
+#pragma GCC unroll 8
+      for (int half = kChains / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int c = 0; c < half; ++c)
+#pragma GCC unroll 24
+          for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) acc[c][m][n].add(acc[c + half][m][n]);
+    }
+    End::template end<M, N>(acc[0], t, group);
+  }
+}
+
+}  // namespace vlora::atmm::ATMM_ISA

@@ -1,0 +1,76 @@
+// Sixteen fp32 values in one AVX-512 register.
+#pragma once
+
+#include <immintrin.h>
+
+#include "atmm/types.h"
+
+namespace vlora::atmm::ATMM_ISA {
+
+struct V {
+  __m512 r;
+  using Scalar = __m512;
+
+  static V zero() { return {_mm512_setzero_ps()}; }
+  static V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static V load(const uint16_t* p) {
+    return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static V load_some(const float* p, int count) { return {_mm512_maskz_loadu_ps(mask(count), p)}; }
+  static V load_some(const uint16_t* p, int count) {
+    return widen(_mm256_maskz_loadu_epi16(mask(count), p));
+  }
+  static V load_half_of_pairs(const char* p, int odd) {
+    const __m512i pairs = _mm512_loadu_si512(p);
+    return {_mm512_castsi512_ps(odd ? _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000u)))
+                                    : _mm512_slli_epi32(pairs, 16))};
+  }
+  static Scalar broadcast(const float* p) { return _mm512_set1_ps(*p); }
+
+  void add_product(Scalar s, V b) { r = _mm512_fmadd_ps(s, b.r, r); }
+  void add_product(Scalar s, V b, int) { r = _mm512_fmadd_ps(s, b.r, r); }
+  void add(V b) { r = _mm512_add_ps(r, b.r); }
+
+  void store(float* p) const { _mm512_storeu_ps(p, r); }
+  void store(uint16_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), rounded()); }
+  void store_some(float* p, int count) const { _mm512_mask_storeu_ps(p, mask(count), r); }
+  void store_some(uint16_t* p, int count) const {
+    _mm256_mask_storeu_epi16(p, mask(count), rounded());
+  }
+  void store_past_caches(float* p) const { _mm512_stream_ps(p, r); }
+  void store_past_caches(uint16_t* p) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), rounded());
+  }
+
+#ifdef ATMM_HAS_BF16_PRODUCTS
+  using Pairs = __m512bh;
+  static Pairs load_pairs(const char* p) { return Pairs(_mm512_loadu_si512(p)); }
+  static Pairs broadcast_pair(const void* p) {
+    int pair;
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return Pairs(_mm512_set1_epi32(pair));
+  }
+  void add_pairs(Pairs s, Pairs b) { r = _mm512_dpbf16_ps(r, s, b); }
+  __m256i rounded() const { return __m256i(_mm512_cvtneps_pbh(r)); }
+#else
+  // To nearest, ties to even; a NaN keeps its sign and stays a NaN.
+  __m256i rounded() const {
+    const __m512i bits = _mm512_castps_si512(r);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(r, r, _CMP_UNORD_Q);
+    up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x00400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+  }
+#endif
+
+ private:
+  static __mmask16 mask(int count) { return __mmask16((1u << count) - 1); }
+  static V widen(__m256i bf16) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16))};
+  }
+};
+
+inline float sum_of(V v) { return _mm512_reduce_add_ps(v.r); }
+
+}  // namespace vlora::atmm::ATMM_ISA

@@ -1,0 +1,78 @@
+// Sixteen fp32 values in plain C++, for any CPU. Only portable, not fast.
+#pragma once
+
+#include "atmm/types.h"
+
+namespace vlora::atmm::ATMM_ISA {
+
+struct V {
+  float v[kPanel];
+  using Scalar = float;
+
+  static V zero() { return {}; }
+  template <class T>
+  static V load(const T* p) {
+    return load_some(p, kPanel);
+  }
+  template <class T>
+  static V load_some(const T* p, int count) {
+    V result = {};
+    for (int i = 0; i < count; ++i) result.v[i] = widen(p[i]);
+    return result;
+  }
+  static V load_half_of_pairs(const char* p, int odd) {
+    V result;
+    for (int i = 0; i < kPanel; ++i) {
+      uint16_t bf16;
+      __builtin_memcpy(&bf16, p + 4 * i + 2 * odd, sizeof bf16);
+      result.v[i] = widen(bf16);
+    }
+    return result;
+  }
+  static Scalar broadcast(const float* p) { return *p; }
+
+  void add_product(Scalar s, const V& b) {
+    for (int i = 0; i < kPanel; ++i) v[i] += s * b.v[i];
+  }
+  void add(const V& b) {
+    for (int i = 0; i < kPanel; ++i) v[i] += b.v[i];
+  }
+
+  template <class T>
+  void store(T* p) const {
+    store_some(p, kPanel);
+  }
+  void store_some(float* p, int count) const {
+    for (int i = 0; i < count; ++i) p[i] = v[i];
+  }
+  void store_some(uint16_t* p, int count) const {
+    for (int i = 0; i < count; ++i) p[i] = rounded(v[i]);
+  }
+  template <class T>
+  void store_past_caches(T* p) const {
+    store(p);
+  }
+
+ private:
+  static float widen(float value) { return value; }
+  static float widen(uint16_t bf16) {
+    const uint32_t bits = uint32_t(bf16) << 16;
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+  static uint16_t rounded(float value) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &value, sizeof bits);
+    if (value != value) return uint16_t((bits | 0x00400000u) >> 16);
+    return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  }
+};
+
+inline float sum_of(const V& v) {
+  float sum = 0;
+  for (float value : v.v) sum += value;
+  return sum;
+}
+
+}  // namespace vlora::atmm::ATMM_ISA

@@ -1,0 +1,64 @@
+// What an instruction set provides: register-tile kernels, and the copies around them. The loops
+// over blocks, the threads and the choice of tiles are common to all (operator.cpp).
+#pragma once
+
+#include "atmm/types.h"
+
+namespace vlora::atmm {
+
+constexpr int kDepth = 256;
+// Most steps of depth in a packed row block. A step is one fp32 value or one pair of bf16.
+constexpr int kRowStride = kDepth + 16;
+// Units of 4 bytes from row to row of scratch. Known to the compiler, so that a tile's rows need
+// one address register; 17 cache lines, so that rows do not fall on the same cache sets.
+constexpr int kMaxColumns = 4;  // panels in registers
+constexpr int kMaxRows = 24;
+
+// One register tile, repeated over `groups` neighbouring groups of panels.
+struct Tile {
+  const void* x;         // rows of scratch (stride kRowStride), or of the caller (x_stride)
+  ptrdiff_t x_stride;    // units of 4 bytes
+  const char* panels;    // the first panel, at the first depth step
+  ptrdiff_t panel_bytes; // from panel to panel
+  int64_t steps;
+  int64_t groups;
+  void* out;             // shrink: scratch fp32, stride kRowStride; expand: y; merge: M
+  ptrdiff_t out_stride;  // elements
+  const void* in;        // expand, merge: what is added to
+  ptrdiff_t in_stride;
+  int32_t tail;          // valid columns in the last panel of the last group
+  bool first;            // shrink: start from zero, not from `out`
+  float sign;
+  ptrdiff_t prefetch;    // bytes ahead in a panel
+  ptrdiff_t in_prefetch; // elements ahead of `in`
+};
+
+using TileKernel = void (*)(const Tile&);
+
+// Kernels by [columns in panels - 1][rows - 1]; null where registers do not suffice.
+struct TileSet {
+  TileKernel packed[kMaxColumns][kMaxRows];  // rows kRowStride apart
+  TileKernel direct[kMaxColumns][kMaxRows];  // rows x_stride apart
+  TileKernel parallel[kMaxColumns][kMaxRows];  // direct, depth summed in several chains
+};
+
+struct Kernels {
+  const char* name;
+  bool pairs_in_registers;  // bf16 rows are multiplied as they are; else rows are made fp32 first
+  int max_rows[kMaxColumns];
+  TileSet shrink[2], expand[2];  // by Dtype
+  TileKernel merge[2][kMaxColumns][kMaxRows];            // rows x_stride apart
+  TileKernel merge_streaming[2][kMaxColumns][kMaxRows];  // the same, stores past the caches
+  // rows x count elements to scratch: fp32 units, or pairs of bf16 (the odd last one with zero).
+  void (*load_rows)(Dtype, const void* x, ptrdiff_t stride, int64_t rows, int64_t count, void* to,
+                    ptrdiff_t to_stride);
+  // fp32 rows of scratch to pairs of bf16, in place; an odd count is padded with zero.
+  void (*round_rows)(float* scratch, int64_t rows, int64_t count);
+  double (*peak)(Dtype, int64_t rounds);  // flops done
+  float (*read)(const float* values, int64_t count);
+};
+
+// Compiled instruction sets that this CPU can run, best first.
+const Kernels* const* kernels_here(int* count);
+
+}  // namespace vlora::atmm

@@ -1,0 +1,35 @@
+// The operator's entry points. Problems are checked by the caller (bindings.cpp).
+#pragma once
+
+#include "atmm/kernels.h"
+#include "atmm/segments.h"
+#include "atmm/table.h"
+
+namespace vlora::atmm {
+
+// Says which tile a shape gets.
+class Chooser {
+ public:
+  virtual ~Chooser() = default;
+  virtual TileConfig choose(const Shape& shape) const = 0;
+  // One chain of sums whatever the number of rows: a row's result is then the same in any batch.
+  virtual bool one_order() const = 0;
+};
+
+// y[rows] += sign * (x[rows] A^T) B^T for all segments and outputs of the problem (§4.3).
+void apply(const Kernels& kernels, const Problem& problem, const SegmentList& segments,
+           const Chooser& chooser, int threads);
+
+// y[rows, : classes] = x[rows] W^T + bias: problem.pairs hold (classes, W packed, bias), fp32.
+void heads(const Kernels& kernels, const Problem& problem, const SegmentList& segments);
+
+// out = in + sign * B A for all matrices (§4.4.1); `out` may be `in`.
+void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const Merge* merges,
+           int64_t count, float sign, const Chooser& chooser, int threads);
+
+// Panels of a matrix [n, k] (kPanel rows interleaved; bf16 by pairs of k), the rest zero.
+size_t packed_bytes(int64_t n, int64_t k, Dtype dtype);
+void pack(void* to, const void* matrix, int64_t n, int64_t k, ptrdiff_t n_stride,
+          ptrdiff_t k_stride, Dtype dtype);
+
+}  // namespace vlora::atmm

@@ -1,0 +1,65 @@
+// The segments of a step in an order in which they can run side by side.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "atmm/types.h"
+
+namespace vlora::atmm {
+
+// Segments of one wave share no rows; a wave starts when the one before has ended. Where segments
+// overlap (own and -live), their order is kept.
+class SegmentList {
+ public:
+  explicit SegmentList(std::vector<Segment> segments) {
+    std::vector<int> wave(segments.size(), 0);
+    bool apart = true;
+    for (size_t i = 0; i < segments.size(); ++i) {
+      const Segment& s = segments[i];
+      if (s.start < 0 || s.length < 0 || s.slot < 0 || (s.sign != 1 && s.sign != -1))
+        throw std::invalid_argument("segment " + text(s) +
+                                    ": start, length and slot must not be negative, the sign +1"
+                                    " or -1");
+      if (s.start < end_) apart = false;
+      end_ = std::max(end_, s.start + s.length);
+      slots_ = std::max<int64_t>(slots_, s.slot + 1);
+    }
+    int waves = segments.empty() ? 0 : 1;
+    if (!apart) {
+      for (size_t i = 0; i < segments.size(); ++i)
+        for (size_t j = 0; j < i; ++j)
+          if (segments[j].start < segments[i].start + segments[i].length &&
+              segments[i].start < segments[j].start + segments[j].length)
+            wave[i] = std::max(wave[i], wave[j] + 1);
+      for (int w : wave) waves = std::max(waves, w + 1);
+    }
+    for (int w = 0; w < waves; ++w) {
+      begins_.push_back(segments_.size());
+      for (size_t i = 0; i < segments.size(); ++i)
+        if (wave[i] == w && segments[i].length > 0) segments_.push_back(segments[i]);
+    }
+    begins_.push_back(segments_.size());
+  }
+
+  int waves() const { return int(begins_.size()) - 1; }
+  const Segment* begin(int wave) const { return segments_.data() + begins_[size_t(wave)]; }
+  const Segment* end(int wave) const { return segments_.data() + begins_[size_t(wave) + 1]; }
+  int64_t size() const { return int64_t(segments_.size()); }
+  int64_t rows() const { return end_; }    // first row after all segments
+  int64_t slots() const { return slots_; } // first slot after all
+
+  static std::string text(const Segment& s) {
+    return "(start " + std::to_string(s.start) + ", length " + std::to_string(s.length) +
+           ", slot " + std::to_string(s.slot) + ", sign " + std::to_string(s.sign) + ")";
+  }
+
+ private:
+  std::vector<Segment> segments_;
+  std::vector<size_t> begins_;
+  int64_t end_ = 0, slots_ = 0;
+};
+
+}  // namespace vlora::atmm

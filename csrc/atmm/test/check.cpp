@@ -1,0 +1,219 @@
+// Random problems through every instruction set of this CPU, against double precision. Meant for a
+// build with sanitizers (test/sanitize): every buffer is exactly as large as its contents.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "atmm/operator.h"
+
+using namespace vlora::atmm;
+
+namespace {
+
+std::mt19937_64 random_bits{std::random_device{}()};
+
+int64_t draw(int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random_bits);
+}
+
+template <class T>
+T any_of(std::initializer_list<T> values) {
+  return values.begin()[draw(0, int64_t(values.size()) - 1)];
+}
+
+float value_at(const char* p, Dtype dtype) {
+  float value;
+  if (dtype == Dtype::kFp32) {
+    std::memcpy(&value, p, 4);
+    return value;
+  }
+  uint16_t half;
+  std::memcpy(&half, p, 2);
+  const uint32_t bits = uint32_t(half) << 16;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// A buffer of `count` random values, to the byte.
+struct Values {
+  Dtype dtype;
+  size_t count;
+  std::unique_ptr<char[]> bytes;
+
+  Values(Dtype type, int64_t n, float scale)
+      : dtype(type), count(size_t(n)), bytes(new char[std::max<size_t>(1, count * size_of(type))]) {
+    std::normal_distribution<float> normal(0, scale);
+    for (size_t i = 0; i < count; ++i) {
+      const float value = normal(random_bits);
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      const uint16_t half = uint16_t(bits >> 16);
+      if (dtype == Dtype::kFp32)
+        std::memcpy(&bytes[i * 4], &value, 4);
+      else
+        std::memcpy(&bytes[i * 2], &half, 2);
+    }
+  }
+  double operator[](int64_t i) const { return value_at(&bytes[size_t(i) * size_of(dtype)], dtype); }
+};
+
+struct Aligned {
+  explicit Aligned(size_t bytes) : at(std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
+  ~Aligned() { std::free(at); }
+  Aligned(const Aligned&) = delete;
+  void* at;
+};
+
+struct Fixed : Chooser {
+  TileConfig config;
+  bool built, ordered;
+  const Kernels* kernels;
+  TileConfig choose(const Shape& shape) const override {
+    return built ? built_in(*kernels, shape) : config;
+  }
+  bool one_order() const override { return ordered; }
+};
+
+Fixed chooser(const Kernels& kernels, Operation operation) {
+  const auto& all = configurations(operation);
+  Fixed result;
+  result.config = all[size_t(draw(0, int64_t(all.size()) - 1))];
+  result.built = draw(0, 1);
+  result.ordered = draw(0, 3) == 0;
+  result.kernels = &kernels;
+  return result;
+}
+
+[[noreturn]] void fail(const char* what, const Kernels& kernels, double got, double want) {
+  std::printf("%s on %s: %g, not %g\n", what, kernels.name, got, want);
+  std::exit(1);
+}
+
+void check_apply(const Kernels& kernels, Dtype dtype) {
+  const int64_t d_in = any_of<int64_t>({1, 3, 16, 65, 300}), pad = draw(0, 2);
+  const int outputs = int(draw(1, 3)), slots = int(draw(1, 3));
+  std::vector<Output> out;
+  int64_t width = 0;
+  for (int o = 0; o < outputs; ++o) {
+    out.push_back({any_of<int64_t>({1, 16, 37, 128}), width});
+    width += out.back().d_out;
+  }
+  std::vector<Values> as, bs;
+  std::vector<std::unique_ptr<Aligned>> packed;
+  std::vector<Pair> pairs;
+  for (int i = 0; i < slots * outputs; ++i) {
+    const int64_t rank = draw(0, 5) ? any_of<int64_t>({1, 7, 8, 16, 33, 64, 260}) : 0;
+    const int64_t d_out = out[size_t(i % outputs)].d_out;
+    as.emplace_back(dtype, rank * d_in, float(1 / std::sqrt(double(d_in))));
+    bs.emplace_back(dtype, d_out * rank, rank ? float(1 / std::sqrt(double(rank))) : 1.0f);
+    if (!rank) {
+      pairs.push_back({0, nullptr, nullptr});
+      continue;
+    }
+    for (const auto& [n, k, from] :
+         {std::make_tuple(rank, d_in, &as.back()), std::make_tuple(d_out, rank, &bs.back())}) {
+      packed.push_back(std::make_unique<Aligned>(packed_bytes(n, k, dtype)));
+      pack(packed.back()->at, from->bytes.get(), n, k, k, 1, dtype);
+    }
+    pairs.push_back({int32_t(rank), packed[packed.size() - 2]->at, packed.back()->at});
+  }
+  std::vector<Segment> list;
+  int64_t rows = draw(0, 1);
+  for (int64_t i = draw(0, 4); i > 0; --i) {
+    const int64_t length = any_of<int64_t>({0, 1, 2, 8, 9, 40});
+    list.push_back({rows, length, int32_t(draw(0, slots - 1)), draw(0, 1) ? 1 : -1});
+    if (draw(0, 1)) list.push_back({rows, length, int32_t(draw(0, slots - 1)), -1});
+    rows += length;
+  }
+  const int64_t x_stride = d_in + pad, y_stride = width + pad;
+  // The last row ends where its columns end: nothing may be read or written past it.
+  const Values x(dtype, rows ? (rows - 1) * x_stride + d_in : 0, 1);
+  Values y(dtype, rows ? (rows - 1) * y_stride + width : 0, 1);
+  std::vector<double> want(y.count);
+  for (size_t i = 0; i < y.count; ++i) want[i] = y[int64_t(i)];
+  for (const Segment& s : list)
+    for (int o = 0; o < outputs; ++o) {
+      const size_t at = size_t(s.slot * outputs + o);
+      const int64_t rank = pairs[at].rank;
+      for (int64_t row = s.start; row < s.start + s.length; ++row)
+        for (int64_t r = 0; r < rank; ++r) {
+          double low = 0;
+          for (int64_t k = 0; k < d_in; ++k) low += x[row * x_stride + k] * as[at][r * d_in + k];
+          for (int64_t n = 0; n < out[size_t(o)].d_out; ++n)
+            want[size_t(row * y_stride + out[size_t(o)].column + n)] +=
+                s.sign * low * bs[at][n * rank + r];
+        }
+    }
+  Problem p{dtype,   rows,    d_in,         x.bytes.get(), x_stride,      y.bytes.get(),
+            y_stride, outputs, out.data(), slots,         pairs.data(), int64_t(list.size()),
+            nullptr};
+  apply(kernels, p, SegmentList(list), chooser(kernels, Operation::kApply), int(draw(1, 3)));
+  const double tolerance = dtype == Dtype::kFp32 ? 1e-4 : 0.15;
+  for (size_t i = 0; i < y.count; ++i)
+    if (!(std::abs(y[int64_t(i)] - want[i]) < tolerance)) fail("apply", kernels, y[int64_t(i)], want[i]);
+}
+
+void check_heads(const Kernels& kernels) {
+  const int64_t d_in = any_of<int64_t>({3, 64}), classes = any_of<int64_t>({1, 20, 300}), rows = draw(1, 20);
+  const Values w(Dtype::kFp32, classes * d_in, 0.1f), bias(Dtype::kFp32, classes, 1);
+  const Values x(Dtype::kFp32, rows * d_in, 1), y(Dtype::kFp32, rows * classes, 1);
+  const Aligned packed(packed_bytes(classes, d_in, Dtype::kFp32));
+  pack(packed.at, w.bytes.get(), classes, d_in, d_in, 1, Dtype::kFp32);
+  const Output out{1, 0};
+  const Pair pair{int32_t(classes), packed.at, bias.bytes.get()};
+  const Problem p{Dtype::kFp32, rows, d_in, x.bytes.get(), d_in, y.bytes.get(), classes, 1, &out, 1,
+                  &pair, 1, nullptr};
+  heads(kernels, p, SegmentList({{0, rows, 0, 1}}));
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t n = 0; n < classes; ++n) {
+      double want = bias[n];
+      for (int64_t k = 0; k < d_in; ++k) want += x[row * d_in + k] * w[n * d_in + k];
+      if (!(std::abs(y[row * classes + n] - want) < 1e-4)) fail("heads", kernels, y[row * classes + n], want);
+    }
+}
+
+void check_merge(const Kernels& kernels, Dtype dtype) {
+  const int64_t d_out = any_of<int64_t>({1, 7, 50}), d_in = any_of<int64_t>({1, 40, 320});
+  const int64_t rank = any_of<int64_t>({1, 8, 33, 300});
+  const Values in(dtype, d_out * d_in, 1), a(Dtype::kFp32, rank * d_in, 0.3f);
+  const Values b(Dtype::kFp32, d_out * rank, 0.3f);
+  const Aligned out(size_t(d_out * d_in) * size_of(dtype));
+  const bool in_place = draw(0, 1);
+  if (in_place) std::memcpy(out.at, in.bytes.get(), in.count * size_of(dtype));
+  const Merge m{0, d_out, d_in, rank, reinterpret_cast<const float*>(a.bytes.get()),
+                reinterpret_cast<const float*>(b.bytes.get())};
+  merge(kernels, dtype, out.at, in_place ? out.at : in.bytes.get(), &m, 1, -1.0f,
+        chooser(kernels, Operation::kMerge), int(draw(1, 2)));
+  for (int64_t i = 0; i < d_out * d_in; ++i) {
+    double want = in[i];
+    for (int64_t r = 0; r < rank; ++r) want -= b[i / d_in * rank + r] * a[r * d_in + i % d_in];
+    const double got = value_at(static_cast<const char*>(out.at) + size_t(i) * size_of(dtype), dtype);
+    const double tolerance = dtype == Dtype::kFp32 ? 1e-4 : 1e-4 + std::abs(want) / 128;
+    if (!(std::abs(got - want) < tolerance)) fail("merge", kernels, got, want);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 200;
+  int count;
+  const Kernels* const* all = kernels_here(&count);
+  for (int i = 0; i < count; ++i) {
+    const auto run = [&, i] {
+      for (int round = 0; round < rounds; ++round)
+        for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
+          check_apply(*all[i], dtype);
+          check_merge(*all[i], dtype);
+          check_heads(*all[i]);
+        }
+    };
+    std::thread(run).join();  // a thread's scratch is freed with it: the leak check sees that
+    std::printf("%s: %d rounds\n", all[i]->name, rounds);
+  }
+}

@@ -1,0 +1,24 @@
+"""The compiled core under the address and undefined-behaviour sanitizers, leaks included."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the core is for x86-64")
+def test_the_core_is_clean_under_sanitizers() -> None:
+    script = ROOT / "csrc" / "atmm" / "test" / "sanitize.py"
+    command = [sys.executable, str(script), str(ROOT / "build" / "sanitize"), "40"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "scalar: 40 rounds" in done.stdout

@@ -1,0 +1,168 @@
+"""Every operator of the bench is right: a wrong baseline would be a wrong figure."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft.tuners.lora import LoraConfig
+from peft.tuners.lora.layer import Linear as PeftLinear
+
+from vlora.bench.atmm import Atmm, static_tiles
+from vlora.bench.cells import GRIDS, Cell, load_grid
+from vlora.bench.limits import Limits
+from vlora.bench.operators import BASELINES, Baseline, Einsum, InFloat32, PeftLoop
+from vlora.bench.timing import Timing, interleaved
+
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
+OPERATORS: list[Baseline] = [Atmm(), *BASELINES]
+
+
+def draw() -> torch.Generator:
+    return torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "big"))
+
+
+def cell(rows: int, popularity: str, rank: int | str = "mixed", dtype: str = "fp32") -> Cell:
+    return Cell("decode", 7, rows, 96, rank, popularity, False, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("popularity", ["identical", "distinct", "zipf"])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+@torch.inference_mode()
+def test_an_operator_equals_float64(
+    operator: Baseline, rows: int, popularity: str, dtype: str
+) -> None:
+    shape = cell(rows, popularity, dtype=dtype)
+    check(operator, shape, TOLERANCE[dtype])
+
+
+@torch.inference_mode()
+def test_static_tiles_equal_float64() -> None:
+    for dtype in ("fp32", "bf16"):
+        for operator in static_tiles(dtype):
+            check(operator, cell(3, "zipf", dtype=dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("inner", BASELINES, ids=lambda operator: operator.name)
+@torch.inference_mode()
+def test_a_baseline_in_fp32_is_exact_for_bf16_weights(inner: Baseline) -> None:
+    check(InFloat32(inner), cell(3, "zipf", dtype="bf16"), TOLERANCE["fp32"])
+
+
+def check(operator: Baseline, shape: Cell, tolerance: float) -> None:
+    generator = draw()
+    pairs, x = shape.draw_pairs(generator), shape.draw_rows(generator)
+    x = x.to(operator.dtype or x.dtype)
+    y = torch.randn(x.shape, generator=generator).to(x.dtype)
+    want = y.double()
+    for segment in shape.segments:
+        rows = slice(segment.start, segment.start + segment.length)
+        a, b = pairs[segment.slot]
+        want[rows] += x[rows].double() @ a.double().T @ b.double().T
+    operator.prepare(pairs, shape)(y, x)
+    error = (y.double() - want).abs().max() / want.abs().max()
+    assert error < tolerance
+
+
+@torch.inference_mode()
+def test_the_peft_loop_does_what_peft_does() -> None:
+    shape, generator = cell(4, "zipf", rank=8), draw()
+    pairs, x = shape.draw_pairs(generator), shape.draw_rows(generator)
+    base = torch.nn.Linear(shape.width, shape.width, bias=False)
+    base.weight.zero_()
+    config = LoraConfig(r=8, lora_alpha=8)
+    layer = PeftLinear(base, "0", config=config, r=8, lora_alpha=8)
+    for slot, pair in enumerate(pairs):
+        if slot:
+            layer.update_layer(str(slot), r=8, lora_alpha=8, config=config)
+        layer.lora_A[str(slot)].weight.copy_(pair.a)
+        layer.lora_B[str(slot)].weight.copy_(pair.b)
+    rows = x.view(shape.requests, shape.rows, shape.width)
+    names = [str(slot) for slot in shape.slots]
+    want = layer(rows, adapter_names=names)
+    y = torch.zeros_like(x)
+    PeftLoop().prepare(pairs, shape)(y, x)
+    torch.testing.assert_close(y.view_as(want), want)
+
+
+def test_einsum_is_left_out_with_its_reason_where_it_gathers_too_much() -> None:
+    large = Cell("prefill", 8, 512, 4096, 64, "distinct", False, "fp32")
+    assert Einsum().why_not(large) == "gathers 8.0 GiB, above 1"
+    assert Einsum().why_not(cell(1, "zipf")) is None
+
+
+def test_popularity_decides_who_shares_an_adapter() -> None:
+    assert cell(2, "identical").adapters == 1
+    assert cell(2, "distinct").adapters == 7
+    zipf = cell(2, "zipf")
+    assert 1 < zipf.adapters < 7
+    assert set(zipf.slots) == set(range(zipf.adapters))
+    assert sum(segment.length for segment in zipf.segments) == zipf.total_rows
+
+
+def test_flops_and_bytes_of_a_cell_count_both_products() -> None:
+    shape = Cell("decode", 2, 3, 100, 8, "distinct", False, "fp32")
+    assert shape.flops == 2 * 6 * 8 * (100 + 100)
+    assert shape.adapter_bytes == 2 * 8 * (100 + 100) * 4
+
+
+def test_the_committed_grid_covers_what_it_should() -> None:
+    grid = load_grid(GRIDS / "kernels.json", ["fp32", "bf16"], quick=False)
+    assert {c.dtype for c in grid} == {"fp32", "bf16"}
+    assert {c.width for c in grid} == {1024, 4096}
+    assert {1, 32} <= {c.adapters for c in grid}
+    assert {8, 16, 32, 64, 128, "mixed"} <= {c.rank for c in grid}
+    assert {c.popularity for c in grid} == {"identical", "distinct", "zipf"}
+    assert {(c.regime, c.cold) for c in grid} >= {("decode", False), ("decode", True)}
+    assert {1, 4} <= {c.rows for c in grid if c.regime == "decode"} <= {1, 2, 3, 4}
+    assert set(load_grid(GRIDS / "kernels.json", ["fp32"], quick=True)) < set(grid)
+
+
+def test_an_unknown_key_in_a_grid_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    path.write_text(json.dumps({"groups": [{"regime": "decode", "color": 1}]}))
+    with pytest.raises(ValueError, match="color"):
+        load_grid(path, ["fp32"], quick=False)
+
+
+def test_timing_tells_median_noise_and_variation() -> None:
+    timing = Timing((1.0, 2.0, 3.0, 4.0, 5.0))
+    assert timing.median == 3
+    assert timing.noise == pytest.approx(2 / 3)
+    assert timing.variation == pytest.approx(2.5**0.5 / 3)
+
+
+def test_a_slow_candidate_gets_fewer_samples_spread_over_the_rounds() -> None:
+    turns: list[str] = []
+
+    def fast() -> None:
+        turns.append("fast")
+
+    def slow() -> None:
+        turns.append("slow")
+        time.sleep(0.01)
+
+    timings = interleaved({"fast": fast, "slow": slow}, rounds=9, warm=False, budget=0.02)
+    assert len(timings["fast"].samples) == 9
+    assert len(timings["slow"].samples) == 3
+    assert timings["slow"].median > timings["fast"].median
+
+
+def test_the_limit_is_the_larger_of_arithmetic_and_traffic() -> None:
+    asked: list[int] = []
+
+    def bandwidth(size: int, seconds: float) -> float:
+        asked.append(size)
+        return 10.0 if size > 1 << 27 else 100.0
+
+    limits = Limits(lambda dtype, seconds: 1000.0, bandwidth)
+    assert limits.seconds(5000, ((200, False),), "fp32") == 5.0
+    assert limits.seconds(100, ((200, False), (300, False)), "fp32") == 5.0
+    assert limits.seconds(100, ((200, True), (300, False)), "fp32") == 20.0 + 3.0
+    assert asked == [1 << 14, 1 << 28]

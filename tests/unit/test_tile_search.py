@@ -1,0 +1,195 @@
+"""Algorithm 2 on a machine of our own invention, where the best tile is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tools.tile_search import table
+from tools.tile_search.models import sides_of
+from tools.tile_search.search import (
+    ROW_STEP,
+    Profile,
+    Shape,
+    Space,
+    State,
+    choose,
+    profile,
+    search,
+)
+
+
+def rows_bucket(shape: Shape) -> str:
+    bucket = 1 << (shape.rows - 1).bit_length()
+    return f"{shape.operation}/{bucket}/{shape.d_in}/{shape.d_out}/{shape.rank}/{shape.segments}"
+
+
+class Machine:
+    """Small tiles are best for few rows, large ones for many; counts what it is asked to run."""
+
+    def __init__(self, die_after: int | None = None) -> None:
+        self.prepared: list[str] = []
+        self._die_after = die_after
+
+    key = staticmethod(rows_bucket)
+
+    def configs(self, shape: Shape) -> Sequence[str]:
+        return ["small", "large", "absurd"]
+
+    def prepare(
+        self, shape: Shape, configs: Sequence[str], *, cold: bool
+    ) -> Mapping[str, Callable[[], None]]:
+        if not cold:
+            if self._die_after is not None and len(self.prepared) >= self._die_after:
+                raise KeyboardInterrupt
+            self.prepared.append(rows_bucket(shape))
+        microseconds = {
+            "small": 300 if shape.rows < ROW_STEP else 900,
+            "large": 600,
+            "absurd": 4000,
+        }
+        return {name: spin(microseconds[name]) for name in configs}
+
+
+class Time:
+    """A clock that only `spin` moves: no other work on the machine can disturb the test."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Time()
+
+
+def spin(microseconds: int) -> Callable[[], None]:
+    def call() -> None:
+        CLOCK.now += microseconds * 1e-6
+
+    return call
+
+
+SPACE = Space(sides=((64, 64),), ranks=(8,), segments=(1,), most_rows=64)
+
+
+def test_rows_go_by_powers_of_two_then_by_the_paper_s_step_up_to_the_memory_limit() -> None:
+    space = Space(sides=((1024, 1024),), memory_bytes=200 * 2048 * 4)
+    assert space.rows(1024, 1024) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192]
+    assert Space(sides=(), most_rows=20).rows(8, 8) == [1, 2, 4, 8, 16]
+
+
+def test_shapes_of_one_key_are_profiled_once_at_the_end_of_their_bucket() -> None:
+    shapes = Space(sides=((64, 64),), ranks=(8,), segments=(1, 4), most_rows=160).shapes(
+        rows_bucket
+    )
+    assert shapes.pop() == Shape("merge", 64, 64, 8, 1, 64)
+    assert [s.rows for s in shapes if s.segments == 1] == [1, 2, 4, 8, 16, 32, 64, 128, 160]
+    assert [s.rows for s in shapes if s.segments == 4] == [1, 2, 4, 8, 16, 32]
+
+
+def test_the_best_tile_of_each_shape_is_found(tmp_path: Path) -> None:
+    machine = Machine()
+    entries = list(
+        search(machine, SPACE.shapes(machine.key), state(tmp_path), rounds=5, clock=CLOCK)
+    )
+    assert {entry["shape"]["rows"]: entry["config"]
+        for entry in entries
+        if entry["shape"]["operation"] == "apply"
+    } == {
+        1: "small", 2: "small", 4: "small", 8: "small", 16: "small", 32: "large", 64: "large",
+    }  # fmt: skip
+
+
+def test_an_interrupted_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    machine = Machine(die_after=3)
+    shapes = SPACE.shapes(machine.key)
+    with pytest.raises(KeyboardInterrupt):
+        list(search(machine, shapes, state(tmp_path), rounds=3, clock=CLOCK))
+    with (tmp_path / "state").open("a") as file:
+        file.write('{"key": "cut o')
+    resumed = Machine()
+    entries = list(search(resumed, shapes, state(tmp_path), rounds=3, clock=CLOCK))
+    assert len(entries) == len(shapes)
+    assert len(resumed.prepared) == len(shapes) - 3
+    assert not set(resumed.prepared) & set(machine.prepared)
+
+
+def test_another_device_starts_afresh(tmp_path: Path) -> None:
+    state(tmp_path).add({"key": "k"})
+    assert state(tmp_path).done == {"k": {"key": "k"}}
+    assert State(tmp_path / "state", "another").done == {}
+
+
+def test_a_tile_that_is_surely_worse_is_dropped_early() -> None:
+    calls = {"good": 0, "bad": 0}
+
+    def good() -> None:
+        calls["good"] += 1
+        spin(500)()
+
+    def bad() -> None:
+        calls["bad"] += 1
+        spin(5000)()
+
+    found = profile({"good": good, "bad": bad}, rounds=9, warm=False, clock=CLOCK)
+    assert found.best == "good"
+    assert found.finalists == ("good",)
+    assert calls["bad"] == 2  # one to warm up, one to size the samples
+
+
+def test_the_choice_weighs_hot_and_cold() -> None:
+    hot = Profile({"a": 1.0, "b": 1.1, "c": 0.9}, ("a", "b", "c"))
+    cold = Profile({"a": 2.0, "b": 1.5}, ("a", "b"))
+    assert choose(hot, cold) == "b"
+
+
+def state(folder: Path) -> State:
+    return State(folder / "state", "device")
+
+
+def test_a_table_is_written_whole_and_names_its_device(tmp_path: Path) -> None:
+    device = table.Device("AuthenticAMD", 26, 2, 48, 1024, 32768)
+    path = table.path_for(device, "avx512", "fp32", tmp_path)
+    assert path.name == "amd-f26-m2-48-1024-32768-avx512-fp32.json"
+    found = [{"key": "0b", "config": "small"}, {"key": "0a", "config": "large"}]
+    table.write(path, device, "avx512", "fp32", found, threads=1)
+    written = json.loads(path.read_text())
+    assert written["version"] == 1
+    assert written["entries"] == {"0a": "large", "0b": "small"}
+    assert written["device"]["family"] == 26
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_device_is_read_from_what_linux_tells(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(
+        "vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: hidden\n"
+    )
+    for index, (level, kind, size) in enumerate(
+        ((1, "Data", "32K"), (1, "Instruction", "64K"), (2, "Unified", "1024K"))
+    ):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{index}"
+        folder.mkdir(parents=True)
+        for name, value in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(f"{value}\n")
+    assert table.Device.here(tmp_path) == table.Device("GenuineIntel", 6, 85, 32, 1024, 0)
+
+
+def test_sides_of_a_checkpoint_take_together_what_shares_an_input(tmp_path: Path) -> None:
+    config = {
+        "text_config": {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+        }
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sides_of(tmp_path) == ((64, 128), (64, 64), (64, 192), (96, 64))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="hidden_size"):
+        sides_of(tmp_path)

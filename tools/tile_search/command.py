@@ -1,0 +1,87 @@
+"""`vlora tile-search`: find the best tile for every shape and write the table."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+ROUNDS, QUICK_ROUNDS = 7, 3
+BUDGET, QUICK_BUDGET = 0.12, 0.02
+"""Seconds for all configurations of one shape, hot and cold each; FEWEST_ROUNDS come first."""
+QUICK_RANKS, QUICK_SEGMENTS, QUICK_ROWS = (64,), (4,), 256
+STATE = Path("out") / "tile-search"
+
+
+def tile_search(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint whose targets are searched.")
+    ] = None,
+    dtypes: Annotated[str, typer.Option(help="Storage types: fp32, bf16.")] = "fp32,bf16",
+    threads: Annotated[int, typer.Option(help="Threads of one call.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="Folder of the tables.")] = None,
+    state: Annotated[Path, typer.Option(help="Where an interrupted search goes on.")] = STATE,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few shapes, few rounds; written under --state.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an interrupted search.")] = False,
+) -> None:
+    """Find the best tile for every shape by profiling (algorithm 2) and write the table."""
+    from tools.tile_search import table
+    from tools.tile_search.cpu import CpuBackend
+    from tools.tile_search.models import BENCH, sides_of
+    from tools.tile_search.search import Space, State, search
+    from vlora.atmm import backends
+
+    console = Console(highlight=False)
+    try:
+        core = backends.native()
+        sides = (*BENCH, *(sides_of(model) if model is not None else ()))
+    except (ImportError, ValueError, OSError) as error:
+        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        raise typer.Exit(1) from None
+    device, isa = table.Device.here(), core.isa()
+    space = Space(sides)
+    if quick:
+        space = Space(sides, QUICK_RANKS, QUICK_SEGMENTS, most_rows=QUICK_ROWS)
+    folder = output or (state if quick else table.TABLES)
+    started = time.monotonic()
+    for dtype in dtypes.split(","):
+        backend = CpuBackend(dtype, threads)
+        shapes = space.shapes(backend.key)
+        stamp = f"{device.name} {isa} {dtype} {threads} quick={quick} {backend.digest}"
+        file = state / f"{isa}-{dtype}{'-quick' if quick else ''}.jsonl"
+        if fresh:
+            file.unlink(missing_ok=True)
+        progress_state = State(file, stamp)
+        if progress_state.done:
+            console.print(f"{dtype}: {len(progress_state.done)} shapes are known from {file}")
+        found = []
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task(dtype, total=len(shapes))
+            for entry in search(
+                backend,
+                shapes,
+                progress_state,
+                rounds=QUICK_ROUNDS if quick else ROUNDS,
+                budget=QUICK_BUDGET if quick else BUDGET,
+            ):
+                found.append(entry)
+                progress.update(task, advance=1)
+        path = table.path_for(device, isa, dtype, folder)
+        table.write(path, device, isa, dtype, found, threads=threads, shapes=len(found))
+        file.unlink(missing_ok=True)
+        console.print(f"{dtype}: {len(found)} entries in {path}", soft_wrap=True)
+    console.print(f"done in {(time.monotonic() - started) / 60:.1f} min")
+
+
+if __name__ == "__main__":
+    typer.run(tile_search)

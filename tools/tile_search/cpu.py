@@ -1,0 +1,183 @@
+"""The CPU side of the search: which configurations are worth measuring, and how one is run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.tile_search.search import Shape
+from vlora.atmm import op, tiles
+from vlora.atmm.groups import LoraGroup
+from vlora.atmm.types import LoraPair, MergeUpdate, Segment, Segments
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COLD_BYTES = 128 << 20
+"""Adapters of a cold profile rotate through this much."""
+MOST_SLOTS = 4096
+
+# The analytic limits: shares of a cache that one operand may take, beside the other operand's
+# stream and the rows of y, and row counts beyond which a kind of configuration cannot pay.
+PACKED_ROWS_SHARE_OF_L2 = 0.5
+INTERMEDIATE_SHARE_OF_L2 = 0.5
+PANELS_SHARE_OF_L1 = 0.75
+STREAMING_BLOCK = 8
+"""Row block of the kernels that read an adapter once, from memory to registers."""
+FEW_ROWS = 8
+"""Up to here a call is bound by the adapters' bytes: blocking and packing rows cannot pay."""
+MANY_ROWS = 32
+"""From here on, streaming would read each adapter four times and more."""
+SCRATCH_BYTES = 4
+"""An element of the intermediate, and of packed rows."""
+NARROW = 32
+"""Columns of a register tile; for few rows, narrower tiles are worse at every rank but 16."""
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Bytes of one core's data caches, and of the last level."""
+
+    l1: int
+    l2: int
+    l3: int
+
+    @classmethod
+    def of_machine(cls) -> Caches:
+        found = {}
+        for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+            if (folder / "type").read_text().strip() != "Instruction":
+                size = (folder / "size").read_text().strip()
+                found[int((folder / "level").read_text())] = int(size.rstrip("K")) << 10
+        return cls(found.get(1, 32 << 10), found.get(2, 512 << 10), found.get(3, 8 << 20))
+
+
+def why_not(
+    config: Mapping[str, Any], shape: Shape, caches: Caches, element_bytes: int
+) -> str | None:
+    """The first limit that a configuration breaks for a shape, or None."""
+    if shape.operation == "merge":
+        panels = int(config["column_block"]) * shape.rank * SCRATCH_BYTES
+        return "the block of A leaves no room in L2" if panels > caches.l2 else None
+    row_block = int(config["row_block"])
+    shrink, expand = int(config["shrink_columns"]), int(config["expand_columns"])
+    depth = int(config["depth_block"])
+    if (row_block == STREAMING_BLOCK) != (shape.rows <= FEW_ROWS):
+        if shape.rows <= FEW_ROWS:
+            return "rows so few are not worth a block"
+        if shape.rows >= MANY_ROWS:
+            return "streaming would read the adapter too often"
+    if row_block == STREAMING_BLOCK and shape.rows > FEW_ROWS and int(config["prefetch"]):
+        return "later passes find the adapter in the cache"
+    if shrink > max(16, shape.rank):
+        return "wider than the rank"
+    if row_block >= 2 * max(shape.rows, 12) and not config["pack_rows"]:
+        return "the block is twice the rows"
+    if config["pack_rows"]:
+        packed = min(row_block, shape.rows) * depth * SCRATCH_BYTES
+        if packed > PACKED_ROWS_SHARE_OF_L2 * caches.l2:
+            return "the packed rows leave no room in L2"
+    if row_block * shape.rank * SCRATCH_BYTES > INTERMEDIATE_SHARE_OF_L2 * caches.l2:
+        return "the intermediate leaves no room in L2"
+    if max(shrink, 1) * depth * element_bytes > PANELS_SHARE_OF_L1 * caches.l1:
+        return "a panel block leaves no room in L1"
+    if row_block > STREAMING_BLOCK and min(shrink, expand) < NARROW < shape.rank:
+        return "narrower than what the registers of a block hold"
+    return None
+
+
+class CpuBackend:
+    """Profiles `vlora.atmm.op` for one storage type on `threads` threads."""
+
+    def __init__(self, dtype: str, threads: int) -> None:
+        self.dtype = dtype
+        self._threads = threads
+        self._caches = Caches.of_machine()
+        self._all = {
+            operation: {c["name"]: (i, c) for i, c in enumerate(tiles.configs(operation, dtype))}
+            for operation in ("apply", "merge")
+        }
+
+    @property
+    def digest(self) -> str:
+        """Changes with the compiled configurations, so that stale results are not resumed."""
+        names = sorted(name for known in self._all.values() for name in known)
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+
+    def key(self, shape: Shape) -> str:
+        key = tiles.key(
+            shape.operation,
+            self.dtype,
+            rows=shape.rows,
+            d_in=shape.d_in,
+            d_out=shape.d_out,
+            rank=shape.rank,
+            segments=shape.segments,
+        )
+        return f"{key:032x}"
+
+    def configs(self, shape: Shape) -> Sequence[str]:
+        """Those that no limit rules out; of several row blocks above the rows, the smallest."""
+        kept: dict[tuple[Any, ...], tuple[int, str]] = {}
+        for name, (_, config) in self._all[shape.operation].items():
+            if why_not(config, shape, self._caches, DTYPES[self.dtype].itemsize) is not None:
+                continue
+            block = int(config["row_block"])
+            # A block that holds all rows cuts nothing: all such blocks run the same code.
+            same = (
+                "all" if shape.operation == "apply" and block >= shape.rows else block,
+                *(value for key, value in config.items() if key not in ("name", "row_block")),
+            )
+            kept[same] = min(kept.get(same, (block, name)), (block, name))
+        return [name for _, name in kept.values()] or list(self._all[shape.operation])[:1]
+
+    def prepare(
+        self, shape: Shape, configs: Sequence[str], *, cold: bool
+    ) -> Mapping[str, Callable[[], None]]:
+        if shape.operation == "merge":
+            return self._merge(shape, configs)
+        group = self._group(shape.d_in, shape.d_out, shape.rank)
+        turns = max(1, len(group) // shape.segments) if cold else 1
+        steps = [
+            Segments(
+                Segment(i * shape.rows, shape.rows, (turn * shape.segments + i) % len(group))
+                for i in range(shape.segments)
+            )
+            for turn in range(turns)
+        ]
+        x = torch.randn(shape.rows * shape.segments, shape.d_in).to(DTYPES[self.dtype])
+        y = torch.zeros(shape.rows * shape.segments, shape.d_out, dtype=DTYPES[self.dtype])
+        turn = [0]  # shared: no configuration finds what another has just brought to the caches
+
+        def call_of(index: int) -> Callable[[], None]:
+            def call() -> None:
+                turn[0] = (turn[0] + 1) % turns
+                op.apply(y, x, steps[turn[0]], group, config=index, threads=self._threads)
+
+            return call
+
+        return {name: call_of(self._all["apply"][name][0]) for name in configs}
+
+    def _merge(self, shape: Shape, configs: Sequence[str]) -> Mapping[str, Callable[[], None]]:
+        slab = torch.zeros(shape.d_out * shape.d_in, dtype=DTYPES[self.dtype])
+        out = torch.empty_like(slab)
+        pair = LoraPair(torch.randn(shape.rank, shape.d_in), torch.randn(shape.d_out, shape.rank))
+
+        def call_of(index: int) -> Callable[[], None]:
+            return lambda: op.merge(
+                out, slab, [MergeUpdate(0, pair)], config=index, threads=self._threads
+            )
+
+        return {name: call_of(self._all["merge"][name][0]) for name in configs}
+
+    @lru_cache(maxsize=1)  # noqa: B019 — one group at a time, the search keeps the backend
+    def _group(self, d_in: int, d_out: int, rank: int) -> LoraGroup:
+        dtype = DTYPES[self.dtype]
+        pair = LoraPair(torch.randn(rank, d_in).to(dtype), torch.randn(d_out, rank).to(dtype))
+        size = rank * (d_in + d_out) * dtype.itemsize
+        slots = min(MOST_SLOTS, max(16, COLD_BYTES // size))
+        return LoraGroup.of(d_in, [pair] * slots)
