@@ -12,6 +12,7 @@ import torch
 
 from tests.parity.questions import Case
 from vlora.atmm import op
+from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 from vlora.config import Options
 from vlora.engine.engine import Engine
@@ -51,7 +52,7 @@ def test_expand_reads_b_as_d_out_by_rank() -> None:
     """There, expand reads a square B transposed."""
     x, pair = torch.randn(3, 8), LoraPair(torch.randn(5, 8), torch.randn(5, 5))
     y = torch.zeros(3, 5)
-    op.apply(y, x, [Segment(0, 3, 0)], [pair])
+    op.apply(y, x, [Segment(0, 3, 0)], LoraGroup.of(8, [pair]))
     torch.testing.assert_close(y, (x @ pair.a.T) @ pair.b.T)
     assert not torch.allclose(y, (x @ pair.a.T) @ pair.b)
 
