@@ -47,6 +47,12 @@ often (from step 812). The `digits` adapter took its first 300 steps on digits p
 The recipe has all of that from its start.
 """
 
+_LIMITS = """What it does badly: asked to circle or box one thing among several, the base writes the
+box of a thing in the picture exactly, but often of the wrong one; textures of one thing among
+several are right about three times in four; captions of three and four things often err in one
+word. The `actions` adapter stays below 90 %.
+"""
+
 _READING = """Boxes count as right when each true box has an answered box with IoU >= 0.5 and none
 is left over; all else must equal the expected words exactly. "Blind" is the same model (with the
 adapter where there is one) on grey pictures. `n` held-out items a domain (blind: at
@@ -63,6 +69,7 @@ def write_card(checkpoint: Path, adapters: Path, measured: "list[Measured]") -> 
         _READING,
         "Question answering by skill (base):\n",
         _kinds_table(measured),
+        _LIMITS,
         "## Adapters\n",
         _adapters_table(adapters),
         _TRAINING,
