@@ -140,7 +140,7 @@ RECIPES: dict[str, Recipe] = {
             (*ATTENTION, *MLP),
             ("vqa",),
             {"counting": _crowd},
-            steps=350,
+            steps=210,
             learning_rate=3e-3,
         ),
         Recipe(

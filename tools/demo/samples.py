@@ -28,8 +28,8 @@ _STREET = Scene(
     "plain",
     (
         Thing("circle", "red", "solid", (6, 8, 28, 30)),
-        Thing("star", "blue", "striped", (36, 6, 60, 30)),
         Thing("heart", "green", "dotted", (20, 36, 44, 60)),
+        Thing("star", "blue", "striped", (36, 6, 60, 30)),
     ),
     0,
 )
@@ -40,6 +40,16 @@ _TWINS = Scene(
         Thing("star", "yellow", "solid", (5, 20, 27, 42)),
         Thing("star", "purple", "checkered", (36, 34, 60, 58)),
         Thing("cross", "orange", "solid", (38, 5, 57, 24)),
+    ),
+    0,
+)
+_TRIO = Scene(
+    "gray",
+    "plain",
+    (
+        Thing("square", "red", "solid", (4, 6, 24, 26)),
+        Thing("circle", "blue", "striped", (8, 38, 28, 58)),
+        Thing("square", "green", "solid", (38, 22, 58, 42)),
     ),
     0,
 )
@@ -63,10 +73,10 @@ def write_samples(folder: Path) -> Path:
         _picture(
             folder,
             "detect",
-            _TWINS,
+            _TRIO,
             "detect",
-            "star",
-            box_text("star", [thing.box for thing in _TWINS.things[:2]], SIDE),
+            "circle",
+            box_text("circle", [_TRIO.things[1].box], SIDE),
         ),
         _picture(folder, "classify", _TWINS, "classify", "", "tiled"),
         _clip(folder, "motion", base_clip(_rng(1), "moving right"), None),
