@@ -12,7 +12,7 @@ from vlora.atmm.types import MergeUpdate, Segment
 
 def apply(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
     """See `vlora.atmm.op.apply`."""
-    for part, pairs in zip(y.split(list(group.d_outs), dim=1), group.pairs, strict=True):
+    for part, pairs in zip(torch.split(y, list(group.d_outs), dim=1), group.pairs, strict=True):
         for segment in segments:
             pair = pairs[segment.slot]
             if pair is None or segment.length == 0:

@@ -174,10 +174,12 @@ def configurations() -> str:
         rows.append(f"{{8, {shrink}, {expand}, 0, {prefetch}, false, 0}},")
     # Many rows: blocks of both operands stay in cache.
     for block, shrink, expand, depth in itertools.product(
-        (24, 48, 96, 192), (16, 32, 48, 64), (16, 32, 64), (128, 256)
+        (48, 96, 192), (16, 32, 64), (32, 64), (128, 256)
     ):
         rows.append(f"{{{block}, {shrink}, {expand}, {depth}, 0, true, 0}},")
-    for block, shrink, expand, depth in itertools.product((24, 96), (32, 64), (32, 64), (128, 256)):
+    for block, shrink, expand, depth in itertools.product(
+        (24, 48, 96, 192), (16, 32, 64), (16, 32, 64), (128, 256, 512, 1024)
+    ):
         rows.append(f"{{{block}, {shrink}, {expand}, {depth}, 0, false, 0}},")
     return "\n".join(rows) + "\n"
 

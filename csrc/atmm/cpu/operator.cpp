@@ -13,6 +13,8 @@ namespace {
 
 constexpr int64_t kRankBlock = kDepth;
 // Ranks whose intermediate fits a row of scratch; larger ranks take several.
+constexpr int64_t kPanelBytes = 256 << 10;
+// Of panels that several row tiles read in turn: a quarter of a 1 MiB L2.
 constexpr int64_t kFewRows = 8;
 // Rows that one register tile holds whatever its columns: a segment of so few streams its adapter.
 constexpr double kWorthThreads = 8e-6;
@@ -81,7 +83,9 @@ void walk(const Walk& w, const Tile& whole) {
       groups = 1;
     }
     const int64_t tiles = ceil_div(w.rows, limit(columns));
-    if (tiles > 1) groups = 1;
+    // Several row tiles read the same panels: as many of them as stay in L2 meanwhile.
+    if (tiles > 1)
+      groups = std::clamp<int64_t>(kPanelBytes / (columns * whole.steps * 64), 1, groups);
     Tile t = whole;
     t.groups = groups;
     t.panels = whole.panels + panel * whole.panel_bytes;

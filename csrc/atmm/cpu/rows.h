@@ -52,7 +52,8 @@ inline void round_rows(float* scratch, int64_t rows, int64_t count) {
 inline double peak(Dtype dtype, int64_t rounds) {
   constexpr int kAccumulators = kPeakAccumulators;
   V acc[kAccumulators];
-  for (V& a : acc) a = V::zero();
+#pragma GCC unroll 16
+  for (int a = 0; a < kAccumulators; ++a) acc[a] = V::zero();
   const float one = 1;
 #ifdef ATMM_HAS_BF16_PRODUCTS
   if (dtype == Dtype::kBf16) {
@@ -76,18 +77,21 @@ inline double peak(Dtype dtype, int64_t rounds) {
       }
   }
   volatile float sink = 0;
-  for (const V& a : acc) sink = sink + sum_of(a);
+#pragma GCC unroll 16
+  for (int a = 0; a < kAccumulators; ++a) sink = sink + sum_of(acc[a]);
   return 2.0 * (dtype == Dtype::kBf16 && kPairs ? 2 : 1) * kPanel * kAccumulators * double(rounds);
 }
 
 inline float read(const float* values, int64_t count) {
   V acc[8];
-  for (V& a : acc) a = V::zero();
+#pragma GCC unroll 8
+  for (int a = 0; a < 8; ++a) acc[a] = V::zero();
   for (int64_t i = 0; i + 8 * kPanel <= count; i += 8 * kPanel)
 #pragma GCC unroll 8
     for (int a = 0; a < 8; ++a) acc[a].add(V::load(values + i + a * kPanel));
   float sum = 0;
-  for (const V& a : acc) sum += sum_of(a);
+#pragma GCC unroll 8
+  for (int a = 0; a < 8; ++a) sum += sum_of(acc[a]);
   return sum;
 }
 
