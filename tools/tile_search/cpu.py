@@ -25,7 +25,7 @@ MOST_SLOTS = 4096
 # stream and the rows of y, and row counts beyond which a kind of configuration cannot pay.
 PACKED_ROWS_SHARE_OF_L2 = 0.5
 INTERMEDIATE_SHARE_OF_L2 = 0.5
-PANELS_SHARE_OF_L1 = 0.75
+PANELS_SHARE_OF_L2 = 0.5
 STREAMING_BLOCK = 8
 """Row block of the kernels that read an adapter once, from memory to registers."""
 FEW_ROWS = 8
@@ -75,16 +75,14 @@ def why_not(
         return "later passes find the adapter in the cache"
     if shrink > max(16, shape.rank):
         return "wider than the rank"
-    if row_block >= 2 * max(shape.rows, 12) and not config["pack_rows"]:
-        return "the block is twice the rows"
     if config["pack_rows"]:
         packed = min(row_block, shape.rows) * depth * SCRATCH_BYTES
         if packed > PACKED_ROWS_SHARE_OF_L2 * caches.l2:
             return "the packed rows leave no room in L2"
     if row_block * shape.rank * SCRATCH_BYTES > INTERMEDIATE_SHARE_OF_L2 * caches.l2:
         return "the intermediate leaves no room in L2"
-    if max(shrink, 1) * depth * element_bytes > PANELS_SHARE_OF_L1 * caches.l1:
-        return "a panel block leaves no room in L1"
+    if shrink * depth * element_bytes > PANELS_SHARE_OF_L2 * caches.l2:
+        return "the panels that row tiles share leave no room in L2"
     if row_block > STREAMING_BLOCK and min(shrink, expand) < NARROW < shape.rank:
         return "narrower than what the registers of a block hold"
     return None
