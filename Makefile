@@ -5,9 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.set-up
 SERVE ?=
 TESTS ?=
+BENCH ?= --quick
+CUDA ?=
+CORE := setup.py $(shell find csrc/atmm/include csrc/atmm/cpu csrc/atmm/bindings.cpp -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo accuracy lint types clean
+.PHONY: help serve test demo accuracy bench cuda lint types clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +27,13 @@ demo: $(READY) ## Send real images and video through a server (starts one if the
 accuracy: $(READY) ## Ask a server the whole held-out set and compare with the model card
 	@$(BIN)/python -m tools.demo.accuracy
 
+bench: $(READY) ## Measure the operator: quick by default, in full with BENCH= (figures: docs/benchmarks)
+	@$(BIN)/vlora bench kernels $(BENCH)
+	@$(BIN)/vlora bench switch $(BENCH)
+
+cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")
+	@$(BIN)/python -m tools.tile_search.cuda_build $(CUDA)
+
 lint: $(READY) ## Check style and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -34,10 +44,11 @@ types: $(READY) ## Check types
 clean: ## Remove what was set up and built
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis backend_src/*.egg-info
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(CORE)
 	@$(PYTHON) tools/preflight
 	@echo "setting up $(VENV); this takes some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,train,video,dev]'
 	@$(BIN)/python clients/perf/fetch.py >/dev/null || echo "warning: no perf_analyzer; its tests will be skipped"
+	@$(BIN)/python clients/perf/fetch.py || echo "perf_analyzer could not be fetched; its tests are skipped"
 	@touch $(READY)

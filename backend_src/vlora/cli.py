@@ -1,9 +1,10 @@
-"""The command line: `vlora serve`, `vlora adapters`."""
+"""The command line: `vlora serve`, `vlora adapters`, `vlora bench`, `vlora tile-search`."""
 
 from __future__ import annotations
 
 import logging
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import vlora
+from vlora.bench.cli import bench_app
 from vlora.config import (
     ADAPTERS_VARIABLE,
     MODEL_VARIABLE,
@@ -37,6 +40,7 @@ app = typer.Typer(
 )
 adapters_app = typer.Typer(help="Look at the adapters that a server would load.")
 app.add_typer(adapters_app, name="adapters")
+app.add_typer(bench_app, name="bench")
 console = Console(highlight=False)
 problems = Console(stderr=True, highlight=False)
 
@@ -229,6 +233,19 @@ def _failures_told() -> Iterator[None]:
     except (ServerError, VLoraError) as error:
         problems.print(f"[bold red]error:[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+def _add_tile_search() -> None:
+    """The search lives beside the package, in the source tree; elsewhere there is no command."""
+    source = Path(vlora.__file__).resolve().parents[2]
+    if (source / "tools" / "tile_search").is_dir():
+        sys.path.append(str(source))
+        from tools.tile_search.command import tile_search
+
+        app.command("tile-search")(tile_search)
+
+
+_add_tile_search()
 
 
 def main() -> None:

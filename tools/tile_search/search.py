@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from vlora.atmm.tiles import Operation
+
 ROW_STEP = 32
 """The paper's step over input sizes; smaller inputs are decode steps, taken by powers of two."""
 RANKS = (8, 16, 32, 64, 128)
@@ -39,7 +41,7 @@ class Shape:
     merge: rows = d_out, one segment. The order keeps shapes together that share adapters.
     """
 
-    operation: str
+    operation: Operation
     d_in: int
     d_out: int
     rank: int
