@@ -16,6 +16,8 @@ import torch
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
+from vlora.engine.stops import PATIENCE as PATIENCE_OF_STOPS
+from vlora.engine.stops import REMEMBERED, EarlyStops
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable, VLoraError
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
@@ -214,6 +216,31 @@ def test_a_stopped_request_ends_with_cancelled(loop: EngineLoop) -> None:
     loop.stop_client(LONG_ID)
     loop.submit(request("two", client_id=LONG_ID), sink)
     assert sink.last("two").error is None
+
+
+def test_a_stop_that_comes_before_its_request_ends_it(loop: EngineLoop) -> None:
+    """The images of an ensemble's request may still be on their way through the encoder."""
+    sink = Collector()
+    loop.stop_client(LONG_ID)
+    with pytest.raises(Cancelled, match="was stopped"):
+        loop.submit(request("one", client_id=LONG_ID), sink)
+    loop.submit(request("two", client_id=LONG_ID), sink)
+    assert sink.last("two").error is None
+
+
+def test_a_stop_waits_for_its_request_for_a_while_only() -> None:
+    now = [0.0]
+    stops = EarlyStops(clock=lambda: now[0])
+    stops.wait("a")
+    now[0] = PATIENCE_OF_STOPS + 1
+    assert not stops.take("a")
+    for index in range(2 * REMEMBERED):
+        stops.wait(f"w{index}")
+        stops.ended(f"e{index}")
+    assert not stops.take("w0")
+    assert stops.take(f"w{2 * REMEMBERED - 1}")
+    stops.wait(f"e{2 * REMEMBERED - 1}")
+    assert not stops.take(f"e{2 * REMEMBERED - 1}")
 
 
 def test_a_second_live_request_with_a_stoppable_id_is_refused(loop: EngineLoop) -> None:

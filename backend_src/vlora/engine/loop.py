@@ -18,6 +18,7 @@ import torch
 
 from vlora.config import Options
 from vlora.engine.engine import Engine, Prepared
+from vlora.engine.stops import EarlyStops
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.lora.store import AdapterStore
 from vlora.metrics import EngineStats
@@ -37,6 +38,7 @@ class EngineLoop:
         self._sinks: dict[str, OutputSink] = {}
         self._by_client: defaultdict[str, set[str]] = defaultdict(set)
         self._client_of: dict[str, str] = {}
+        self._early_stops = EarlyStops()
         self._accepting = True
         self._stopping = False
         self._outbox: queue.SimpleQueue[list[Output] | None] = queue.SimpleQueue()
@@ -93,15 +95,19 @@ class EngineLoop:
         if request.id in self._sinks:
             raise InvalidArgument(f"a request with id '{request.id}' is live already")
         client_id = request.client_id
-        if len(client_id) >= MIN_STOPPABLE_ID and self._by_client.get(client_id):
-            raise InvalidArgument(f"a request with id '{client_id}' is live already")
+        if len(client_id) >= MIN_STOPPABLE_ID:
+            if self._by_client.get(client_id):
+                raise InvalidArgument(f"a request with id '{client_id}' is live already")
+            if self._early_stops.take(client_id):
+                raise Cancelled(f"the request '{client_id}' was stopped")
 
     def abort(self, request_id: str) -> None:
         """Ends a live request with Cancelled; an unknown id is no error."""
         self._post(partial(self._engine.abort, request_id))
 
     def stop_client(self, client_id: str) -> None:
-        """Ends the live request of this client id with Cancelled; an unknown id is no error.
+        """Ends the live request of this client id with Cancelled, or the one that comes soon, if
+        its images are still being encoded; an unknown id is no error.
 
         Raises InvalidArgument for an id that is too short to be anyone's own.
         """
@@ -112,6 +118,8 @@ class EngineLoop:
             )
         with self._wake:
             request_ids = sorted(self._by_client.get(client_id, ()))
+            if not request_ids:
+                self._early_stops.wait(client_id)
         for request_id in request_ids:
             reason = Cancelled(f"the request '{client_id}' was stopped")
             self._post(partial(self._engine.abort, request_id, reason))
@@ -188,6 +196,7 @@ class EngineLoop:
                 self._by_client[client_id].discard(request_id)
                 if not self._by_client[client_id]:
                     del self._by_client[client_id]
+                    self._early_stops.ended(client_id)
         if sink is None:
             return
         try:
