@@ -196,7 +196,8 @@ class EngineLoop:
                 self._by_client[client_id].discard(request_id)
                 if not self._by_client[client_id]:
                     del self._by_client[client_id]
-                    self._early_stops.ended(client_id)
+                    if len(client_id) >= MIN_STOPPABLE_ID:
+                        self._early_stops.ended(client_id)
         if sink is None:
             return
         try:
