@@ -21,7 +21,7 @@ TypesOption = Annotated[str, typer.Option(help="Storage types: fp32, bf16.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Within 50 s on two cores.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write meta, rows, summary here.")]
 
-SWITCH_ROUNDS, SWITCH_QUICK_ROUNDS = 11, 5
+SWITCH_ROUNDS, SWITCH_QUICK_ROUNDS = 7, 5
 WIDE = 150
 """Columns of the table where the output is no terminal."""
 
