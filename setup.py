@@ -61,8 +61,10 @@ class BuildCore(build_ext):
     def _object(self, source: Path, flags: tuple[str, ...], include: list[str], build: Path) -> str:
         """Compile one unit, unless its object is newer than all sources."""
         target = build / f"{source.stem}.o"
-        headers = [p for p in CORE.rglob("*") if p.suffix in (".h", ".inc")]
-        newest = max(p.stat().st_mtime for p in [source, *headers, *build.glob("*.inc")])
+        headers = list(CORE.rglob("*.h"))
+        if source.stem == "table":
+            headers += build.glob("*.inc")
+        newest = max(p.stat().st_mtime for p in [source, *headers])
         if not target.exists() or target.stat().st_mtime < newest:
             command = [*self.compiler.compiler_so_cxx, *FLAGS, *flags]
             command += [f"-I{path}" for path in include] + ["-c", str(source), "-o", str(target)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vlora.atmm import backends, op, tiles
+from vlora.atmm.device import Device
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment, Segments
 
@@ -410,6 +413,30 @@ def test_keys_have_128_bits_and_differ_by_bucket_only() -> None:
     }
     assert len(keys) == 32
     assert all(0 <= key < 1 << 128 for key in keys)
+
+
+@compiled
+def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_left_out(tmp_path: Path) -> None:
+    name = tiles.configs("apply", "fp32")[0]["name"]
+    shape = {"rows": 1, "d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
+    start = f"{Device.here().name}-{tiles.isas()[0]}-"
+    for dtype in ("fp32", "bf16"):
+        entries = {f"{tiles.key('apply', dtype, **shape):032x}": name}
+        text = json.dumps({"version": tiles.VERSION, "entries": entries})
+        (tmp_path / f"{start}{dtype}.json").write_text(text)
+    try:
+        assert len(tiles.load_for_this_cpu(tmp_path)) == 2
+        tiles.reset_counters()
+        for dtype in (FP32, BF16):
+            group = group_of(64, [32], [16], dtype)
+            x, y = torch.randn(1, 64).to(dtype), torch.zeros(1, 32, dtype=dtype)
+            op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu")
+        assert tiles.counters()["hits"] == 2
+        (tmp_path / f"{start}fp32.json").write_text(json.dumps({"version": 99, "entries": {}}))
+        assert tiles.load_for_this_cpu(tmp_path) == []
+        assert tiles.load_for_this_cpu(tmp_path / "none") == []
+    finally:
+        tiles.clear()
 
 
 def test_the_environment_chooses_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:

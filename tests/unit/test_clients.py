@@ -138,7 +138,13 @@ def test_an_interrupted_client_leaves_no_shared_memory_and_sums_up(ending):
         command = [sys.executable, "clients/video_analytics.py", "camera", "--url", server.url]
         command += ["--send", "raw", "--streams", "2", "--seconds", "60"]
         client = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell that runs these tests in the background has its children ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         while not server.requests and client.poll() is None:
             time.sleep(0.02)

@@ -17,6 +17,7 @@ from tools.tile_search.search import (
     Space,
     State,
     choose,
+    filled,
     profile,
     search,
 )
@@ -116,6 +117,18 @@ def test_an_interrupted_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert len(entries) == len(shapes)
     assert len(resumed.prepared) == len(shapes) - 3
     assert not set(resumed.prepared) & set(machine.prepared)
+
+
+def test_between_two_searched_numbers_of_segments_the_smaller_one_s_choice_serves() -> None:
+    one, four = (Shape("apply", 64, 64, 8, segments, 16) for segments in (1, 4))
+    merge = Shape("merge", 64, 64, 8, 1, 64)
+    found = [
+        {"key": rows_bucket(shape), "shape": vars(shape), "config": config}
+        for shape, config in ((one, "a"), (four, "b"), (merge, "c"))
+    ]
+    table = {entry["key"]: entry["config"] for entry in filled(found, rows_bucket)}
+    assert [table[f"apply/16/64/64/8/{segments}"] for segments in (1, 2, 4, 8)] == [*"aabb"]
+    assert len(table) == 5
 
 
 def test_another_device_starts_afresh(tmp_path: Path) -> None:

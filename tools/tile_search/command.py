@@ -34,7 +34,7 @@ def tile_search(
     from tools.tile_search import table
     from tools.tile_search.cpu import CpuBackend
     from tools.tile_search.models import BENCH, sides_of
-    from tools.tile_search.search import Space, State, search
+    from tools.tile_search.search import Space, State, filled, search
     from vlora.atmm import backends
 
     console = Console(highlight=False)
@@ -77,7 +77,8 @@ def tile_search(
                 found.append(entry)
                 progress.update(task, advance=1)
         path = table.path_for(device, isa, dtype, folder)
-        table.write(path, device, isa, dtype, found, threads=threads, shapes=len(found))
+        found = filled(found, backend.key)
+        table.write(path, device, isa, dtype, found, threads=threads, shapes=len(shapes))
         file.unlink(missing_ok=True)
         console.print(f"{dtype}: {len(found)} entries in {path}", soft_wrap=True)
     console.print(f"done in {(time.monotonic() - started) / 60:.1f} min")

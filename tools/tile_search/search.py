@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -225,6 +225,22 @@ def _parsed(line: str) -> dict[str, Any]:
         return dict(json.loads(line))
     except (ValueError, TypeError):
         return {}
+
+
+def filled(
+    entries: Iterable[Mapping[str, Any]], key: Callable[[Shape], str]
+) -> list[dict[str, Any]]:
+    """The entries, and for each number of segments between two that were searched the choice of
+    the smaller: an exact hit is a hash look-up, the nearest bucket a scan of the table."""
+    entries = [dict(entry) for entry in entries]
+    known = {entry["key"] for entry in entries}
+    for entry in list(entries):
+        shape = Shape(**entry["shape"])
+        wider = key(replace(shape, segments=2 * shape.segments))
+        if shape.operation == "apply" and wider not in known:
+            known.add(wider)
+            entries.append({**entry, "key": wider})
+    return entries
 
 
 def search(

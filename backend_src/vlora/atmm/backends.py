@@ -24,6 +24,8 @@ def default() -> Backend:
         if asked not in ("cpu", "reference"):
             raise ValueError(f"{VARIABLE}={asked}; it must be 'cpu' or 'reference'")
         log.info("ATMM: %s, since %s says so", asked, VARIABLE)
+        if asked == "cpu":
+            _load_tables()
         return cast(Backend, asked)
     try:
         core = native()
@@ -31,7 +33,18 @@ def default() -> Backend:
         log.warning("ATMM: the reference operator, which is slow: %s", error)
         return "reference"
     log.info("ATMM: compiled for the CPU, instruction set %s", core.isa())
+    _load_tables()
     return "cpu"
+
+
+def _load_tables() -> None:
+    from vlora.atmm import tiles  # knows the backends itself
+
+    paths = tiles.load_for_this_cpu()
+    if not paths:
+        log.info("ATMM: no tile table for this CPU; the built-in tiles serve")
+    for path in paths:
+        log.info("ATMM: tile table %s", path.name)
 
 
 @cache

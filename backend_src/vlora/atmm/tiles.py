@@ -6,14 +6,20 @@ A thin, typed face of the core; the look-up itself is C++ (csrc/atmm/include/atm
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from vlora.atmm import backends
+from vlora.atmm.device import Device
+
+log = logging.getLogger(__name__)
 
 Operation = Literal["apply", "merge"]
+DTYPE_NAMES = ("fp32", "bf16")
+TABLES = Path(__file__).parent / "tables"
 VERSION = 1
 """Of the table's file format."""
 
@@ -62,12 +68,31 @@ def use(entries: Mapping[int, str]) -> None:
     backends.native().use_table([(k & mask, k >> 64, name) for k, name in entries.items()])
 
 
-def load(path: Path) -> None:
-    """Use the table in a file: {"version", …, "entries": {key in hexadecimal: name}}."""
-    table = json.loads(path.read_text())
-    if table.get("version") != VERSION:
-        raise ValueError(f"{path} has version {table.get('version')}; {VERSION} is read")
-    use({int(k, 16): name for k, name in table["entries"].items()})
+def load(*paths: Path) -> None:
+    """Use the tables in files, one a dtype: {"version", …, "entries": {key in hexadecimal: name}}.
+
+    ValueError for another version, or a configuration that this build does not have.
+    """
+    entries: dict[int, str] = {}
+    for path in paths:
+        table = json.loads(path.read_text())
+        if table.get("version") != VERSION:
+            raise ValueError(f"{path} has version {table.get('version')}; {VERSION} is read")
+        entries |= {int(k, 16): name for k, name in table["entries"].items()}
+    use(entries)
+
+
+def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
+    """Use the committed tables of this CPU and the current instruction set; [] if there are none
+    or they are of another build (logged: the built-in tiles then serve)."""
+    start = f"{Device.here().name}-{backends.native().isa()}-"
+    paths = [path for name in DTYPE_NAMES if (path := folder / f"{start}{name}.json").exists()]
+    try:
+        load(*paths)
+    except ValueError as error:
+        log.warning("ATMM: tile tables are left out: %s", error)
+        return []
+    return paths
 
 
 def clear() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,7 @@ TypesOption = Annotated[str, typer.Option(help="Storage types: fp32, bf16.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Within 50 s on two cores.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write meta, rows, summary here.")]
 
-SWITCH_ROUNDS, SWITCH_QUICK_ROUNDS = 11, 5
+SWITCH_ROUNDS, SWITCH_QUICK_ROUNDS = 7, 5
 WIDE = 150
 """Columns of the table where the output is no terminal."""
 
@@ -51,7 +52,8 @@ def kernels(
     described = report.meta("bench kernels", quick) | {"grid": path.name, **atmm.describe()}
     results: list[Result] = []
     table = report.kernel_table()
-    with Progress(console=console, transient=True) as progress:
+    with suppress(KeyboardInterrupt), Progress(console=console, transient=True) as progress:
+        # Ctrl-C: what has been measured until then is reported.
         task = progress.add_task("measuring", total=len(cells) * len(counts))
         limits = atmm.LimitsByThreads()
         for result in bench.run(

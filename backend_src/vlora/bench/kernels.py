@@ -31,7 +31,7 @@ class Effort:
 
 
 QUICK = Effort(rounds=7, budget=0.03)
-FULL = Effort(rounds=11, budget=0.08)
+FULL = Effort(rounds=9, budget=0.03)
 
 
 @dataclass(frozen=True)

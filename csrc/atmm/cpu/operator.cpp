@@ -66,7 +66,6 @@ struct Walk {
   ptrdiff_t out_panel, in_panel;
   int32_t tail;
   bool prefetch_next_group;
-  bool prefetch_next_rows;
 };
 
 void walk(const Walk& w, const Tile& whole) {
@@ -97,7 +96,6 @@ void walk(const Walk& w, const Tile& whole) {
       t.x = static_cast<const char*>(whole.x) + first * whole.x_stride * 4;
       t.out = static_cast<char*>(whole.out) + first * w.out_row + panel * w.out_panel;
       t.in = static_cast<const char*>(whole.in) + first * w.in_row + panel * w.in_panel;
-      t.in_prefetch = w.prefetch_next_rows && i + 1 < tiles ? count * whole.in_stride : 0;
       w.kernels[columns - 1][count - 1](t);
     }
     panel = end;
@@ -476,7 +474,6 @@ void merge_columns(const Kernels& kernels, Dtype dtype, char* out, const char* i
     w.out_row = w.in_row = m.d_in * size;
     w.out_panel = w.in_panel = kPanel * size;
     w.tail = int32_t(std::min<int64_t>(kPanel, columns - (panels - 1) * kPanel));
-    w.prefetch_next_rows = true;
     walk(w, t);
   }
   if (streaming) __builtin_ia32_sfence();

@@ -97,7 +97,7 @@ template <class T, bool kStream>
 struct Added {
   template <int M, int N>
   static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
-    const T* in = static_cast<const T*>(t.in) + group * N * kPanel + t.in_prefetch;
+    const T* in = static_cast<const T*>(t.in) + group * N * kPanel;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4

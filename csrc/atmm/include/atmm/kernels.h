@@ -30,7 +30,6 @@ struct Tile {
   bool first;            // shrink: start from zero, not from `out`
   float sign;
   ptrdiff_t prefetch;    // bytes ahead in a panel
-  ptrdiff_t in_prefetch; // elements ahead of `in`
 };
 
 using TileKernel = void (*)(const Tile&);
