@@ -232,15 +232,15 @@ def filled(
 ) -> list[dict[str, Any]]:
     """The entries, and for each number of segments between two that were searched the choice of
     the smaller: an exact hit is a hash look-up, the nearest bucket a scan of the table."""
-    entries = [dict(entry) for entry in entries]
-    known = {entry["key"] for entry in entries}
-    for entry in list(entries):
+    all_entries = [dict(entry) for entry in entries]
+    known = {entry["key"] for entry in all_entries}
+    for entry in list(all_entries):
         shape = Shape(**entry["shape"])
         wider = key(replace(shape, segments=2 * shape.segments))
         if shape.operation == "apply" and wider not in known:
             known.add(wider)
-            entries.append({**entry, "key": wider})
-    return entries
+            all_entries.append({**entry, "key": wider})
+    return all_entries
 
 
 def search(
