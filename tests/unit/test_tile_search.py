@@ -128,7 +128,8 @@ def test_between_two_searched_numbers_of_segments_the_smaller_one_s_choice_serve
     ]
     table = {entry["key"]: entry["config"] for entry in filled(found, rows_bucket)}
     assert [table[f"apply/16/64/64/8/{segments}"] for segments in (1, 2, 4, 8)] == [*"aabb"]
-    assert len(table) == 5
+    assert table["merge/64/64/64/8/32"] == "c"
+    assert len(table) == 4 + 6
 
 
 def test_another_device_starts_afresh(tmp_path: Path) -> None:

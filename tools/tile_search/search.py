@@ -26,6 +26,8 @@ ROW_STEP = 32
 RANKS = (8, 16, 32, 64, 128)
 """The paper's rank list for vision tasks."""
 SEGMENTS = (1, 4, 16)
+MATRICES = (2, 4, 8, 16, 32)
+"""Numbers of matrices in one merge; they are merged one after another, by the same tile."""
 
 FEWEST_ROUNDS = 3
 HOPELESS = 1.6
@@ -230,16 +232,18 @@ def _parsed(line: str) -> dict[str, Any]:
 def filled(
     entries: Iterable[Mapping[str, Any]], key: Callable[[Shape], str]
 ) -> list[dict[str, Any]]:
-    """The entries, and for each number of segments between two that were searched the choice of
-    the smaller: an exact hit is a hash look-up, the nearest bucket a scan of the table."""
+    """The entries, and the same choice for twice as many segments where none was searched (for a
+    merge, whose segments are its matrices, for all): an exact hit is a hash look-up, the nearest
+    bucket a scan of the table."""
     all_entries = [dict(entry) for entry in entries]
     known = {entry["key"] for entry in all_entries}
     for entry in list(all_entries):
         shape = Shape(**entry["shape"])
-        wider = key(replace(shape, segments=2 * shape.segments))
-        if shape.operation == "apply" and wider not in known:
-            known.add(wider)
-            all_entries.append({**entry, "key": wider})
+        for factor in (2,) if shape.operation == "apply" else MATRICES:
+            wider = key(replace(shape, segments=factor * shape.segments))
+            if wider not in known:
+                known.add(wider)
+                all_entries.append({**entry, "key": wider})
     return all_entries
 
 

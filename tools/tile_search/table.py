@@ -3,55 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
-"""Of the file format; `vlora.atmm.tiles` reads the same."""
-TABLES = Path(__file__).resolve().parents[2] / "backend_src" / "vlora" / "atmm" / "tables"
+from vlora.atmm.device import Device
+from vlora.atmm.tiles import TABLES, VERSION
 
-
-@dataclass(frozen=True)
-class Device:
-    """What tells CPUs apart where virtual machines hide the name: family, model, caches in KiB."""
-
-    vendor: str
-    family: int
-    model: int
-    l1: int
-    l2: int
-    l3: int
-
-    @classmethod
-    def here(cls, root: Path = Path("/")) -> Device:
-        fields: dict[str, str] = {}
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            fields.setdefault(name.strip(), value.strip())
-        sizes = {1: 0, 2: 0, 3: 0}
-        for index in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
-            if (index / "type").read_text().strip() != "Instruction":
-                size = re.fullmatch(r"(\d+)K", (index / "size").read_text().strip())
-                sizes[int((index / "level").read_text())] = int(size[1]) if size else 0
-        return cls(
-            fields.get("vendor_id", "unknown"),
-            int(fields.get("cpu family", 0)),
-            int(fields.get("model", 0)),
-            sizes[1],
-            sizes[2],
-            sizes[3],
-        )
-
-    @property
-    def name(self) -> str:
-        """As in file names: amd-f26-m2-48-1024-32768."""
-        vendor = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(self.vendor, self.vendor)
-        return f"{vendor.lower()}-f{self.family}-m{self.model}-{self.l1}-{self.l2}-{self.l3}"
+__all__ = ["TABLES", "Device", "path_for", "write"]
 
 
 def path_for(device: Device, isa: str, dtype: str, folder: Path = TABLES) -> Path:

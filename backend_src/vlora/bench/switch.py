@@ -64,9 +64,13 @@ class SwitchResult:
 
     @property
     def limit(self) -> float:
-        """Seconds, by the best peak and bandwidth that the run has seen so far."""
+        """Seconds, by the best peak and bandwidth that the run has seen so far.
+
+        The peak is that of fp32 for bf16 weights too: the factors are fp32, so that the merged
+        matrix is the rounded sum and nothing else (addmm below rounds B first).
+        """
         moved = ((self.model.moved_bytes, True),)
-        return self.limits.seconds(self.model.flops, moved, self.model.dtype)
+        return self.limits.seconds(self.model.flops, moved, "fp32")
 
     @property
     def roofline(self) -> float:
