@@ -123,10 +123,11 @@ def measure(
             )
         except subprocess.TimeoutExpired:
             raise ClientError(f"{model} at concurrency {concurrency}: over {limit:.0f} s") from None
-        if done.returncode:
+        times = [] if done.returncode else read_times(export.read_bytes())
+        if not times:
             said = (done.stdout + done.stderr).strip().splitlines()[-4:]
             raise ClientError(f"{model} at concurrency {concurrency}: {' '.join(said)}")
-        return read_times(export.read_bytes())
+        return times
 
 
 def read_times(profile: bytes) -> list[tuple[float, float, float]]:
