@@ -1,7 +1,7 @@
 """Analyse live video: many streams at once, one chunk a second each, answers as they come.
 
 Every second each stream sends a few frames of that second to the ensemble `video_analytics` and
-prints what comes back; all answers go to a JSON-lines file too. A stream whose answers lag behind
+prints what comes back; with --jsonl all answers go to a file too. A stream whose answers lag behind
 drops chunks rather than fall further behind, and says how many.
 
 sources:

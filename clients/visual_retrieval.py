@@ -7,7 +7,7 @@ examples:
   python clients/visual_retrieval.py scene.png "What color is the star?"
   python clients/visual_retrieval.py scene.png --task caption
   python clients/visual_retrieval.py scene.png "red star" --task refer
-  python clients/visual_retrieval.py part.png --adapter parts --task classify --show-timing
+  python clients/visual_retrieval.py part.png --adapter digits --task classify --show-timing
 """
 
 from __future__ import annotations
