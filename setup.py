@@ -23,7 +23,7 @@ FLAGS = [
     "-ffp-contract=off",  # sums are what the source says, whatever the rows of a tile
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # in the compiler's own intrinsics
 ]
-CPU = ["operator", "table", "threads", "pack", "dispatch"]
+CPU = ["apply", "products", "merge", "table", "threads", "pack", "dispatch"]
 
 
 def _generator():

@@ -105,7 +105,7 @@ std::unique_ptr<SegmentList> make_segments(
 class Group {
  public:
   Group(int64_t d_in, const std::vector<int64_t>& d_outs, const std::string& dtype)
-      : d_in_(d_in), dtype_(dtype_of(dtype)) {
+      : d_in_(d_in), dtype_(dtype_of(dtype)), bundle_(state().kernels().bundle) {
     if (d_outs.empty() || d_outs.size() > size_t(kMaxOutputs))
       throw std::invalid_argument("a group has 1 to " + std::to_string(kMaxOutputs) +
                                   " outputs, not " + std::to_string(d_outs.size()));
@@ -116,6 +116,17 @@ class Group {
       outputs_.push_back({d_out, column});
       column += d_out;
     }
+  }
+
+  // A matrix of a slot to `to`, packed_bytes(n, k) long.
+  void pack(uintptr_t to, uintptr_t matrix, int64_t n, int64_t k, ptrdiff_t n_stride,
+            ptrdiff_t k_stride) const {
+    vlora::atmm::pack(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(matrix), n, k,
+                      n_stride, k_stride, dtype_, bundle_);
+  }
+
+  size_t packed_bytes(int64_t n, int64_t k) const {
+    return vlora::atmm::packed_bytes(n, k, dtype_);
   }
 
   void add_slot(const std::vector<std::optional<std::tuple<int32_t, uintptr_t, uintptr_t>>>& pairs) {
@@ -179,11 +190,13 @@ class Group {
     p.output = outputs_.data();
     p.slots = slots;
     p.pairs = pairs_.data();
+    p.bundle = bundle_;
     return p;
   }
 
   int64_t d_in_;
   Dtype dtype_;
+  int bundle_;  // its matrices were packed so, whatever the instruction set of a call
   std::vector<Output> outputs_;
   std::vector<Pair> pairs_;
 };
@@ -259,49 +272,54 @@ double since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// The best rate of all threads at work together: each does `amount` between two meetings. Their best
+// moments apart would add up to what the machine never gives (84 GB/s of a memory that gives 50).
+template <class Prepare>
+double best_rate(int threads, double seconds, const Prepare& prepare) {
+  Barrier barrier;
+  std::atomic<bool> over{false};
+  double best = 0;
+  auto work = [&](int thread, int count) {
+    const auto once = prepare(count);
+    once();
+    const auto start = Clock::now();
+    while (!over) {
+      barrier.wait(count);
+      const auto round = Clock::now();
+      const double amount = once();
+      barrier.wait(count);
+      if (thread == 0) {
+        best = std::max(best, amount * count / since(round));
+        over = since(start) >= seconds;
+      }
+      barrier.wait(count);
+    }
+  };
+  run_on(threads, work);
+  return best;
+}
+
 double peak(const std::string& dtype, double seconds, int threads) {
   const Dtype type = dtype_of(dtype);
   const Kernels& kernels = state().kernels();
-  std::atomic<double> total{0};
-  auto work = [&](int, int) {
-    kernels.peak(type, 1000);
-    double best = 0;
-    const auto start = Clock::now();
-    do {
-      const auto now = Clock::now();
-      const double flops = kernels.peak(type, 100000);
-      best = std::max(best, flops / since(now));
-    } while (since(start) < seconds);
-    for (double seen = total; !total.compare_exchange_weak(seen, seen + best);) {
-    }
-  };
   py::gil_scoped_release released;
-  run_on(threads, work);
-  return total;
+  return best_rate(threads, seconds,
+                   [&](int) { return [&] { return kernels.peak(type, 100000); }; });
 }
 
 double bandwidth(int64_t bytes, double seconds, int threads) {
   const Kernels& kernels = state().kernels();
-  const int64_t each = std::max<int64_t>(1024, bytes / 4 / std::max(1, threads)) / 128 * 128;
-  std::atomic<double> total{0};
-  auto work = [&](int, int) {
-    std::unique_ptr<float[]> values(new float[size_t(each) + 16]());
-    const int64_t repeats = std::max<int64_t>(1, (1 << 18) / each);
-    double best = 0;
-    volatile float sink = 0;
-    sink = sink + kernels.read(values.get(), each);
-    const auto start = Clock::now();
-    do {
-      const auto now = Clock::now();
-      for (int64_t i = 0; i < repeats; ++i) sink = sink + kernels.read(values.get(), each);
-      best = std::max(best, 4.0 * double(each) * double(repeats) / since(now));
-    } while (since(start) < seconds);
-    for (double seen = total; !total.compare_exchange_weak(seen, seen + best);) {
-    }
-  };
   py::gil_scoped_release released;
-  run_on(threads, work);
-  return total;
+  return best_rate(threads, seconds, [&](int count) {
+    const int64_t each = std::max<int64_t>(1024, bytes / 4 / count) / 128 * 128;
+    const int64_t repeats = std::max<int64_t>(1, (1 << 18) / each);
+    std::shared_ptr<float[]> values(new float[size_t(each) + 16]());
+    return [&kernels, values, each, repeats] {
+      volatile float sink = 0;
+      for (int64_t i = 0; i < repeats; ++i) sink = sink + kernels.read(values.get(), each);
+      return 4.0 * double(each) * double(repeats);
+    };
+  });
 }
 
 }  // namespace
@@ -311,18 +329,12 @@ PYBIND11_MODULE(_cpu, m) {
   py::class_<SegmentList>(m, "Segments").def(py::init(&make_segments));
   py::class_<Group>(m, "Group")
       .def(py::init<int64_t, const std::vector<int64_t>&, const std::string&>())
+      .def("packed_bytes", &Group::packed_bytes)
+      .def("pack", &Group::pack)
       .def("add_slot", &Group::add_slot)
       .def("apply", &Group::apply)
       .def("heads", &Group::heads);
   m.def("merge", &merge_all);
-  m.def("packed_bytes", [](int64_t n, int64_t k, const std::string& dtype) {
-    return packed_bytes(n, k, dtype_of(dtype));
-  });
-  m.def("pack", [](uintptr_t to, uintptr_t matrix, int64_t n, int64_t k, int64_t n_stride,
-                   int64_t k_stride, const std::string& dtype) {
-    pack(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(matrix), n, k, n_stride,
-         k_stride, dtype_of(dtype));
-  });
   m.def("isas", [] {
     std::vector<std::string> names;
     for (int i = 0; i < state().isas; ++i) names.push_back(state().all[i]->name);

@@ -32,6 +32,8 @@ MATRICES = (2, 4, 8, 16, 32)
 FEWEST_ROUNDS = 3
 HOPELESS = 1.6
 """After one round, a configuration this many times slower than the best is dropped."""
+WARM_CALLS = 2
+"""Before a hot sample: one pass does not bring a large adapter back to a last-level cache."""
 SAMPLE_SECONDS = 3e-4
 MOST_CALLS = 64
 
@@ -158,7 +160,7 @@ def profile(
         samples[name].clear()
     for turn in range(rounds):
         for name in alive[turn % len(alive) :] + alive[: turn % len(alive)]:
-            if warm:
+            for _ in range(WARM_CALLS if warm else 0):
                 calls[name]()
             samples[name].append(_seconds(calls[name], counts[name], clock))
         alive = _promising(samples, alive)

@@ -87,16 +87,14 @@ class LoraGroup:
         return group
 
     def _add(self, group: Any, slot: int) -> None:
-        group.add_slot([self._pack(column[slot]) for column in self.pairs])
-
-    def _pack(self, pair: LoraPair | None) -> tuple[int, int, int] | None:
-        """(rank, address of packed A, of packed B)."""
-        if pair is None:
-            return None
-        a = pack(pair.a)
-        b = pack(pair.b)
-        self._packed += [a, b]
-        return pair.rank, a.data_ptr(), b.data_ptr()
+        # One store, in the order of use: all A, then all B. What is fetched ahead is what comes next.
+        pairs = [column[slot] for column in self.pairs]
+        matrices = [p.a for p in pairs if p is not None] + [p.b for p in pairs if p is not None]
+        store, places = pack(group, matrices)
+        self._packed.append(store)
+        present = len(matrices) // 2
+        addresses = iter(zip(places[:present], places[present:], strict=True))
+        group.add_slot([None if p is None else (p.rank, *next(addresses)) for p in pairs])
 
 
 class HeadGroup:
@@ -129,7 +127,7 @@ class HeadGroup:
             )
         self.heads.append(head)
         if "native" in self.__dict__:
-            self.native.add_slot([self._pack(head)])
+            self._add(self.native, head)
         elif backends.default() == "cpu":
             _ = self.native
         return len(self) - 1
@@ -138,28 +136,31 @@ class HeadGroup:
     def native(self) -> Any:
         group = backends.native().Group(self.d_in, [1], DTYPES[torch.float32])
         for head in self.heads:
-            group.add_slot([self._pack(head)])
+            self._add(group, head)
         return group
 
-    def _pack(self, head: Head | None) -> tuple[int, int, int] | None:
+    def _add(self, group: Any, head: Head | None) -> None:
         if head is None:
-            return None
-        weight, bias = pack(head.weight), head.bias.float().contiguous()
-        self._packed += [weight, bias]
-        return head.weight.shape[0], weight.data_ptr(), bias.data_ptr()
+            group.add_slot([None])
+            return
+        store, (weight,) = pack(group, [head.weight])
+        bias = head.bias.float().contiguous()
+        self._packed += [store, bias]
+        group.add_slot([(head.weight.shape[0], weight, bias.data_ptr())])
 
 
-def pack(matrix: torch.Tensor) -> torch.Tensor:
-    """[n, k], any strides → the panels that the kernels read, as flat bytes on 64.
+def pack(group: Any, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    """Matrices [n, k], any strides → the panels that the kernels read: one store, and the address
+    of each in it, on 64 bytes.
 
-    A panel is 16 rows of `matrix` interleaved: for every k (bf16: pair of k) the 16 values lie
-    together. The last panel is padded with zeros.
+    A panel is 16 rows of a matrix interleaved: for every k (bf16: pair of k) the 16 values lie
+    together. The last panel is padded with zeros (csrc/atmm/README.md).
     """
-    core = backends.native()
-    n, k = matrix.shape
-    name = DTYPES[matrix.dtype]
-    size = core.packed_bytes(n, k, name)
-    store = torch.empty(size + 64, dtype=torch.uint8)
-    packed = store[-store.data_ptr() % 64 :][:size]
-    core.pack(packed.data_ptr(), matrix.data_ptr(), n, k, *matrix.stride(), name)
-    return packed
+    sizes = [group.packed_bytes(*matrix.shape) for matrix in matrices]
+    store = torch.empty(sum(sizes) + 64, dtype=torch.uint8)
+    places, at = [], store.data_ptr() + -store.data_ptr() % 64
+    for matrix, size in zip(matrices, sizes, strict=True):
+        group.pack(at, matrix.data_ptr(), *matrix.shape, *matrix.stride())
+        places.append(at)
+        at += size
+    return store, places

@@ -22,7 +22,7 @@ from vlora.bench.cells import DTYPES, Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import Baseline, Call
 
-BUILT_IN = ("r8-s64-e64-d0-p24", "r96-s64-e64-d256-p0")
+BUILT_IN = ("r8-s64-e64-d0-p64", "r96-s64-e64-d256-p0")
 """The core's own choices without a table, for few and for many rows."""
 
 

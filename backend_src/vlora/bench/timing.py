@@ -13,6 +13,8 @@ from dataclasses import dataclass
 MIN_SAMPLE_SECONDS = 4e-4
 """Shorter samples would measure the clock and the loop."""
 FEWEST_SAMPLES = 3
+WARM_CALLS = 3
+"""Before a sample: a cache of the last level that fills by eviction needs more than one pass."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,17 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Time all candidates, a sample of each per round, in an order that rotates.
 
-    warm: a call just before each sample brings the candidate's data back into the caches that
-    the others have used since. budget: seconds per candidate; a slow one gets fewer samples, never
+    warm: calls just before each sample bring the candidate's data back into the caches that the
+    others have used since. budget: seconds per candidate; a slow one gets fewer samples, never
     under FEWEST_SAMPLES, spread over all rounds.
     """
     calls, samples_wanted = {}, {}
+    warm_calls = WARM_CALLS if warm else 0
     for name, call in candidates.items():
         call()
         estimate = _seconds(call, 1)
         calls[name] = max(1, round(MIN_SAMPLE_SECONDS / max(estimate, 1e-9)))
-        cost = (calls[name] + warm) * estimate
+        cost = (calls[name] + warm_calls) * estimate
         samples_wanted[name] = min(rounds, max(FEWEST_SAMPLES, int(budget / max(cost, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
@@ -65,7 +68,7 @@ def interleaved(
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             if len(samples[name]) * rounds > turn * samples_wanted[name]:
                 continue
-            if warm:
+            for _ in range(warm_calls):
                 candidates[name]()
             samples[name].append(_seconds(candidates[name], calls[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 
 #include "atmm/operator.h"
@@ -7,13 +8,16 @@ namespace {
 
 template <class T>
 void pack_as(T* to, const T* matrix, int64_t n, int64_t k, ptrdiff_t n_stride, ptrdiff_t k_stride,
-             int together) {
+             int together, int bundle) {
   const int64_t panels = (n + kPanel - 1) / kPanel, steps = (k + together - 1) / together;
-  std::memset(to, 0, size_t(panels * steps * kPanel * together) * sizeof(T));
+  const int64_t line = kPanel * together;  // of one panel in one step
+  std::memset(to, 0, size_t(panels * steps * line) * sizeof(T));
   for (int64_t row = 0; row < n; ++row) {
-    T* panel = to + row / kPanel * steps * kPanel * together + row % kPanel * together;
+    const int64_t panel = row / kPanel, first = panel / bundle * bundle;
+    const int64_t width = std::min<int64_t>(bundle, panels - first);
+    T* at = to + (first * steps + panel - first) * line + row % kPanel * together;
     for (int64_t i = 0; i < k; ++i)
-      panel[i / together * kPanel * together + i % together] = matrix[row * n_stride + i * k_stride];
+      at[i / together * width * line + i % together] = matrix[row * n_stride + i * k_stride];
   }
 }
 
@@ -25,12 +29,13 @@ size_t packed_bytes(int64_t n, int64_t k, Dtype dtype) {
 }
 
 void pack(void* to, const void* matrix, int64_t n, int64_t k, ptrdiff_t n_stride,
-          ptrdiff_t k_stride, Dtype dtype) {
+          ptrdiff_t k_stride, Dtype dtype, int bundle) {
   if (dtype == Dtype::kFp32)
-    pack_as(static_cast<float*>(to), static_cast<const float*>(matrix), n, k, n_stride, k_stride, 1);
+    pack_as(static_cast<float*>(to), static_cast<const float*>(matrix), n, k, n_stride, k_stride, 1,
+            bundle);
   else
     pack_as(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(matrix), n, k, n_stride,
-            k_stride, 2);
+            k_stride, 2, bundle);
 }
 
 }  // namespace vlora::atmm

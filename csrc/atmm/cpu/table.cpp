@@ -61,21 +61,20 @@ std::string name_of(const TileConfig& c) {
 }
 
 TileConfig built_in(const Kernels& kernels, const Shape& s) {
+  // All panels of a bundle: they lie in one stream.
+  const int columns = kernels.bundle * kPanel;
   if (s.operation == Operation::kMerge) {
     // Tiles of 8 rows by 32 columns (16 with AVX2) leave two streams of W a row, and keep 196 of
     // 250 GFLOP/s where 6 by 64 keep 160. 1024 columns of a rank-64 A are 256 KiB of L2.
-    return {48, 0, kernels.max_rows[3] >= 6 ? 32 : 16, 0, 0, true, 1024};
+    return {48, 0, std::min(columns, 32), 0, 0, true, 1024};
   }
-  if (s.rows <= 8) {
-    // Adapters are read once and nothing is used twice: wide tiles for few streams, and 24 lines
-    // (1.5 KiB) of prefetch, which crosses a page before the hardware's prefetcher would.
-    return {8, 64, 64, 0, 24, false, 0};
-  }
+  // Adapters are read once and nothing is used twice: 64 lines (4 KiB) of prefetch, what a memory
+  // latency of 100 ns holds at 40 GB/s.
+  if (s.rows <= 8) return {8, columns, columns, 0, 64, false, 0};
   // Wide tiles: 6 rows by 64 columns fill AVX-512's registers and load least per product (16
   // columns with AVX2's). Rows are read in place: copying them costs more than their stride does
   // (160 against 195 GFLOP/s at d = 4096, rank 64). 256 deep panels of 64 columns are 64 KiB of L2,
   // and 96 rows of a rank-64 intermediate 24 KiB of L1.
-  const int columns = kernels.max_rows[3] >= 6 ? 64 : 16;
   return {96, columns, columns, 256, 0, false, 0};
 }
 

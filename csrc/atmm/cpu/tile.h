@@ -14,11 +14,10 @@ struct Fp32 {
   static constexpr int kUnits = 1;  // of a row, in one step
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
-                                                         ptrdiff_t stride, const char* panels,
-                                                         ptrdiff_t panel_bytes) {
+                                                         ptrdiff_t stride, const char* panels) {
     V b[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) b[n] = V::load(reinterpret_cast<const float*>(panels + n * panel_bytes));
+    for (int n = 0; n < N; ++n) b[n] = V::load(reinterpret_cast<const float*>(panels + n * 64));
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
       const V::Scalar s = V::broadcast(x + m * (kStride ? kStride : stride));
@@ -33,13 +32,12 @@ struct Bf16Widened {
   static constexpr int kUnits = 2;
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
-                                                         ptrdiff_t stride, const char* panels,
-                                                         ptrdiff_t panel_bytes) {
+                                                         ptrdiff_t stride, const char* panels) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       V b[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) b[n] = V::load_half_of_pairs(panels + n * panel_bytes, half);
+      for (int n = 0; n < N; ++n) b[n] = V::load_half_of_pairs(panels + n * 64, half);
 #pragma GCC unroll 24
       for (int m = 0; m < M; ++m) {
         const V::Scalar s = V::broadcast(x + m * (kStride ? kStride : stride) + half);
@@ -56,11 +54,10 @@ struct Bf16Pairs {
   static constexpr int kUnits = 1;
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
-                                                         ptrdiff_t stride, const char* panels,
-                                                         ptrdiff_t panel_bytes) {
+                                                         ptrdiff_t stride, const char* panels) {
     V::Pairs b[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) b[n] = V::load_pairs(panels + n * panel_bytes);
+    for (int n = 0; n < N; ++n) b[n] = V::load_pairs(panels + n * 64);
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
       const V::Pairs s = V::broadcast_pair(x + m * (kStride ? kStride : stride));
@@ -75,7 +72,7 @@ struct Bf16Pairs {
 struct ToScratch {
   template <int M, int N>
   static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
-    const float* out = static_cast<const float*>(t.out) + group * N * kPanel;
+    const float* out = static_cast<const float*>(t.out) + group * t.group_columns;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
@@ -84,7 +81,7 @@ struct ToScratch {
   }
   template <int M, int N>
   static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
-    float* out = static_cast<float*>(t.out) + group * N * kPanel;
+    float* out = static_cast<float*>(t.out) + group * t.group_columns;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
@@ -97,7 +94,7 @@ template <class T, bool kStream>
 struct Added {
   template <int M, int N>
   static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
-    const T* in = static_cast<const T*>(t.in) + group * N * kPanel;
+    const T* in = static_cast<const T*>(t.in) + group * t.group_columns;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
@@ -109,8 +106,8 @@ struct Added {
   }
   template <int M, int N>
   static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
-    const T* in = static_cast<const T*>(t.in) + group * N * kPanel;
-    T* out = static_cast<T*>(t.out) + group * N * kPanel;
+    const T* in = static_cast<const T*>(t.in) + group * t.group_columns;
+    T* out = static_cast<T*>(t.out) + group * t.group_columns;
     const V::Scalar sign = V::broadcast(&t.sign);
     const bool cut = t.tail < kPanel && group == t.groups - 1;
 #pragma GCC unroll 24
@@ -142,7 +139,7 @@ struct Added {
 template <class Product, class End, int M, int N, int kChains, int kStride>
 void tile(const Tile& t) {
   const char* panels = t.panels;
-  for (int64_t group = 0; group < t.groups; ++group, panels += N * t.panel_bytes) {
+  for (int64_t group = 0; group < t.groups; ++group, panels += t.group_bytes) {
     V acc[kChains][M][N];
     End::template begin<M, N>(acc[0], t, group);
     if constexpr (kChains > 1) {
@@ -161,22 +158,18 @@ void tile(const Tile& t) {
       for (int c = 0; c < kChains; ++c) {
         if constexpr (M <= 8) {
 #pragma GCC unroll 4
-          for (int n = 0; n < N; ++n) {
-            // A step is 64 bytes, one cache line of each panel.
-            __builtin_prefetch(p + n * t.panel_bytes + c * 64 + t.prefetch, 0, 3);
-          }
+          for (int n = 0; n < N; ++n) __builtin_prefetch(p + n * 64 + t.prefetch, 0, 3);
         }
-        Product::template step<M, N, kStride>(acc[c], x + c * Product::kUnits, t.x_stride,
-                                              p + c * 64, t.panel_bytes);
+        Product::template step<M, N, kStride>(acc[c], x + c * Product::kUnits, t.x_stride, p);
+        p += t.step_bytes;
       }
       x += kChains * Product::kUnits;
-      p += kChains * 64;
     }
     if constexpr (kChains > 1) {
       for (; left > 0; --left) {
-        Product::template step<M, N, kStride>(acc[0], x, t.x_stride, p, t.panel_bytes);
+        Product::template step<M, N, kStride>(acc[0], x, t.x_stride, p);
         x += Product::kUnits;
-        p += 64;
+        p += t.step_bytes;
       }
 #pragma GCC unroll 8
       for (int half = kChains / 2; half > 0; half /= 2)

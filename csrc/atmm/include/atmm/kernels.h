@@ -11,25 +11,27 @@ constexpr int kDepth = 256;
 constexpr int kRowStride = kDepth + 16;
 // Units of 4 bytes from row to row of scratch. Known to the compiler, so that a tile's rows need
 // one address register; 17 cache lines, so that rows do not fall on the same cache sets.
-constexpr int kMaxColumns = 4;  // panels in registers
+constexpr int kMaxColumns = kMaxBundle;  // panels in registers
 constexpr int kMaxRows = 24;
 
-// One register tile, repeated over `groups` neighbouring groups of panels.
+// One register tile of neighbouring panels of a bundle, repeated over `groups` bundles.
 struct Tile {
-  const void* x;         // rows of scratch (stride kRowStride), or of the caller (x_stride)
-  ptrdiff_t x_stride;    // units of 4 bytes
-  const char* panels;    // the first panel, at the first depth step
-  ptrdiff_t panel_bytes; // from panel to panel
+  const void* x;          // rows of scratch (stride kRowStride), or of the caller (x_stride)
+  ptrdiff_t x_stride;     // units of 4 bytes
+  const char* panels;     // the first panel, at the first depth step
+  ptrdiff_t step_bytes;   // from step to step; the tile's panels are 64 bytes apart
+  ptrdiff_t group_bytes;  // from bundle to bundle
   int64_t steps;
   int64_t groups;
-  void* out;             // shrink: scratch fp32, stride kRowStride; expand: y; merge: M
-  ptrdiff_t out_stride;  // elements
-  const void* in;        // expand, merge: what is added to
+  void* out;              // shrink: scratch fp32, stride kRowStride; expand: y; merge: M
+  ptrdiff_t out_stride;   // elements
+  const void* in;         // expand, merge: what is added to
   ptrdiff_t in_stride;
-  int32_t tail;          // valid columns in the last panel of the last group
-  bool first;            // shrink: start from zero, not from `out`
+  int32_t group_columns;  // of `out` and `in`, from bundle to bundle
+  int32_t tail;           // valid columns in the last panel of the last group
+  bool first;             // shrink: start from zero, not from `out`
   float sign;
-  ptrdiff_t prefetch;    // bytes ahead in a panel
+  ptrdiff_t prefetch;     // bytes ahead in the panels
 };
 
 using TileKernel = void (*)(const Tile&);
@@ -43,6 +45,7 @@ struct TileSet {
 
 struct Kernels {
   const char* name;
+  int bundle;  // panels that its tiles like to find interleaved
   bool pairs_in_registers;  // bf16 rows are multiplied as they are; else rows are made fp32 first
   int max_rows[kMaxColumns];
   TileSet shrink[2], expand[2];  // by Dtype

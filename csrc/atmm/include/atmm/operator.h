@@ -27,9 +27,10 @@ void heads(const Kernels& kernels, const Problem& problem, const SegmentList& se
 void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const Merge* merges,
            int64_t count, float sign, const Chooser& chooser, int threads);
 
-// Panels of a matrix [n, k] (kPanel rows interleaved; bf16 by pairs of k), the rest zero.
+// A matrix [n, k] in panels of kPanel rows, interleaved (bf16 by pairs of k), the rest zero; and
+// `bundle` neighbouring panels interleaved in turn, step by step, fewer in the last bundle.
 size_t packed_bytes(int64_t n, int64_t k, Dtype dtype);
 void pack(void* to, const void* matrix, int64_t n, int64_t k, ptrdiff_t n_stride,
-          ptrdiff_t k_stride, Dtype dtype);
+          ptrdiff_t k_stride, Dtype dtype, int bundle);
 
 }  // namespace vlora::atmm

@@ -10,6 +10,9 @@ namespace vlora::atmm {
 constexpr int kPanel = 16;
 // Rows of a packed matrix that lie interleaved: one AVX-512 register, two AVX2 registers.
 
+constexpr int kMaxBundle = 4;
+// Panels that may lie interleaved, step by step: a tile of so many reads one stream of memory.
+
 constexpr int kMaxOutputs = 8;
 // Projections that share an input: q, k, v are three.
 
@@ -26,7 +29,7 @@ struct Segment {
   int32_t sign;
 };
 
-// One adapter's packed matrices for one projection (pack.h); rank 0: not targeted.
+// One adapter's packed matrices for one projection; rank 0: not targeted.
 // For heads: rank = classes, a = packed weight, b = bias in fp32.
 struct Pair {
   int32_t rank;
@@ -52,8 +55,7 @@ struct Problem {
   const Output* output;
   int64_t slots;
   const Pair* pairs;  // [slots][outputs]
-  int64_t segments;
-  const Segment* segment;
+  int32_t bundle;     // that they were packed with
 };
 
 // M = W + sign * B A, one matrix. A: [rank, d_in], B: [d_out, rank], row-major fp32.

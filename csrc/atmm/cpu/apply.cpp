@@ -1,0 +1,356 @@
+// The operator's calls: segments are cut into blocks of rows, and those shared out among threads.
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "atmm/operator.h"
+#include "atmm/threads.h"
+#include "products.h"
+
+namespace vlora::atmm {
+namespace {
+
+constexpr double kWorthThreads = 8e-6;
+// Seconds of work below which waking a second thread costs more than it brings.
+constexpr double kFlopRate = 100e9, kByteRate = 60e9;
+// A cautious core, for estimates of work alone.
+constexpr int64_t kLeastBlock = 12;
+// Rows of a block that is cut for balance: two tiles of 6 rows, which fill the registers.
+constexpr double kBalanced = 1.08;
+// The longest thread's share over the mean from which on it is worth cutting finer.
+constexpr int kMostCuts = 5;
+constexpr int64_t kSplitRows = 24;
+// Rows a thread up to which a wave that cannot be balanced by blocks is split inside its segments.
+constexpr int64_t kLeastDepth = 64;
+// Of a part of a panel: shorter ones are not worth an extra sum.
+
+// A segment with its tile and its blocks of rows.
+struct Unit {
+  const Segment* segment;
+  TileConfig config;
+  double seconds;  // estimated
+  int64_t blocks;
+  int64_t first_block;  // counted over the wave
+
+  double block_seconds() const { return seconds / double(blocks); }
+};
+
+float* low_scratch(int64_t floats) {
+  thread_local Scratch scratch;
+  return scratch.get(floats);
+}
+
+// Both products of a block of rows, all outputs, back to back.
+void whole_block(const Call& c, const TileConfig& config, const Segment& s, int64_t row,
+                 int64_t rows) {
+  float* low[kMaxOutputs];
+  int64_t floats = 0;
+  for (int o = 0; o < c.p.outputs; ++o) floats += low_floats(c.pair(s, o), rows);
+  float* next = low_scratch(floats);
+  for (int o = 0; o < c.p.outputs; ++o) {
+    low[o] = next;
+    next += low_floats(c.pair(s, o), rows);
+  }
+  over_depth(c, config, row, rows, 0, c.p.d_in, [&](const Rows& x) {
+    for (int o = 0; o < c.p.outputs; ++o) {
+      const Pair& pair = c.pair(s, o);
+      if (pair.rank) shrink(c, config, pair, rows, x, low[o], x.k == 0);
+    }
+  });
+  for (int o = 0; o < c.p.outputs; ++o) {
+    const Pair& pair = c.pair(s, o);
+    if (!pair.rank) continue;
+    finish_low(c, pair, rows, low[o]);
+    expand(c, config, s, o, row, rows, low[o], 0, c.b(pair, o).count);
+  }
+}
+
+// The longest of the threads' shares, if each takes the next block when it is free.
+double longest_share(const std::vector<Unit>& units, int threads) {
+  thread_local std::vector<double> kept;
+  std::vector<double>& busy = kept;
+  busy.assign(size_t(threads), 0);
+  for (const Unit& unit : units)
+    for (int64_t i = 0; i < unit.blocks; ++i)
+      *std::min_element(busy.begin(), busy.end()) += unit.block_seconds();
+  return *std::max_element(busy.begin(), busy.end());
+}
+
+// Cuts and orders the blocks so that the threads' shares are even: false if they cannot be.
+bool balance(std::vector<Unit>& units, int threads, double seconds) {
+  const double enough = kBalanced * seconds / threads;
+  for (int cut = 0;; ++cut) {
+    // Large blocks first: the small ones fill what is left.
+    std::sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) {
+      const double first = a.block_seconds(), second = b.block_seconds();
+      return first != second ? first > second : a.segment < b.segment;
+    });
+    int64_t blocks = 0;
+    for (const Unit& unit : units) blocks += unit.blocks;
+    if (blocks > 32 * threads || longest_share(units, threads) <= enough) return true;
+    if (cut == kMostCuts) return false;
+    const double largest = units.front().block_seconds();
+    bool finer = false;
+    for (Unit& unit : units) {
+      if (unit.block_seconds() < 0.6 * largest) break;
+      if (unit.segment->length >= 2 * kLeastBlock * unit.blocks) {
+        unit.blocks *= 2;
+        finer = true;
+      }
+    }
+    if (!finer) return false;
+  }
+}
+
+// One output of one unit, where its work is shared by all threads.
+struct Item {
+  const Unit* unit;
+  int output;
+  float* low;
+  int64_t shrink_before, expand_before;  // shares of work before this item
+  int64_t shrink_weight, expand_weight;  // of one bundle
+};
+
+// Where a thread's share of the first product begins: inside a bundle only if few are to share.
+struct Cut {
+  size_t item;
+  int64_t bundle, k;
+  bool operator==(const Cut& o) const { return item == o.item && bundle == o.bundle && k == o.k; }
+};
+
+// A wave that blocks of rows cannot balance: all threads share each product, first A's bundles (and
+// parts of their depth), then, when all have done theirs, the columns of y.
+class Split {
+ public:
+  Split(const Call& c, const std::vector<Unit>& units, int threads) : c_(c) {
+    int64_t floats = 0, most_rows = 0;
+    for (const Unit& unit : units)
+      for (int o = 0; o < c.p.outputs; ++o) {
+        const Pair& pair = c.pair(*unit.segment, o);
+        if (!pair.rank) continue;
+        items_.push_back({&unit, o, nullptr, shrink_, expand_, c.p.d_in, pair.rank});
+        shrink_ += c.a(pair).bundles() * c.p.d_in;
+        expand_ += c.b(pair, o).bundles() * pair.rank;
+        floats += low_floats(pair, unit.segment->length);
+        most_rows = std::max(most_rows, unit.segment->length);
+      }
+    part_floats_ = most_rows * kRowStride;
+    thread_local Scratch kept;
+    float* next = kept.get(floats + threads * part_floats_);
+    for (Item& item : items_) {
+      item.low = next;
+      next += low_floats(pair(item), rows(item));
+    }
+    parts_ = next;
+    inside_ = !c.one_order && shrink_ < 8 * threads * c.p.d_in;
+  }
+
+  void operator()(int thread, int threads) {
+    first_product(cut(thread, threads), cut(thread + 1, threads), part(thread));
+    barrier_.wait(threads);
+    bool parts = false;
+    for (int other = 1; other < threads; ++other) parts |= cut(other, threads).k != 0;
+    if (parts || c_.p.dtype == Dtype::kBf16) {  // little work: one thread, then all go on
+      if (thread == 0) {
+        for (int other = 1; other < threads; ++other)
+          if (const Cut from = cut(other, threads); !(from == cut(other + 1, threads)))
+            add_part(from, part(other));
+        for (const Item& item : items_) finish_low(c_, pair(item), rows(item), item.low);
+      }
+      barrier_.wait(threads);
+    }
+    second_product(expand_ * thread / threads, expand_ * (thread + 1) / threads);
+  }
+
+ private:
+  const Pair& pair(const Item& item) const { return c_.pair(*item.unit->segment, item.output); }
+  static int64_t rows(const Item& item) { return item.unit->segment->length; }
+  float* part(int thread) const { return parts_ + thread * part_floats_; }
+
+  Cut cut(int thread, int threads) const {
+    const int64_t at = shrink_ * thread / threads;
+    for (size_t i = 0; i < items_.size(); ++i) {
+      const int64_t inside = at - items_[i].shrink_before, bundles = c_.a(pair(items_[i])).bundles();
+      if (inside >= bundles * c_.p.d_in) continue;
+      const int64_t bundle = inside / c_.p.d_in, k = inside % c_.p.d_in / kLeastDepth * kLeastDepth;
+      if (inside_ && k && k + kLeastDepth <= c_.p.d_in) return {i, bundle, k};
+      if (2 * (inside % c_.p.d_in) < c_.p.d_in) return {i, bundle, 0};
+      return bundle + 1 < bundles ? Cut{i, bundle + 1, 0} : Cut{i + 1, 0, 0};
+    }
+    return {items_.size(), 0, 0};
+  }
+
+  // A bundle that the share begins inside goes to `part`, since another thread begins it.
+  void first_product(const Cut& from, const Cut& to, float* part) const {
+    for (size_t i = from.item; i <= to.item && i < items_.size(); ++i) {
+      const Panels a = c_.a(pair(items_[i]));
+      int64_t first = i == from.item ? from.bundle : 0;
+      const int64_t last = i == to.item ? to.bundle : a.bundles();
+      const int64_t end = i == to.item ? to.k : 0;
+      const bool mid = i == from.item && from.k;
+      if (mid) {
+        shrink_part(items_[i], first, from.k, first == last ? end : c_.p.d_in, part);
+        if (first++ == last) continue;
+      }
+      shrink_bundles(items_[i], first, last);
+      if (end) shrink_part(items_[i], last, 0, end, low_at(items_[i], a.first_of(last)));
+    }
+  }
+
+  static float* low_at(const Item& item, int64_t panel) {
+    constexpr int64_t kBlockPanels = kRankBlock / kPanel;
+    return item.low + panel / kBlockPanels * rows(item) * kRowStride + panel % kBlockPanels * kPanel;
+  }
+
+  void shrink_bundles(const Item& item, int64_t first, int64_t last) const {
+    constexpr int64_t kBlockPanels = kRankBlock / kPanel;
+    const Segment& s = *item.unit->segment;
+    const Panels a = c_.a(pair(item));
+    const int64_t end = a.first_of(last);
+    for (int64_t panel = a.first_of(first); panel < end;) {
+      const int64_t next = std::min(end, (panel / kBlockPanels + 1) * kBlockPanels);
+      over_depth(c_, item.unit->config, s.start, s.length, 0, c_.p.d_in, [&](const Rows& x) {
+        shrink_block(c_, item.unit->config, pair(item), s.length, x, low_at(item, panel), panel,
+                     next, x.k == 0);
+      });
+      panel = next;
+    }
+  }
+
+  void shrink_part(const Item& item, int64_t bundle, int64_t from, int64_t to, float* out) const {
+    const Segment& s = *item.unit->segment;
+    const Panels a = c_.a(pair(item));
+    over_depth(c_, item.unit->config, s.start, s.length, from, to, [&](const Rows& x) {
+      shrink_block(c_, item.unit->config, pair(item), s.length, x, out, a.first_of(bundle),
+                   a.first_of(bundle + 1), x.k == from);
+    });
+  }
+
+  void add_part(const Cut& cut, const float* part) const {
+    if (!cut.k) return;
+    const Item& item = items_[cut.item];
+    const Panels a = c_.a(pair(item));
+    const int64_t first = a.first_of(cut.bundle);
+    const int64_t columns = (a.first_of(cut.bundle + 1) - first) * kPanel;
+    float* low = low_at(item, first);
+    for (int64_t row = 0; row < rows(item); ++row)
+      for (int64_t i = 0; i < columns; ++i) low[row * kRowStride + i] += part[row * kRowStride + i];
+  }
+
+  void second_product(int64_t from, int64_t to) const {
+    for (const Item& item : items_) {
+      const Panels b = c_.b(pair(item), item.output);
+      const auto bundle = [&](int64_t at) {
+        return std::clamp<int64_t>(ceil_div(at - item.expand_before, item.expand_weight), 0,
+                                   b.bundles());
+      };
+      const int64_t first = b.first_of(bundle(from)), last = b.first_of(bundle(to));
+      const Segment& s = *item.unit->segment;
+      if (first < last)
+        expand(c_, item.unit->config, s, item.output, s.start, s.length, item.low, first, last);
+    }
+  }
+
+  const Call& c_;
+  std::vector<Item> items_;
+  int64_t shrink_ = 0, expand_ = 0;  // all work
+  float* parts_ = nullptr;           // a thread's, each part_floats_
+  int64_t part_floats_ = 0;
+  bool inside_ = false;  // shares may begin inside a bundle
+  Barrier barrier_;
+};
+
+Shape shape_of(const Problem& p, const Segment& s, const SegmentList& segments) {
+  Shape shape{Operation::kApply, p.dtype, s.length, p.d_in, 0, 0, segments.size()};
+  for (int o = 0; o < p.outputs; ++o) {
+    shape.d_out += p.output[o].d_out;
+    shape.rank = std::max<int64_t>(shape.rank, p.pairs[int64_t(s.slot) * p.outputs + o].rank);
+  }
+  return shape;
+}
+
+double seconds_of(const Call& c, const Segment& s) {
+  double elements = 0;
+  for (int o = 0; o < c.p.outputs; ++o)
+    elements += double(c.pair(s, o).rank) * double(c.p.d_in + c.p.output[o].d_out);
+  return std::max(2 * double(s.length) * elements / kFlopRate,
+                  elements * double(size_of(c.p.dtype)) / kByteRate);
+}
+
+void one_wave(const Call& c, std::vector<Unit>& units, int threads) {
+  double seconds = 0;
+  int64_t rows = 0, blocks = 0;
+  for (Unit& unit : units) {
+    unit.blocks = ceil_div(unit.segment->length, std::max(1, unit.config.row_block));
+    seconds += unit.seconds;
+    rows += unit.segment->length;
+  }
+  if (seconds < kWorthThreads) threads = 1;
+  if (threads > 1 && !balance(units, threads, seconds) && rows <= kSplitRows * threads) {
+    Split split(c, units, threads);
+    run_on(threads, split);
+    return;
+  }
+  for (Unit& unit : units) {
+    unit.first_block = blocks;
+    blocks += unit.blocks;
+  }
+  std::atomic<int64_t> taken{0};
+  auto work = [&](int, int) {
+    size_t at = 0;
+    for (int64_t block; (block = taken.fetch_add(1, std::memory_order_relaxed)) < blocks;) {
+      while (block >= units[at].first_block + units[at].blocks) ++at;
+      const Unit& unit = units[at];
+      const int64_t i = block - unit.first_block, length = unit.segment->length;
+      const int64_t first = length * i / unit.blocks;
+      whole_block(c, unit.config, *unit.segment, unit.segment->start + first,
+                  length * (i + 1) / unit.blocks - first);
+    }
+  };
+  run_on(int(std::min<int64_t>(threads, blocks)), work);
+}
+
+}  // namespace
+
+void apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,
+           const Chooser& chooser, int threads) {
+  const Call c{kernels, p, chooser.one_order()};
+  thread_local std::vector<Unit> kept;
+  std::vector<Unit>& units = kept;  // workers must see this thread's, not their own
+  for (int wave = 0; wave < segments.waves(); ++wave) {
+    units.clear();
+    Shape last{};
+    for (const Segment* s = segments.begin(wave); s != segments.end(wave); ++s) {
+      const Shape shape = shape_of(p, *s, segments);
+      if (shape.rank == 0) continue;
+      const bool same = !units.empty() && last.rows == shape.rows && last.rank == shape.rank;
+      units.push_back({s, same ? units.back().config : chooser.choose(shape), seconds_of(c, *s)});
+      last = shape;
+    }
+    if (!units.empty()) one_wave(c, units, threads);
+  }
+}
+
+void heads(const Kernels& kernels, const Problem& p, const SegmentList& segments) {
+  const Call c{kernels, p, true};
+  const TileConfig config{int32_t(kFewRows), 64, 64, 0, 24, false, 0};
+  for (int wave = 0; wave < segments.waves(); ++wave)
+    for (const Segment* s = segments.begin(wave); s != segments.end(wave); ++s) {
+      const Pair& pair = c.pair(*s, 0);
+      for (int64_t row = 0; row < s->length; row += kFewRows) {
+        const int64_t rows = std::min(kFewRows, s->length - row);
+        float* low = low_scratch(low_floats(pair, rows));
+        over_depth(c, config, s->start + row, rows, 0, p.d_in, [&](const Rows& x) {
+          shrink(c, config, pair, rows, x, low, x.k == 0);
+        });
+        const float* bias = static_cast<const float*>(pair.b);
+        for (int64_t i = 0; i < rows; ++i) {
+          float* y = static_cast<float*>(p.y) + (s->start + row + i) * p.y_stride;
+          for (int64_t n = 0; n < pair.rank; ++n)
+            y[n] = low[(n / kRankBlock * rows + i) * kRowStride + n % kRankBlock] + bias[n];
+        }
+      }
+    }
+}
+
+}  // namespace vlora::atmm

@@ -1,0 +1,99 @@
+// How a product is covered with register tiles, and the memory that threads keep for it.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "atmm/kernels.h"
+
+namespace vlora::atmm {
+
+constexpr int64_t kPanelBytes = 256 << 10;
+// Of panels that several row tiles read in turn: a quarter of a 1 MiB L2.
+constexpr int64_t kFewRows = 8;
+// Rows that are read where they lie: a tile of so many has a general register to address each.
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Memory of one thread, kept from call to call.
+class Scratch {
+ public:
+  ~Scratch() { std::free(memory_); }
+  float* get(int64_t floats) {
+    if (floats > size_) {
+      std::free(memory_);
+      size_ = ceil_div(floats, 1024) * 1024;
+      memory_ = std::aligned_alloc(64, size_t(size_) * sizeof(float));
+      if (!memory_) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return static_cast<float*>(memory_);
+  }
+
+ private:
+  void* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// A packed matrix.
+struct Panels {
+  const char* at;
+  int64_t count;  // of panels
+  int64_t steps;  // of its whole depth
+  int bundle;
+
+  int64_t bundles() const { return ceil_div(count, bundle); }
+  int64_t first_of(int64_t of_bundle) const { return std::min(count, of_bundle * bundle); }
+};
+
+// A part of a product: some rows, panels [first, last), depth steps [step, step + steps).
+struct Walk {
+  const TileKernel (*kernels)[kMaxRows];
+  const int* max_rows;
+  int most_rows;
+  int columns;  // panels in registers, at most
+  int64_t rows, first, last, step, steps;
+  ptrdiff_t x_row, out_row, in_row;  // bytes from row to row
+  ptrdiff_t out_panel, in_panel;     // bytes from panel to panel
+  int32_t tail;                      // valid columns in the matrix's last panel
+};
+
+// Calls the register tiles. `t` holds what they have in common: rows and results at the part's
+// first row and panel.
+inline void walk(const Walk& w, const Panels& p, Tile t) {
+  const char* const x = static_cast<const char*>(t.x);
+  char* const out = static_cast<char*>(t.out);
+  const char* const in = static_cast<const char*>(t.in);
+  t.steps = w.steps;
+  for (int64_t panel = w.first; panel < w.last;) {
+    const int64_t begin = panel / p.bundle * p.bundle;
+    const int64_t width = std::min<int64_t>(p.bundle, p.count - begin);
+    const int64_t here = std::min(begin + width, w.last) - panel;
+    const int columns = int(ceil_div(here, ceil_div(here, std::max(1, w.columns))));
+    const int64_t tiles = ceil_div(w.rows, std::min(w.max_rows[columns - 1], w.most_rows));
+    t.step_bytes = width * 64;
+    t.group_bytes = width * p.steps * 64;
+    t.group_columns = int32_t(width) * kPanel;
+    t.groups = 1;
+    if (columns == p.bundle) t.groups = (w.last - panel) / columns;
+    // Several row tiles read the same panels: as many of them as stay in L2 meanwhile.
+    if (tiles > 1)
+      t.groups = std::clamp<int64_t>(kPanelBytes / (columns * w.steps * 64), 1, t.groups);
+    t.panels = p.at + (begin * p.steps + width * w.step + panel - begin) * 64;
+    const int64_t end = panel + t.groups * columns, offset = panel - w.first;
+    t.tail = end == p.count ? w.tail : kPanel;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t row = w.rows * i / tiles, count = w.rows * (i + 1) / tiles - row;
+      t.x = x + row * w.x_row;
+      t.out = out + row * w.out_row + offset * w.out_panel;
+      t.in = in + row * w.in_row + offset * w.in_panel;
+      w.kernels[columns - 1][count - 1](t);
+    }
+    panel = end;
+  }
+}
+
+}  // namespace vlora::atmm
