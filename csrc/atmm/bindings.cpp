@@ -118,15 +118,15 @@ class Group {
     }
   }
 
-  // A matrix of a slot to `to`, packed_bytes(n, k) long.
+  // A matrix of a slot to `to`, packed_bytes(n, k, first) long; first: of the first product.
   void pack(uintptr_t to, uintptr_t matrix, int64_t n, int64_t k, ptrdiff_t n_stride,
-            ptrdiff_t k_stride) const {
+            ptrdiff_t k_stride, bool first) const {
     vlora::atmm::pack(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(matrix), n, k,
-                      n_stride, k_stride, dtype_, bundle_);
+                      n_stride, k_stride, dtype_, bundle_, first);
   }
 
-  size_t packed_bytes(int64_t n, int64_t k) const {
-    return vlora::atmm::packed_bytes(n, k, dtype_);
+  size_t packed_bytes(int64_t n, int64_t k, bool first) const {
+    return vlora::atmm::packed_bytes(n, k, dtype_, first);
   }
 
   void add_slot(const std::vector<std::optional<std::tuple<int32_t, uintptr_t, uintptr_t>>>& pairs) {
@@ -322,6 +322,20 @@ double bandwidth(int64_t bytes, double seconds, int threads) {
   });
 }
 
+// Reads `bytes` once, shared out among the threads.
+float read_once(uintptr_t address, int64_t bytes, int threads) {
+  const Kernels& kernels = state().kernels();
+  const float* values = reinterpret_cast<const float*>(address);
+  std::atomic<float> sum{0};
+  auto work = [&](int thread, int count) {
+    const int64_t from = bytes / 4 * thread / count, to = bytes / 4 * (thread + 1) / count;
+    sum = kernels.read(values + from, to - from);
+  };
+  py::gil_scoped_release released;
+  run_on(threads, work);
+  return sum;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
@@ -365,4 +379,5 @@ PYBIND11_MODULE(_cpu, m) {
   });
   m.def("peak", &peak);
   m.def("bandwidth", &bandwidth);
+  m.def("read", &read_once);
 }

@@ -89,11 +89,10 @@ class LoraGroup:
     def _add(self, group: Any, slot: int) -> None:
         # One store, in the order of use: all A, then all B. What is fetched ahead is what comes next.
         pairs = [column[slot] for column in self.pairs]
-        matrices = [p.a for p in pairs if p is not None] + [p.b for p in pairs if p is not None]
-        store, places = pack(group, matrices)
+        present = [pair for pair in pairs if pair is not None]
+        store, places = pack(group, [p.a for p in present], [p.b for p in present])
         self._packed.append(store)
-        present = len(matrices) // 2
-        addresses = iter(zip(places[:present], places[present:], strict=True))
+        addresses = iter(zip(places[: len(present)], places[len(present) :], strict=True))
         group.add_slot([None if p is None else (p.rank, *next(addresses)) for p in pairs])
 
 
@@ -143,24 +142,24 @@ class HeadGroup:
         if head is None:
             group.add_slot([None])
             return
-        store, (weight,) = pack(group, [head.weight])
+        store, (weight,) = pack(group, [head.weight], [])
         bias = head.bias.float().contiguous()
         self._packed += [store, bias]
         group.add_slot([(head.weight.shape[0], weight, bias.data_ptr())])
 
 
-def pack(group: Any, matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """Matrices [n, k], any strides → the panels that the kernels read: one store, and the address
-    of each in it, on 64 bytes.
-
-    A panel is 16 rows of a matrix interleaved: for every k (bf16: pair of k) the 16 values lie
-    together. The last panel is padded with zeros (csrc/atmm/README.md).
+def pack(
+    group: Any, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[int]]:
+    """Matrices [n, k], any strides, of the first product (x Aᵀ) and the second → the panels that
+    the kernels read (csrc/atmm/README.md): one store, and the address of each in it, on 64 bytes.
     """
-    sizes = [group.packed_bytes(*matrix.shape) for matrix in matrices]
+    matrices = [(matrix, True) for matrix in first] + [(matrix, False) for matrix in second]
+    sizes = [group.packed_bytes(*matrix.shape, is_first) for matrix, is_first in matrices]
     store = torch.empty(sum(sizes) + 64, dtype=torch.uint8)
     places, at = [], store.data_ptr() + -store.data_ptr() % 64
-    for matrix, size in zip(matrices, sizes, strict=True):
-        group.pack(at, matrix.data_ptr(), *matrix.shape, *matrix.stride())
+    for (matrix, is_first), size in zip(matrices, sizes, strict=True):
+        group.pack(at, matrix.data_ptr(), *matrix.shape, *matrix.stride(), is_first)
         places.append(at)
         at += size
     return store, places

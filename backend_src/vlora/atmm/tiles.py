@@ -127,5 +127,11 @@ def peak(dtype: str, seconds: float, threads: int = 1) -> float:
 
 
 def bandwidth(size: int, seconds: float, threads: int = 1) -> float:
-    """bytes/s read from a working set of `size` bytes, shared out among the threads."""
+    """bytes/s read from a working set of `size` bytes, shared out among the threads, which all read
+    at the same time."""
     return float(backends.native().bandwidth(size, seconds, threads))
+
+
+def read(address: int, size: int, threads: int = 1) -> None:
+    """Read `size` bytes of fp32 at `address` once, shared out among the threads."""
+    backends.native().read(address, size, threads)

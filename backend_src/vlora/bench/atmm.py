@@ -93,6 +93,21 @@ def prepare_merge(
     return lambda: op.merge(out, base, updates)
 
 
+def prepare_read(size: int) -> Callable[[], None] | None:
+    """Reads `size` bytes, with torch's number of threads: the memory's own time. None for the
+    reference, which has no such loop."""
+    if not compiled():
+        return None
+    from vlora.atmm import tiles
+
+    values = torch.ones(size // 4)
+
+    def call() -> None:
+        tiles.read(values.data_ptr(), size, torch.get_num_threads())
+
+    return call
+
+
 def set_threads(count: int) -> None:
     """ATMM takes torch's number."""
     torch.set_num_threads(count)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vlora.bench.atmm import Atmm, StaticTile, static_tiles
+from vlora.bench.atmm import Atmm, StaticTile, prepare_read, static_tiles
 from vlora.bench.cells import Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import BASELINES, Baseline, Call, InFloat32
@@ -18,6 +18,8 @@ from vlora.bench.timing import Timing, geometric_mean, interleaved, single_calls
 COLD_TOTAL_BYTES = 128 << 20
 """Adapters of a cold cell rotate through as many layers as make this much."""
 FEWEST_LAYERS, MOST_LAYERS = 2, 512
+READ = "read"
+"""A cold cell's microbenchmark: as many bytes as all its layers', read in the same rounds."""
 STABILITY_ROUNDS, STABILITY_WARM_UPS = 100, 10
 """Of the paper's figure 18."""
 
@@ -43,6 +45,8 @@ class Result:
     limits: Limits
     timings: Mapping[str, Timing]
     left_out: Mapping[str, str]
+    cold_rate: float | None = None
+    """bytes/s from memory, by this cell's own rounds."""
 
     @property
     def atmm(self) -> Timing:
@@ -81,9 +85,10 @@ class Result:
 
     @property
     def limit(self) -> float:
-        """Seconds, by the best peak and bandwidth that the run has seen so far."""
+        """Seconds, by the best peak and bandwidth that the run has seen so far, and the memory's
+        median rate in this cell's rounds."""
         adapters, rows = (self.cell.adapter_bytes, self.cell.cold), (self.cell.row_bytes, False)
-        return self.limits.seconds(self.cell.flops, (adapters, rows), self.cell.dtype)
+        return self.limits.seconds(self.cell.flops, (adapters, rows), self.cell.dtype, self.cold_rate)
 
     @property
     def roofline(self) -> float:
@@ -95,6 +100,7 @@ class Result:
             **self.cell.as_row(),
             "threads": self.threads,
             "limit_us": round(self.limit * 1e6, 3),
+            "read_gb_per_s": None if self.cold_rate is None else round(self.cold_rate / 1e9, 1),
             "roofline": round(self.roofline, 4),
             "fastest_baseline": self.fastest,
             "vs_fastest_baseline": round(self.against_fastest, 4),
@@ -139,12 +145,18 @@ def measure(
             left_out[operator.name] = reason
     x = cell.draw_rows(generator)
     rotations = {op.name: Rotation([], *_rows(op, x)) for op in chosen}
+    calls: dict[str, Callable[[], None]] = dict(rotations)
+    size = _layers(cell) * cell.adapter_bytes
+    if cell.cold and (read := prepare_read(size)) is not None:
+        calls[READ] = read
     pairs = cell.draw_pairs(generator)  # the same values in all layers: each operator copies
     for _ in range(_layers(cell)):
         for operator in chosen:
             rotations[operator.name].layers.append(operator.prepare(pairs, cell))
-    timings = interleaved(rotations, rounds=effort.rounds, warm=not cell.cold, budget=effort.budget)
-    return Result(cell, threads, limits, timings, left_out)
+    timings = interleaved(calls, rounds=effort.rounds, warm=not cell.cold, budget=effort.budget)
+    reading = timings.pop(READ, None)
+    rate = None if reading is None else size / reading.median
+    return Result(cell, threads, limits, timings, left_out, rate)
 
 
 def _rows(operator: Baseline, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,9 @@
 
 A cell's limit is the larger of its flops over the peak and its bytes over the bandwidth, both by
 microbenchmarks of our own: a register-only FMA loop of the best instruction set, and reads of a
-working set as large as the cell's (cold: larger than the caches).
+working set as large as the cell's (cold: larger than the caches). Memory is shared with whoever else
+is on the machine, and what it gives changes by half from one second to the next: where a cell's own
+rounds have timed it, that figure counts.
 """
 
 from __future__ import annotations
@@ -61,15 +63,25 @@ class Limits:
             self._bandwidths[turn] = max(self._bandwidths[turn], found)
         self._last = time.monotonic()
 
-    def seconds(self, flops: float, parts: Iterable[tuple[int, bool]], dtype: str) -> float:
+    def seconds(
+        self,
+        flops: float,
+        parts: Iterable[tuple[int, bool]],
+        dtype: str,
+        cold_rate: float | None = None,
+    ) -> float:
         """The limit for work of `flops` that moves parts of (bytes, cold).
 
         Warm parts share the caches: the bandwidth is that of a working set of all of them.
+        cold_rate: bytes/s from memory, timed beside the work itself.
         """
         parts = list(parts)
         together = sum(size for size, cold in parts if not cold)
         moving = sum(
-            size / self.bandwidth(size if cold else together, cold=cold) for size, cold in parts
+            size / (cold_rate or self.bandwidth(size, cold=True))
+            if cold
+            else size / self.bandwidth(together, cold=False)
+            for size, cold in parts
         )
         return max(flops / self.peak(dtype), moving)
 

@@ -54,7 +54,7 @@ void whole_block(const Call& c, const TileConfig& config, const Segment& s, int6
   over_depth(c, config, row, rows, 0, c.p.d_in, [&](const Rows& x) {
     for (int o = 0; o < c.p.outputs; ++o) {
       const Pair& pair = c.pair(s, o);
-      if (pair.rank) shrink(c, config, pair, rows, x, low[o], x.k == 0);
+      if (pair.rank) shrink(c, config, pair, rows, x, low[o]);
     }
   });
   for (int o = 0; o < c.p.outputs; ++o) {
@@ -107,8 +107,7 @@ struct Item {
   const Unit* unit;
   int output;
   float* low;
-  int64_t shrink_before, expand_before;  // shares of work before this item
-  int64_t shrink_weight, expand_weight;  // of one bundle
+  int64_t expand_before;  // work of the second product before this item
 };
 
 // Where a thread's share of the first product begins: inside a bundle only if few are to share.
@@ -123,13 +122,16 @@ struct Cut {
 class Split {
  public:
   Split(const Call& c, const std::vector<Unit>& units, int threads) : c_(c) {
-    int64_t floats = 0, most_rows = 0;
+    int64_t floats = 0, most_rows = 0, bundles = 0;
     for (const Unit& unit : units)
       for (int o = 0; o < c.p.outputs; ++o) {
         const Pair& pair = c.pair(*unit.segment, o);
         if (!pair.rank) continue;
-        items_.push_back({&unit, o, nullptr, shrink_, expand_, c.p.d_in, pair.rank});
-        shrink_ += c.a(pair).bundles() * c.p.d_in;
+        items_.push_back({&unit, o, nullptr, expand_});
+        const Panels a = c.a(pair);
+        for (int64_t bundle = 0; bundle < a.bundles(); ++bundle)
+          shrink_ += weight(a, bundle) * c.p.d_in;
+        bundles += a.bundles();
         expand_ += c.b(pair, o).bundles() * pair.rank;
         floats += low_floats(pair, unit.segment->length);
         most_rows = std::max(most_rows, unit.segment->length);
@@ -142,7 +144,7 @@ class Split {
       next += low_floats(pair(item), rows(item));
     }
     parts_ = next;
-    inside_ = !c.one_order && shrink_ < 8 * threads * c.p.d_in;
+    inside_ = !c.one_order && bundles < 8 * threads;
   }
 
   void operator()(int thread, int threads) {
@@ -167,15 +169,26 @@ class Split {
   static int64_t rows(const Item& item) { return item.unit->segment->length; }
   float* part(int thread) const { return parts_ + thread * part_floats_; }
 
+  // Lines of a step: a narrow panel has half of one.
+  static int64_t weight(const Panels& a, int64_t bundle) {
+    return a.first_of(bundle) == a.wide() ? 1 : 2 * (a.first_of(bundle + 1) - a.first_of(bundle));
+  }
+
   Cut cut(int thread, int threads) const {
-    const int64_t at = shrink_ * thread / threads;
+    int64_t at = shrink_ * thread / threads;
     for (size_t i = 0; i < items_.size(); ++i) {
-      const int64_t inside = at - items_[i].shrink_before, bundles = c_.a(pair(items_[i])).bundles();
-      if (inside >= bundles * c_.p.d_in) continue;
-      const int64_t bundle = inside / c_.p.d_in, k = inside % c_.p.d_in / kLeastDepth * kLeastDepth;
-      if (inside_ && k && k + kLeastDepth <= c_.p.d_in) return {i, bundle, k};
-      if (2 * (inside % c_.p.d_in) < c_.p.d_in) return {i, bundle, 0};
-      return bundle + 1 < bundles ? Cut{i, bundle + 1, 0} : Cut{i + 1, 0, 0};
+      const Panels a = c_.a(pair(items_[i]));
+      for (int64_t bundle = 0; bundle < a.bundles(); ++bundle) {
+        const int64_t all = weight(a, bundle) * c_.p.d_in;
+        if (at >= all) {
+          at -= all;
+          continue;
+        }
+        const int64_t k = at / weight(a, bundle) / kLeastDepth * kLeastDepth;
+        if (inside_ && k && k + kLeastDepth <= c_.p.d_in) return {i, bundle, k};
+        if (2 * at < all) return {i, bundle, 0};
+        return bundle + 1 < a.bundles() ? Cut{i, bundle + 1, 0} : Cut{i + 1, 0, 0};
+      }
     }
     return {items_.size(), 0, 0};
   }
@@ -211,7 +224,7 @@ class Split {
       const int64_t next = std::min(end, (panel / kBlockPanels + 1) * kBlockPanels);
       over_depth(c_, item.unit->config, s.start, s.length, 0, c_.p.d_in, [&](const Rows& x) {
         shrink_block(c_, item.unit->config, pair(item), s.length, x, low_at(item, panel), panel,
-                     next, x.k == 0);
+                     next);
       });
       panel = next;
     }
@@ -222,7 +235,7 @@ class Split {
     const Panels a = c_.a(pair(item));
     over_depth(c_, item.unit->config, s.start, s.length, from, to, [&](const Rows& x) {
       shrink_block(c_, item.unit->config, pair(item), s.length, x, out, a.first_of(bundle),
-                   a.first_of(bundle + 1), x.k == from);
+                   a.first_of(bundle + 1));
     });
   }
 
@@ -241,7 +254,7 @@ class Split {
     for (const Item& item : items_) {
       const Panels b = c_.b(pair(item), item.output);
       const auto bundle = [&](int64_t at) {
-        return std::clamp<int64_t>(ceil_div(at - item.expand_before, item.expand_weight), 0,
+        return std::clamp<int64_t>(ceil_div(at - item.expand_before, int64_t(pair(item).rank)), 0,
                                    b.bundles());
       };
       const int64_t first = b.first_of(bundle(from)), last = b.first_of(bundle(to));
@@ -341,7 +354,7 @@ void heads(const Kernels& kernels, const Problem& p, const SegmentList& segments
         const int64_t rows = std::min(kFewRows, s->length - row);
         float* low = low_scratch(low_floats(pair, rows));
         over_depth(c, config, s->start + row, rows, 0, p.d_in, [&](const Rows& x) {
-          shrink(c, config, pair, rows, x, low, x.k == 0);
+          shrink(c, config, pair, rows, x, low);
         });
         const float* bias = static_cast<const float*>(pair.b);
         for (int64_t i = 0; i < rows; ++i) {

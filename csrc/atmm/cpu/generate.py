@@ -129,6 +129,14 @@ def instances(isa: Isa, part: str) -> Iterator[str]:
             if rows <= DIRECT_ROWS:
                 yield f"{head}.direct{at} = tile<{shape}, 1, 0>;"
                 yield f"{head}.parallel{at} = tile<{shape}, {chains(isa, rows, panels)}, 0>;"
+    narrow = product.replace("Bf16", "")
+    for rows in range(1, isa.rows[0] + 1):
+        at, head = f"[kNarrow][{rows - 1}]", f"k.shrink[{dtype}]"
+        shape = f"Narrow{narrow}, {rows}"
+        yield f"{head}.packed{at} = narrow_tile<{shape}, 1, kRowStride>;"
+        if rows <= DIRECT_ROWS:
+            yield f"{head}.direct{at} = narrow_tile<{shape}, 1, 0>;"
+            yield f"{head}.parallel{at} = narrow_tile<{shape}, {chains(isa, rows, 1)}, 0>;"
 
 
 def unit(isa: Isa, part: str) -> str:

@@ -14,9 +14,10 @@ void merge_columns(const Kernels& kernels, Dtype dtype, char* out, const char* i
                    float sign, const TileConfig& config, int64_t first, int64_t columns) {
   const ptrdiff_t size = ptrdiff_t(size_of(dtype));
   thread_local Scratch scratch;
-  const Panels panels{nullptr, ceil_div(columns, kPanel), m.rank, kernels.bundle};
+  const Panels panels{nullptr, ceil_div(columns, kPanel), m.rank, kernels.bundle, false};
   float* packed = scratch.get(panels.count * m.rank * kPanel);
-  pack(packed, m.a + first, columns, m.rank, 1, m.d_in, Dtype::kFp32, panels.bundle);
+  pack(packed, m.a + first, columns, m.rank, 1, m.d_in, Dtype::kFp32, panels.bundle,
+       false);
   // Whole cache lines only. In place, what was read is in cache and is written there.
   const bool streaming = in != out && reinterpret_cast<uintptr_t>(out + m.offset * size) % 64 == 0 &&
                          m.d_in * size % 64 == 0;
@@ -42,7 +43,7 @@ void merge_columns(const Kernels& kernels, Dtype dtype, char* out, const char* i
     t.out_stride = t.in_stride = m.d_in;
     t.sign = sign;
     w.rows = std::min(block, m.d_out - row);
-    walk(w, {reinterpret_cast<const char*>(packed), panels.count, panels.steps, panels.bundle}, t);
+    walk(w, {reinterpret_cast<const char*>(packed), panels.count, panels.steps, panels.bundle, false}, t);
   }
   if (streaming) __builtin_ia32_sfence();
 }

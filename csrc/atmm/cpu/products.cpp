@@ -8,13 +8,14 @@ float* row_scratch(int64_t floats) {
 }
 
 void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows,
-                  const Rows& x, float* to, int64_t first, int64_t last, bool begin) {
+                  const Rows& x, float* to, int64_t first, int64_t last) {
   const TileSet& set = c.kernels.shrink[int(c.p.dtype)];
   Tile t{};
   t.x = x.at;
   t.x_stride = x.stride;
   t.out = to;
-  t.first = begin;
+  t.first = x.first;
+  t.last = x.last;
   t.prefetch = config.prefetch * 64;
   Walk w{};
   w.kernels = x.packed ? set.packed : c.one_order ? set.direct : set.parallel;
@@ -34,12 +35,11 @@ void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int
 }
 
 void shrink(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows, const Rows& x,
-            float* low, bool begin) {
+            float* low) {
   constexpr int64_t kBlockPanels = kRankBlock / kPanel;
   const int64_t panels = c.a(pair).count;
   for (int64_t first = 0; first < panels; first += kBlockPanels, low += rows * kRowStride)
-    shrink_block(c, config, pair, rows, x, low, first, std::min(panels, first + kBlockPanels),
-                 begin);
+    shrink_block(c, config, pair, rows, x, low, first, std::min(panels, first + kBlockPanels));
 }
 
 void finish_low(const Call& c, const Pair& pair, int64_t rows, float* low) {

@@ -40,11 +40,12 @@ struct Call {
     return pairs() && p.x_stride % 2 == 0 && p.d_in % 2 == 0;
   }
   Panels a(const Pair& pair) const {
-    return {static_cast<const char*>(pair.a), ceil_div(pair.rank, kPanel), steps(p.d_in), p.bundle};
+    return {static_cast<const char*>(pair.a), ceil_div(pair.rank, kPanel), steps(p.d_in), p.bundle,
+            has_narrow(pair.rank)};
   }
   Panels b(const Pair& pair, int output) const {
     return {static_cast<const char*>(pair.b), ceil_div(p.output[output].d_out, kPanel),
-            steps(pair.rank), p.bundle};
+            steps(pair.rank), p.bundle, false};
   }
 };
 
@@ -60,16 +61,16 @@ struct Rows {
   ptrdiff_t stride;  // units of 4 bytes
   bool packed;       // the stride is kRowStride
   int64_t k, count;
+  bool first, last;  // of the parts of the depth that are summed up
 };
 
-// Panels [first, last) of x A^T, all of one block of ranks, to rows of scratch; `begin`: to what
-// they hold nothing is added.
+// Panels [first, last) of x A^T, all of one block of ranks, to rows of scratch.
 void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows,
-                  const Rows& x, float* to, int64_t first, int64_t last, bool begin);
+                  const Rows& x, float* to, int64_t first, int64_t last);
 
 // All panels, to an intermediate of low_floats().
 void shrink(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows, const Rows& x,
-            float* low, bool begin);
+            float* low);
 
 // The intermediate as the second product reads it.
 void finish_low(const Call& c, const Pair& pair, int64_t rows, float* low);
@@ -98,7 +99,8 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
   if (!config.pack_rows && c.readable()) {
     for (int64_t k = from; k < to; k += block)
       use(Rows{reinterpret_cast<const float*>(c.x(row, k)),
-               c.pairs() ? c.p.x_stride / 2 : c.p.x_stride, false, k, std::min(block, to - k)});
+               c.pairs() ? c.p.x_stride / 2 : c.p.x_stride, false, k, std::min(block, to - k),
+               k == from, k + block >= to});
     return;
   }
   if (!config.pack_rows && rows <= kFewRows) {
@@ -106,7 +108,7 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
     const ptrdiff_t stride = ceil_div(c.units(to - from), 16) * 16 + 16;
     float* scratch = row_scratch(rows * stride);
     c.kernels.load_rows(c.p.dtype, c.x(row, from), c.p.x_stride, rows, to - from, scratch, stride);
-    use(Rows{scratch, stride, false, from, to - from});
+    use(Rows{scratch, stride, false, from, to - from, true, true});
     return;
   }
   const int64_t most = c.p.dtype == Dtype::kFp32 ? kDepth : c.pairs() ? 2 * kDepth : kDepth;
@@ -115,7 +117,7 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
   for (int64_t k = from; k < to; k += block) {
     const int64_t count = std::min(block, to - k);
     c.kernels.load_rows(c.p.dtype, c.x(row, k), c.p.x_stride, rows, count, scratch, kRowStride);
-    use(Rows{scratch, kRowStride, true, k, count});
+    use(Rows{scratch, kRowStride, true, k, count, k == from, k + block >= to});
   }
 }
 

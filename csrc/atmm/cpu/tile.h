@@ -68,6 +68,48 @@ struct Bf16Pairs {
 };
 #endif
 
+// Narrow panels: eight rows, two units of depth side by side. A register then holds eight sums twice,
+// over the even and the odd units; so does scratch, until the last part of the depth adds them.
+struct NarrowFp32 {
+  static constexpr int kUnits = 2;
+  template <int M, int kStride>
+  static inline __attribute__((always_inline)) void step(V (&acc)[M], const float* x,
+                                                         ptrdiff_t stride, const char* panel) {
+    const V b = V::load(reinterpret_cast<const float*>(panel));
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m) acc[m].add_product(V::two(x + m * (kStride ? kStride : stride)), b);
+  }
+};
+
+struct NarrowWidened {
+  static constexpr int kUnits = 4;
+  template <int M, int kStride>
+  static inline __attribute__((always_inline)) void step(V (&acc)[M], const float* x,
+                                                         ptrdiff_t stride, const char* panel) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const V b = V::load_half_of_pairs(panel, half);
+#pragma GCC unroll 24
+      for (int m = 0; m < M; ++m)
+        acc[m].add_product(V::two_of_four(x + m * (kStride ? kStride : stride), half), b);
+    }
+  }
+};
+
+#ifdef ATMM_HAS_BF16_PRODUCTS
+struct NarrowPairs {
+  static constexpr int kUnits = 2;
+  template <int M, int kStride>
+  static inline __attribute__((always_inline)) void step(V (&acc)[M], const float* x,
+                                                         ptrdiff_t stride, const char* panel) {
+    const V::Pairs b = V::load_pairs(panel);
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m)
+      acc[m].add_pairs(V::two_pairs(x + m * (kStride ? kStride : stride)), b);
+  }
+};
+#endif
+
 // The tile's end: to scratch.
 struct ToScratch {
   template <int M, int N>
@@ -181,6 +223,54 @@ void tile(const Tile& t) {
             for (int n = 0; n < N; ++n) acc[c][m][n].add(acc[c + half][m][n]);
     }
     End::template end<M, N>(acc[0], t, group);
+  }
+}
+
+// A tile of one narrow panel, to scratch; `steps` counts single units (pairs of bf16).
+template <class Product, int M, int kChains, int kStride>
+void narrow_tile(const Tile& t) {
+  float* out = static_cast<float*>(t.out);
+  V acc[kChains][M];
+#pragma GCC unroll 8
+  for (int c = 0; c < kChains; ++c)
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m)
+      acc[c][m] = c > 0 || t.first ? V::zero() : V::load(out + m * kRowStride);
+  const float* x = static_cast<const float*>(t.x);
+  const char* p = t.panels;
+  int64_t left = t.steps / 2;
+  for (; left >= kChains; left -= kChains) {
+#pragma GCC unroll 8
+    for (int c = 0; c < kChains; ++c, p += 64) {
+      if constexpr (M <= 8) __builtin_prefetch(p + t.prefetch, 0, 3);
+      Product::template step<M, kStride>(acc[c], x + c * Product::kUnits, t.x_stride, p);
+    }
+    x += kChains * Product::kUnits;
+  }
+  for (; left > 0; --left, p += 64, x += Product::kUnits)
+    Product::template step<M, kStride>(acc[0], x, t.x_stride, p);
+  if (t.steps % 2) {
+    // Half of the last step is beyond the rows, which may end there: nothing is read past them.
+    float last[M][4] = {};
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m)
+      for (int i = 0; i < Product::kUnits / 2; ++i)
+        last[m][i] = x[m * (kStride ? kStride : t.x_stride) + i];
+    Product::template step<M, 4>(acc[0], &last[0][0], 4, p);
+  }
+#pragma GCC unroll 8
+  for (int half = kChains / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int c = 0; c < half; ++c)
+#pragma GCC unroll 24
+      for (int m = 0; m < M; ++m) acc[c][m].add(acc[c + half][m]);
+#pragma GCC unroll 24
+  for (int m = 0; m < M; ++m) {
+    if (t.last) {
+      acc[0][m].store_sums_of_two(out + m * kRowStride);
+    } else {
+      acc[0][m].store(out + m * kRowStride);
+    }
   }
 }
 

@@ -22,6 +22,15 @@ struct V {
   }
   static V load_half_of_pairs(const char* p, int odd) { return {half(p, odd), half(p + 32, odd)}; }
   static Scalar broadcast(const float* p) { return _mm256_broadcast_ss(p); }
+  // p[0] and p[1], and of four p[odd] and p[2 + odd], in turn.
+  static Scalar two(const float* p) {
+    return _mm256_castsi256_ps(
+        _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static Scalar two_of_four(const float* p, int odd) {
+    const __m256 four = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+    return odd ? _mm256_permute_ps(four, 0xdd) : _mm256_permute_ps(four, 0x88);
+  }
 
   void add_product(Scalar s, V b) {
     lo = _mm256_fmadd_ps(s, b.lo, lo);
@@ -42,6 +51,11 @@ struct V {
     T values[kPanel];
     store(values);
     for (int i = 0; i < count; ++i) p[i] = values[i];
+  }
+  // The sum of each two neighbours.
+  void store_sums_of_two(float* p) const {
+    const __m256 sums = _mm256_hadd_ps(lo, hi);  // within halves of 128 bits
+    _mm256_storeu_ps(p, _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xd8)));
   }
   void store_past_caches(float* p) const {
     _mm256_stream_ps(p, lo);

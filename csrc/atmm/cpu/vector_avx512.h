@@ -26,9 +26,16 @@ struct V {
                                     : _mm512_slli_epi32(pairs, 16))};
   }
   static Scalar broadcast(const float* p) { return _mm512_set1_ps(*p); }
+  // p[0] and p[1], and of four p[odd] and p[2 + odd], in turn.
+  static Scalar two(const float* p) {
+    return _mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static Scalar two_of_four(const float* p, int odd) {
+    const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    return odd ? _mm512_permute_ps(four, 0xdd) : _mm512_permute_ps(four, 0x88);
+  }
 
   void add_product(Scalar s, V b) { r = _mm512_fmadd_ps(s, b.r, r); }
-  void add_product(Scalar s, V b, int) { r = _mm512_fmadd_ps(s, b.r, r); }
   void add(V b) { r = _mm512_add_ps(r, b.r); }
 
   void store(float* p) const { _mm512_storeu_ps(p, r); }
@@ -36,6 +43,11 @@ struct V {
   void store_some(float* p, int count) const { _mm512_mask_storeu_ps(p, mask(count), r); }
   void store_some(uint16_t* p, int count) const {
     _mm256_mask_storeu_epi16(p, mask(count), rounded());
+  }
+  // The sum of each two neighbours.
+  void store_sums_of_two(float* p) const {
+    const __m512 sums = _mm512_add_ps(r, _mm512_permute_ps(r, 0xb1));
+    _mm256_storeu_ps(p, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x5555, sums)));
   }
   void store_past_caches(float* p) const { _mm512_stream_ps(p, r); }
   void store_past_caches(uint16_t* p) const {
@@ -49,6 +61,9 @@ struct V {
     int pair;
     __builtin_memcpy(&pair, p, sizeof pair);
     return Pairs(_mm512_set1_epi32(pair));
+  }
+  static Pairs two_pairs(const void* p) {
+    return Pairs(_mm512_broadcastq_epi64(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
   }
   void add_pairs(Pairs s, Pairs b) { r = _mm512_dpbf16_ps(r, s, b); }
   __m256i rounded() const { return __m256i(_mm512_cvtneps_pbh(r)); }

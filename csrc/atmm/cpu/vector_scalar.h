@@ -30,9 +30,18 @@ struct V {
     return result;
   }
   static Scalar broadcast(const float* p) { return *p; }
+  // p[0] and p[1], and of four p[odd] and p[2 + odd], in turn.
+  struct Two {
+    float v[2];
+  };
+  static Two two(const float* p) { return {{p[0], p[1]}}; }
+  static Two two_of_four(const float* p, int odd) { return {{p[odd], p[2 + odd]}}; }
 
   void add_product(Scalar s, const V& b) {
     for (int i = 0; i < kPanel; ++i) v[i] += s * b.v[i];
+  }
+  void add_product(Two s, const V& b) {
+    for (int i = 0; i < kPanel; ++i) v[i] += s.v[i % 2] * b.v[i];
   }
   void add(const V& b) {
     for (int i = 0; i < kPanel; ++i) v[i] += b.v[i];
@@ -47,6 +56,10 @@ struct V {
   }
   void store_some(uint16_t* p, int count) const {
     for (int i = 0; i < count; ++i) p[i] = rounded(v[i]);
+  }
+  // The sum of each two neighbours.
+  void store_sums_of_two(float* p) const {
+    for (int i = 0; i < kPanel / 2; ++i) p[i] = v[2 * i] + v[2 * i + 1];
   }
   template <class T>
   void store_past_caches(T* p) const {

@@ -44,12 +44,17 @@ struct Panels {
   int64_t count;  // of panels
   int64_t steps;  // of its whole depth
   int bundle;
+  bool narrow;  // the last panel is narrow, a bundle of its own
 
-  int64_t bundles() const { return ceil_div(count, bundle); }
-  int64_t first_of(int64_t of_bundle) const { return std::min(count, of_bundle * bundle); }
+  int64_t wide() const { return count - narrow; }
+  int64_t bundles() const { return ceil_div(wide(), bundle) + narrow; }
+  int64_t first_of(int64_t of_bundle) const {
+    return of_bundle < bundles() ? std::min(wide(), of_bundle * bundle) : count;
+  }
 };
 
-// A part of a product: some rows, panels [first, last), depth steps [step, step + steps).
+// A part of a product: some rows, panels [first, last), depth steps [step, step + steps), `step` an
+// even number.
 struct Walk {
   const TileKernel (*kernels)[kMaxRows];
   const int* max_rows;
@@ -69,20 +74,23 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
   const char* const in = static_cast<const char*>(t.in);
   t.steps = w.steps;
   for (int64_t panel = w.first; panel < w.last;) {
+    const bool narrow = panel == p.wide();
     const int64_t begin = panel / p.bundle * p.bundle;
-    const int64_t width = std::min<int64_t>(p.bundle, p.count - begin);
-    const int64_t here = std::min(begin + width, w.last) - panel;
+    const int64_t width = narrow ? 1 : std::min<int64_t>(p.bundle, p.wide() - begin);
+    const int64_t here = narrow ? 1 : std::min(begin + width, w.last) - panel;
     const int columns = int(ceil_div(here, ceil_div(here, std::max(1, w.columns))));
     const int64_t tiles = ceil_div(w.rows, std::min(w.max_rows[columns - 1], w.most_rows));
     t.step_bytes = width * 64;
     t.group_bytes = width * p.steps * 64;
     t.group_columns = int32_t(width) * kPanel;
     t.groups = 1;
-    if (columns == p.bundle) t.groups = (w.last - panel) / columns;
+    if (columns == p.bundle && !narrow) t.groups = (std::min(w.last, p.wide()) - panel) / columns;
     // Several row tiles read the same panels: as many of them as stay in L2 meanwhile.
     if (tiles > 1)
       t.groups = std::clamp<int64_t>(kPanelBytes / (columns * w.steps * 64), 1, t.groups);
-    t.panels = p.at + (begin * p.steps + width * w.step + panel - begin) * 64;
+    t.panels = p.at + (narrow ? panel * p.steps + w.step / 2
+                              : begin * p.steps + width * w.step + panel - begin) *
+                          64;
     const int64_t end = panel + t.groups * columns, offset = panel - w.first;
     t.tail = end == p.count ? w.tail : kPanel;
     for (int64_t i = 0; i < tiles; ++i) {
@@ -90,7 +98,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
       t.x = x + row * w.x_row;
       t.out = out + row * w.out_row + offset * w.out_panel;
       t.in = in + row * w.in_row + offset * w.in_panel;
-      w.kernels[columns - 1][count - 1](t);
+      w.kernels[narrow ? kNarrow : columns - 1][count - 1](t);
     }
     panel = end;
   }

@@ -12,6 +12,7 @@ constexpr int kRowStride = kDepth + 16;
 // Units of 4 bytes from row to row of scratch. Known to the compiler, so that a tile's rows need
 // one address register; 17 cache lines, so that rows do not fall on the same cache sets.
 constexpr int kMaxColumns = kMaxBundle;  // panels in registers
+constexpr int kNarrow = kMaxColumns;    // a narrow panel's place among them
 constexpr int kMaxRows = 24;
 
 // One register tile of neighbouring panels of a bundle, repeated over `groups` bundles.
@@ -29,18 +30,18 @@ struct Tile {
   ptrdiff_t in_stride;
   int32_t group_columns;  // of `out` and `in`, from bundle to bundle
   int32_t tail;           // valid columns in the last panel of the last group
-  bool first;             // shrink: start from zero, not from `out`
+  bool first, last;       // shrink: start from zero, not from `out`; no more depth comes
   float sign;
   ptrdiff_t prefetch;     // bytes ahead in the panels
 };
 
 using TileKernel = void (*)(const Tile&);
 
-// Kernels by [columns in panels - 1][rows - 1]; null where registers do not suffice.
+// Kernels by [columns in panels - 1, or kNarrow][rows - 1]; null where registers do not suffice.
 struct TileSet {
-  TileKernel packed[kMaxColumns][kMaxRows];  // rows kRowStride apart
-  TileKernel direct[kMaxColumns][kMaxRows];  // rows x_stride apart
-  TileKernel parallel[kMaxColumns][kMaxRows];  // direct, depth summed in several chains
+  TileKernel packed[kMaxColumns + 1][kMaxRows];  // rows kRowStride apart
+  TileKernel direct[kMaxColumns + 1][kMaxRows];  // rows x_stride apart
+  TileKernel parallel[kMaxColumns + 1][kMaxRows];  // direct, depth summed in several chains
 };
 
 struct Kernels {

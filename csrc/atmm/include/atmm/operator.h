@@ -28,9 +28,14 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
            int64_t count, float sign, const Chooser& chooser, int threads);
 
 // A matrix [n, k] in panels of kPanel rows, interleaved (bf16 by pairs of k), the rest zero; and
-// `bundle` neighbouring panels interleaved in turn, step by step, fewer in the last bundle.
-size_t packed_bytes(int64_t n, int64_t k, Dtype dtype);
+// `bundle` neighbouring panels interleaved in turn, step by step, fewer in the last bundle. With
+// `narrow` (matrices of the first product), a last panel of half the rows or fewer takes half the
+// space: two steps are interleaved in it.
+size_t packed_bytes(int64_t n, int64_t k, Dtype dtype, bool narrow);
 void pack(void* to, const void* matrix, int64_t n, int64_t k, ptrdiff_t n_stride,
-          ptrdiff_t k_stride, Dtype dtype, int bundle);
+          ptrdiff_t k_stride, Dtype dtype, int bundle, bool narrow);
+
+// Whether a matrix of n rows has a narrow last panel, if it may.
+inline bool has_narrow(int64_t n) { return n % kPanel != 0 && n % kPanel <= kPanel / 2; }
 
 }  // namespace vlora::atmm
