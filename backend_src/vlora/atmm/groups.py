@@ -31,6 +31,7 @@ class LoraGroup:
             raise ValueError(f"ATMM serves {', '.join(DTYPES.values())}, not {dtype}")
         self.d_in = d_in
         self.d_outs = tuple(d_outs)
+        self.width = sum(d_outs)
         self.dtype = dtype
         self.pairs: tuple[list[LoraPair | None], ...] = tuple([] for _ in self.d_outs)
         self._packed: list[torch.Tensor] = []

@@ -41,7 +41,7 @@ def apply(
     Raises ValueError for a segment outside x, an unknown slot, or a shape that does not fit.
     """
     rows = x.shape[0]
-    width = sum(group.d_outs)
+    width = group.width
     if y.shape != (rows, width) or x.shape[1] != group.d_in:
         raise ValueError(
             f"x {tuple(x.shape)} and y {tuple(y.shape)} do not fit a group"

@@ -46,7 +46,7 @@ ISAS = (
         12,
         1,
         28,
-        parts=("bf16", "rows"),
+        parts=("bf16", "merge", "rows"),
         defines=("ATMM_HAS_BF16_PRODUCTS", "kPeakAccumulators=16", _KEEP_512),
     ),
     Isa(
@@ -114,7 +114,7 @@ def instances(isa: Isa, part: str) -> Iterator[str]:
                 for field, stream in (("merge", "false"), ("merge_streaming", "true")):
                     yield (
                         f"k.{field}[{name}][{panels - 1}][{rows - 1}] = tile<Fp32,"
-                        f" Added<{storage}, {stream}>, {rows}, {panels}, 1, 0>;"
+                        f" Added<{storage}, {stream}>, {rows}, {panels}, 1, 0, false>;"
                     )
         return
     dtype, storage = (0, "float") if part == "fp32" else (1, "uint16_t")
@@ -125,18 +125,18 @@ def instances(isa: Isa, part: str) -> Iterator[str]:
             at = f"[{panels - 1}][{rows - 1}]"
             head = f"k.{side}[{dtype}]"
             shape = f"{product}, {end}, {rows}, {panels}"
-            yield f"{head}.packed{at} = tile<{shape}, 1, kRowStride>;"
+            yield f"{head}.packed{at} = tile<{shape}, 1, kRowStride, false>;"
             if rows <= DIRECT_ROWS:
-                yield f"{head}.direct{at} = tile<{shape}, 1, 0>;"
-                yield f"{head}.parallel{at} = tile<{shape}, {chains(isa, rows, panels)}, 0>;"
+                yield f"{head}.direct{at} = tile<{shape}, 1, 0, false>;"
+                yield f"{head}.stream{at} = tile<{shape}, {chains(isa, rows, panels)}, 0, true>;"
     narrow = product.replace("Bf16", "")
     for rows in range(1, isa.rows[0] + 1):
         at, head = f"[kNarrow][{rows - 1}]", f"k.shrink[{dtype}]"
         shape = f"Narrow{narrow}, {rows}"
-        yield f"{head}.packed{at} = narrow_tile<{shape}, 1, kRowStride>;"
+        yield f"{head}.packed{at} = narrow_tile<{shape}, 1, kRowStride, false>;"
         if rows <= DIRECT_ROWS:
-            yield f"{head}.direct{at} = narrow_tile<{shape}, 1, 0>;"
-            yield f"{head}.parallel{at} = narrow_tile<{shape}, {chains(isa, rows, 1)}, 0>;"
+            yield f"{head}.direct{at} = narrow_tile<{shape}, 1, 0, false>;"
+            yield f"{head}.stream{at} = narrow_tile<{shape}, {chains(isa, rows, 1)}, 0, true>;"
 
 
 def unit(isa: Isa, part: str) -> str:

@@ -18,7 +18,9 @@ void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int
   t.last = x.last;
   t.prefetch = config.prefetch * 64;
   Walk w{};
-  w.kernels = x.packed ? set.packed : c.one_order ? set.direct : set.parallel;
+  // One panel leaves too few sums to fill the pipeline, however many rows there are.
+  const bool stream = !c.one_order && (rows <= kFewRows || c.a(pair).count == 1);
+  w.kernels = x.packed ? set.packed : stream ? set.stream : set.direct;
   w.max_rows = c.kernels.max_rows;
   w.most_rows = x.packed ? kMaxRows : int(kFewRows);
   w.columns = std::min(config.shrink_columns / kPanel, c.kernels.bundle);
@@ -65,7 +67,7 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
   t.sign = float(s.sign);
   t.prefetch = config.prefetch * 64;
   Walk w{};
-  w.kernels = few ? set.parallel : set.packed;
+  w.kernels = few ? set.stream : set.packed;
   w.max_rows = c.kernels.max_rows;
   w.most_rows = few ? int(kFewRows) : kMaxRows;
   w.columns = std::min(config.expand_columns / kPanel, c.kernels.bundle);

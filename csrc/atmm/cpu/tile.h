@@ -142,7 +142,7 @@ struct Added {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         acc[m][n] = V::zero();
-        __builtin_prefetch(in + m * t.in_stride + n * kPanel, 0, 3);
+        __builtin_prefetch(in + t.in_ahead + m * t.in_stride + n * kPanel, 0, 3);
       }
     }
   }
@@ -177,8 +177,8 @@ struct Added {
 };
 
 // Rows M, panels N, and kChains partial sums over the depth: one chain of dependent multiply-adds
-// per accumulator does not fill the pipeline where M * N is small.
-template <class Product, class End, int M, int N, int kChains, int kStride>
+// per accumulator does not fill the pipeline where M * N is small. kFetch: panels are fetched ahead.
+template <class Product, class End, int M, int N, int kChains, int kStride, bool kFetch>
 void tile(const Tile& t) {
   const char* panels = t.panels;
   for (int64_t group = 0; group < t.groups; ++group, panels += t.group_bytes) {
@@ -198,7 +198,7 @@ void tile(const Tile& t) {
     for (; left >= kChains; left -= kChains) {
 #pragma GCC unroll 8
       for (int c = 0; c < kChains; ++c) {
-        if constexpr (M <= 8) {
+        if constexpr (kFetch) {
 #pragma GCC unroll 4
           for (int n = 0; n < N; ++n) __builtin_prefetch(p + n * 64 + t.prefetch, 0, 3);
         }
@@ -227,7 +227,7 @@ void tile(const Tile& t) {
 }
 
 // A tile of one narrow panel, to scratch; `steps` counts single units (pairs of bf16).
-template <class Product, int M, int kChains, int kStride>
+template <class Product, int M, int kChains, int kStride, bool kFetch>
 void narrow_tile(const Tile& t) {
   float* out = static_cast<float*>(t.out);
   V acc[kChains][M];
@@ -242,7 +242,7 @@ void narrow_tile(const Tile& t) {
   for (; left >= kChains; left -= kChains) {
 #pragma GCC unroll 8
     for (int c = 0; c < kChains; ++c, p += 64) {
-      if constexpr (M <= 8) __builtin_prefetch(p + t.prefetch, 0, 3);
+      if constexpr (kFetch) __builtin_prefetch(p + t.prefetch, 0, 3);
       Product::template step<M, kStride>(acc[c], x + c * Product::kUnits, t.x_stride, p);
     }
     x += kChains * Product::kUnits;

@@ -64,6 +64,7 @@ struct Walk {
   ptrdiff_t x_row, out_row, in_row;  // bytes from row to row
   ptrdiff_t out_panel, in_panel;     // bytes from panel to panel
   int32_t tail;                      // valid columns in the matrix's last panel
+  int64_t panel_bytes = kPanelBytes;  // of panels that several row tiles read in turn
 };
 
 // Calls the register tiles. `t` holds what they have in common: rows and results at the part's
@@ -87,7 +88,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
     if (columns == p.bundle && !narrow) t.groups = (std::min(w.last, p.wide()) - panel) / columns;
     // Several row tiles read the same panels: as many of them as stay in L2 meanwhile.
     if (tiles > 1)
-      t.groups = std::clamp<int64_t>(kPanelBytes / (columns * w.steps * 64), 1, t.groups);
+      t.groups = std::clamp<int64_t>(w.panel_bytes / (columns * w.steps * 64), 1, t.groups);
     t.panels = p.at + (narrow ? panel * p.steps + w.step / 2
                               : begin * p.steps + width * w.step + panel - begin) *
                           64;

@@ -28,6 +28,7 @@ struct Tile {
   ptrdiff_t out_stride;   // elements
   const void* in;         // expand, merge: what is added to
   ptrdiff_t in_stride;
+  ptrdiff_t in_ahead;     // elements ahead of a tile's own that are fetched while it is computed
   int32_t group_columns;  // of `out` and `in`, from bundle to bundle
   int32_t tail;           // valid columns in the last panel of the last group
   bool first, last;       // shrink: start from zero, not from `out`; no more depth comes
@@ -41,7 +42,7 @@ using TileKernel = void (*)(const Tile&);
 struct TileSet {
   TileKernel packed[kMaxColumns + 1][kMaxRows];  // rows kRowStride apart
   TileKernel direct[kMaxColumns + 1][kMaxRows];  // rows x_stride apart
-  TileKernel parallel[kMaxColumns + 1][kMaxRows];  // direct, depth summed in several chains
+  TileKernel stream[kMaxColumns + 1][kMaxRows];  // direct, panels fetched ahead, several chains of sums
 };
 
 struct Kernels {
