@@ -10,6 +10,11 @@
 namespace vlora::atmm {
 namespace {
 
+constexpr int64_t kTasksAThread = 8;
+// So that the last ones to finish leave little time idle.
+constexpr int64_t kRows = 96;
+// Passed at a time, their part of B in L1: whole tiles of 6 and of 8 rows.
+
 // Columns [first, first + columns) of A as panels: whole lines are copied, since a line of A is one of
 // a bundle. The last panel is filled up with zeros.
 void pack_columns(float* to, const Merge& m, int64_t first, int64_t columns, int bundle) {
@@ -23,74 +28,93 @@ void pack_columns(float* to, const Merge& m, int64_t first, int64_t columns, int
   }
 }
 
-// Columns [first, first + columns) of one matrix: A's columns packed once, all rows past them.
-void merge_columns(const Kernels& kernels, Dtype dtype, char* out, const char* in, const Merge& m,
-                   float sign, const TileConfig& config, int64_t first, int64_t columns) {
+// A block of one matrix: all of it lies in columns whose part of A is packed at once.
+struct Task {
+  const Merge* merge;
+  TileConfig config;
+  int64_t first, columns;    // of W
+  int64_t first_row, rows;
+};
+
+void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in, float sign,
+                 const Task& task, const float* packed) {
+  const Merge& m = *task.merge;
   const ptrdiff_t size = ptrdiff_t(size_of(dtype));
-  thread_local Scratch scratch;
-  const Panels panels{nullptr, ceil_div(columns, kPanel), m.rank, kernels.bundle, false};
-  float* packed = scratch.get(panels.count * m.rank * kPanel);
-  pack_columns(packed, m, first, columns, panels.bundle);
+  const Panels panels{reinterpret_cast<const char*>(packed), ceil_div(task.columns, kPanel), m.rank,
+                      kernels.bundle, false};
   // Whole cache lines only. In place, what was read is in cache and is written there.
   const bool streaming = in != out && reinterpret_cast<uintptr_t>(out + m.offset * size) % 64 == 0 &&
                          m.d_in * size % 64 == 0;
+  Tile t{};
+  t.x_stride = m.rank;
+  t.out_stride = t.in_stride = m.d_in;
+  t.in_ahead = task.config.prefetch * 64 / size;
+  t.sign = sign;
   Walk w{};
   w.kernels = (streaming ? kernels.merge_streaming : kernels.merge)[int(dtype)];
   w.max_rows = kernels.max_rows;
   w.most_rows = int(kFewRows);
-  w.columns = std::min(config.expand_columns / kPanel, kernels.bundle);
+  w.columns = std::min(task.config.expand_columns / kPanel, kernels.bundle);
   w.last = panels.count;
   w.steps = m.rank;
   w.x_row = m.rank * 4;
   w.out_row = w.in_row = m.d_in * size;
   w.out_panel = w.in_panel = kPanel * size;
-  w.tail = int32_t(columns - (panels.count - 1) * kPanel);
-  static const int64_t env = getenv("CHUNK") ? atoi(getenv("CHUNK")) : kPanelBytes;
-  w.panel_bytes = env;
-  const int64_t block = std::max(1, config.row_block);
-  for (int64_t row = 0; row < m.d_out; row += block) {
-    const int64_t at = m.offset + row * m.d_in + first;
-    Tile t{};
+  w.tail = int32_t(task.columns - (panels.count - 1) * kPanel);
+  w.fetch_rows = true;
+  for (int64_t row = task.first_row; row < task.first_row + task.rows; row += kRows) {
+    const int64_t at = m.offset + row * m.d_in + task.first;
     t.x = m.b + row * m.rank;
-    t.x_stride = m.rank;
     t.out = out + at * size;
     t.in = in + at * size;
-    t.out_stride = t.in_stride = m.d_in;
-    t.sign = sign;
-    static const int64_t ahead = getenv("AHEAD") ? atoi(getenv("AHEAD")) : 0;
-    t.in_ahead = ahead;
-    w.rows = std::min(block, m.d_out - row);
-    walk(w, {reinterpret_cast<const char*>(packed), panels.count, panels.steps, panels.bundle, false}, t);
+    w.rows = std::min(kRows, task.first_row + task.rows - row);
+    walk(w, panels, t);
   }
   if (streaming) __builtin_ia32_sfence();
+}
+
+std::vector<Task> tasks_of(Dtype dtype, const Merge* merges, int64_t count, const Chooser& chooser,
+                           int threads) {
+  int64_t elements = 0;
+  for (const Merge* m = merges; m != merges + count; ++m) elements += m->d_out * m->d_in;
+  const int64_t share = ceil_div(elements, kTasksAThread * threads);
+  std::vector<Task> tasks;
+  for (const Merge* m = merges; m != merges + count; ++m) {
+    const TileConfig config = chooser.choose(
+        {Operation::kMerge, dtype, m->d_out, m->d_in, m->d_out, m->rank, count});
+    const int64_t block = std::max(kPanel, config.column_block);
+    for (int64_t at = 0; at < m->d_in; at += block) {
+      const int64_t columns = std::min(block, m->d_in - at);
+      const int64_t rows = std::max<int64_t>(1, ceil_div(share, columns * kRows)) * kRows;
+      for (int64_t row = 0; row < m->d_out; row += rows)
+        tasks.push_back({m, config, at, columns, row, std::min(rows, m->d_out - row)});
+    }
+  }
+  return tasks;
 }
 
 }  // namespace
 
 void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const Merge* merges,
            int64_t count, float sign, const Chooser& chooser, int threads) {
-  struct Task {
-    const Merge* merge;
-    TileConfig config;
-    int64_t first, columns;
-  };
-  std::vector<Task> tasks;
-  for (const Merge* m = merges; m != merges + count; ++m) {
-    const TileConfig config = chooser.choose(
-        {Operation::kMerge, dtype, m->d_out, m->d_in, m->d_out, m->rank, count});
-    const int64_t block = std::max(kPanel, config.column_block);
-    for (int64_t at = 0; at < m->d_in; at += block)
-      tasks.push_back({m, config, at, std::min(block, m->d_in - at)});
-  }
+  threads = std::max(1, threads);
+  const std::vector<Task> tasks = tasks_of(dtype, merges, count, chooser, threads);
   std::atomic<size_t> taken{0};
   auto work = [&](int, int) {
+    thread_local Scratch scratch;
+    const Task* last = nullptr;  // whose part of A this thread has packed
     for (size_t i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < tasks.size();) {
       const Task& task = tasks[i];
-      merge_columns(kernels, dtype, static_cast<char*>(out), static_cast<const char*>(in),
-                    *task.merge, sign, task.config, task.first, task.columns);
+      const int64_t panels = ceil_div(task.columns, kPanel);
+      float* packed = scratch.get(panels * task.merge->rank * kPanel);
+      if (!last || last->merge != task.merge || last->first != task.first)
+        pack_columns(packed, *task.merge, task.first, task.columns, kernels.bundle);
+      last = &task;
+      merge_block(kernels, dtype, static_cast<char*>(out), static_cast<const char*>(in), sign, task,
+                  packed);
     }
   };
-  run_on(int(std::min<size_t>(size_t(std::max(1, threads)), tasks.size())), work);
+  run_on(int(std::min<size_t>(size_t(threads), tasks.size())), work);
 }
 
 }  // namespace vlora::atmm

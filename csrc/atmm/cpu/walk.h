@@ -64,7 +64,7 @@ struct Walk {
   ptrdiff_t x_row, out_row, in_row;  // bytes from row to row
   ptrdiff_t out_panel, in_panel;     // bytes from panel to panel
   int32_t tail;                      // valid columns in the matrix's last panel
-  int64_t panel_bytes = kPanelBytes;  // of panels that several row tiles read in turn
+  bool fetch_rows;                   // rows come from memory: the next tile's are fetched ahead
 };
 
 // Calls the register tiles. `t` holds what they have in common: rows and results at the part's
@@ -88,7 +88,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
     if (columns == p.bundle && !narrow) t.groups = (std::min(w.last, p.wide()) - panel) / columns;
     // Several row tiles read the same panels: as many of them as stay in L2 meanwhile.
     if (tiles > 1)
-      t.groups = std::clamp<int64_t>(w.panel_bytes / (columns * w.steps * 64), 1, t.groups);
+      t.groups = std::clamp<int64_t>(kPanelBytes / (columns * w.steps * 64), 1, t.groups);
     t.panels = p.at + (narrow ? panel * p.steps + w.step / 2
                               : begin * p.steps + width * w.step + panel - begin) *
                           64;
@@ -99,6 +99,9 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
       t.x = x + row * w.x_row;
       t.out = out + row * w.out_row + offset * w.out_panel;
       t.in = in + row * w.in_row + offset * w.in_panel;
+      if (w.fetch_rows && row + 2 * count <= w.rows)
+        for (int64_t at = 0; at < count * w.x_row; at += 64)
+          __builtin_prefetch(static_cast<const char*>(t.x) + count * w.x_row + at, 0, 3);
       w.kernels[narrow ? kNarrow : columns - 1][count - 1](t);
     }
     panel = end;
