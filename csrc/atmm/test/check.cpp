@@ -94,20 +94,23 @@ Fixed chooser(const Kernels& kernels, Operation operation) {
   std::exit(1);
 }
 
-void check_apply(const Kernels& kernels, Dtype dtype) {
-  const int64_t d_in = any_of<int64_t>({1, 3, 16, 65, 300}), pad = draw(0, 2);
-  const int outputs = int(draw(1, 3)), slots = int(draw(1, 3));
+// large: enough work for several threads, few rows.
+void check_apply(const Kernels& kernels, Dtype dtype, bool large) {
+  const int64_t d_in = large ? any_of<int64_t>({1500, 2001}) : any_of<int64_t>({1, 3, 16, 65, 300});
+  const int64_t pad = draw(0, 2);
+  const int outputs = large ? 1 : int(draw(1, 3)), slots = int(draw(1, 3));
   std::vector<Output> out;
   int64_t width = 0;
   for (int o = 0; o < outputs; ++o) {
-    out.push_back({any_of<int64_t>({1, 16, 37, 128}), width});
+    out.push_back({large ? 700 : any_of<int64_t>({1, 16, 37, 128}), width});
     width += out.back().d_out;
   }
+  const int bundle = any_of({1, 2, kMaxBundle});
   std::vector<Values> as, bs;
   std::vector<std::unique_ptr<Aligned>> packed;
   std::vector<Pair> pairs;
   for (int i = 0; i < slots * outputs; ++i) {
-    const int64_t rank = draw(0, 5) ? any_of<int64_t>({1, 7, 8, 16, 33, 64, 260}) : 0;
+    const int64_t rank = draw(0, 5) ? any_of<int64_t>({1, 7, 8, 16, 24, 33, 64, 260}) : 0;
     const int64_t d_out = out[size_t(i % outputs)].d_out;
     as.emplace_back(dtype, rank * d_in, float(1 / std::sqrt(double(d_in))));
     bs.emplace_back(dtype, d_out * rank, rank ? float(1 / std::sqrt(double(rank))) : 1.0f);
@@ -117,15 +120,16 @@ void check_apply(const Kernels& kernels, Dtype dtype) {
     }
     for (const auto& [n, k, from] :
          {std::make_tuple(rank, d_in, &as.back()), std::make_tuple(d_out, rank, &bs.back())}) {
-      packed.push_back(std::make_unique<Aligned>(packed_bytes(n, k, dtype)));
-      pack(packed.back()->at, from->bytes.get(), n, k, k, 1, dtype);
+      const bool first = from == &as.back();
+      packed.push_back(std::make_unique<Aligned>(packed_bytes(n, k, dtype, first)));
+      pack(packed.back()->at, from->bytes.get(), n, k, k, 1, dtype, bundle, first);
     }
     pairs.push_back({int32_t(rank), packed[packed.size() - 2]->at, packed.back()->at});
   }
   std::vector<Segment> list;
   int64_t rows = draw(0, 1);
   for (int64_t i = draw(0, 4); i > 0; --i) {
-    const int64_t length = any_of<int64_t>({0, 1, 2, 8, 9, 40});
+    const int64_t length = large ? draw(1, 20) : any_of<int64_t>({0, 1, 2, 8, 9, 40});
     list.push_back({rows, length, int32_t(draw(0, slots - 1)), draw(0, 1) ? 1 : -1});
     if (draw(0, 1)) list.push_back({rows, length, int32_t(draw(0, slots - 1)), -1});
     rows += length;
@@ -150,9 +154,8 @@ void check_apply(const Kernels& kernels, Dtype dtype) {
         }
     }
   Problem p{dtype,   rows,    d_in,         x.bytes.get(), x_stride,      y.bytes.get(),
-            y_stride, outputs, out.data(), slots,         pairs.data(), int64_t(list.size()),
-            nullptr};
-  apply(kernels, p, SegmentList(list), chooser(kernels, Operation::kApply), int(draw(1, 3)));
+            y_stride, outputs, out.data(), slots,         pairs.data(), bundle};
+  apply(kernels, p, SegmentList(list), chooser(kernels, Operation::kApply), int(draw(1, 4)));
   const double tolerance = dtype == Dtype::kFp32 ? 1e-4 : 0.15;
   for (size_t i = 0; i < y.count; ++i)
     if (!(std::abs(y[int64_t(i)] - want[i]) < tolerance)) fail("apply", kernels, y[int64_t(i)], want[i]);
@@ -162,12 +165,13 @@ void check_heads(const Kernels& kernels) {
   const int64_t d_in = any_of<int64_t>({3, 64}), classes = any_of<int64_t>({1, 20, 300}), rows = draw(1, 20);
   const Values w(Dtype::kFp32, classes * d_in, 0.1f), bias(Dtype::kFp32, classes, 1);
   const Values x(Dtype::kFp32, rows * d_in, 1), y(Dtype::kFp32, rows * classes, 1);
-  const Aligned packed(packed_bytes(classes, d_in, Dtype::kFp32));
-  pack(packed.at, w.bytes.get(), classes, d_in, d_in, 1, Dtype::kFp32);
+  const Aligned packed(packed_bytes(classes, d_in, Dtype::kFp32, true));
+  pack(packed.at, w.bytes.get(), classes, d_in, d_in, 1, Dtype::kFp32,
+       kernels.bundle, true);
   const Output out{1, 0};
   const Pair pair{int32_t(classes), packed.at, bias.bytes.get()};
   const Problem p{Dtype::kFp32, rows, d_in, x.bytes.get(), d_in, y.bytes.get(), classes, 1, &out, 1,
-                  &pair, 1, nullptr};
+                  &pair, kernels.bundle};
   heads(kernels, p, SegmentList({{0, rows, 0, 1}}));
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t n = 0; n < classes; ++n) {
@@ -208,7 +212,7 @@ int main(int argc, char** argv) {
     const auto run = [&, i] {
       for (int round = 0; round < rounds; ++round)
         for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
-          check_apply(*all[i], dtype);
+          check_apply(*all[i], dtype, round % 8 == 0);
           check_merge(*all[i], dtype);
           check_heads(*all[i]);
         }

@@ -55,7 +55,7 @@ struct Problem {
   const Output* output;
   int64_t slots;
   const Pair* pairs;  // [slots][outputs]
-  int32_t bundle;     // that they were packed with
+  int32_t bundle;     // that they were packed with: a power of two
 };
 
 // M = W + sign * B A, one matrix. A: [rank, d_in], B: [d_out, rank], row-major fp32.

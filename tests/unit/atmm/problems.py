@@ -1,0 +1,83 @@
+"""Random problems of the operator, and their answers in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from vlora.atmm import backends, op, tiles
+from vlora.atmm.groups import LoraGroup
+from vlora.atmm.types import LoraPair, Segment
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def implementations() -> list[str]:
+    try:
+        return ["reference", *tiles.isas()]
+    except ImportError:
+        return ["reference"]
+
+
+compiled = pytest.mark.skipif(
+    implementations() == ["reference"], reason="the compiled core was not built"
+)
+
+
+def group_of(
+    d_in: int, d_outs: Sequence[int], ranks: Sequence[int | None], dtype: torch.dtype = FP32
+) -> LoraGroup:
+    """Random pairs that keep values near 1; rank None: not targeted."""
+    group = LoraGroup(d_in, d_outs, dtype)
+    for rank in ranks:
+        group.append(
+            [
+                LoraPair(
+                    (torch.randn(rank, d_in) / d_in**0.5).to(dtype),
+                    (torch.randn(d_out, rank) / rank**0.5).to(dtype),
+                )
+                if rank
+                else None
+                for d_out in d_outs
+            ]
+        )
+    return group
+
+
+def expected(
+    y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
+) -> torch.Tensor:
+    """The semantics, in float64."""
+    result = y.double().clone()
+    column = 0
+    for d_out, pairs in zip(group.d_outs, group.pairs, strict=True):
+        for segment in segments:
+            pair = pairs[segment.slot]
+            if pair is not None:
+                rows = slice(segment.start, segment.start + segment.length)
+                low = x[rows].double() @ pair.a.double().T
+                result[rows, column : column + d_out] += segment.sign * low @ pair.b.double().T
+        column += d_out
+    return result
+
+
+def check(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    segments: Sequence[Segment],
+    group: LoraGroup,
+    backend: backends.Backend,
+    **options: int,
+) -> None:
+    want = expected(y, x, segments, group)
+    got = y.clone(memory_format=torch.preserve_format)
+    op.apply(got, x, segments, group, backend=backend, **options)
+    # bf16: the intermediate and the sum are each rounded to 8 bits.
+    tolerance = 2e-5 if group.dtype == FP32 else 4e-2
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    untouched = torch.ones(len(y), dtype=torch.bool)
+    for segment in segments:
+        untouched[segment.start : segment.start + segment.length] = False
+    assert torch.equal(got[untouched], y[untouched])

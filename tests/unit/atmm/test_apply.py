@@ -1,0 +1,179 @@
+"""The operator against float64, in every implementation, on fresh random data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.atmm.problems import BF16, FP32, check, compiled, expected, group_of
+from vlora.atmm import backends, op, tiles
+from vlora.atmm.groups import LoraGroup
+from vlora.atmm.types import LoraPair, Segment
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[int, list[int], list[int | None], list[Segment], int, int]:
+    """(d_in, d_outs, ranks, segments, rows, padding of the rows)."""
+    d_in = draw(st.sampled_from([1, 2, 7, 16, 33, 100, 257, 513, 1024]))
+    widths = st.sampled_from([1, 5, 15, 16, 17, 48, 63, 64, 130, 512])
+    d_outs = draw(st.lists(widths, min_size=1, max_size=3))
+    rank = st.one_of(st.none(), st.integers(1, 40), st.sampled_from([64, 65, 127, 128, 255, 256]))
+    ranks = draw(st.lists(rank, min_size=1, max_size=5))
+    slot = st.integers(0, len(ranks) - 1)
+    segments, row = [], draw(st.integers(0, 3))
+    length = st.one_of(st.integers(0, 9), st.sampled_from([16, 25, 31, 64, 97, 130]))
+    for _ in range(draw(st.integers(0, 6))):
+        rows = draw(length)
+        segments.append(Segment(row, rows, draw(slot), draw(st.sampled_from([1, -1]))))
+        if draw(st.booleans()):  # own and -live
+            segments.append(Segment(row, rows, draw(slot), -1))
+        row += rows + draw(st.sampled_from([0, 0, 1]))
+    return d_in, d_outs, ranks, segments, row, draw(st.sampled_from([0, 1, 3, 16]))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(problem=problems(), threads=st.sampled_from([1, 2, 3]))
+def test_any_problem_equals_float64(
+    problem: tuple[int, list[int], list[int | None], list[Segment], int, int],
+    threads: int,
+    backend: backends.Backend,
+    dtype: torch.dtype,
+) -> None:
+    d_in, d_outs, ranks, segments, rows, padding = problem
+    group = group_of(d_in, d_outs, ranks, dtype)
+    x = torch.randn(rows, d_in + padding).to(dtype)[:, padding:]
+    y = torch.randn(rows, sum(d_outs) + padding).to(dtype)[:, padding:]
+    check(y, x, segments, group, backend, threads=threads)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8192])
+def test_long_and_short_steps_equal_float64(
+    rows: int, backend: backends.Backend, dtype: torch.dtype
+) -> None:
+    group = group_of(96, [64, 32], [16, 33], dtype)
+    half = rows // 2
+    segments = [Segment(0, half, 0), Segment(half, rows - half, 1), Segment(0, rows, 0, -1)]
+    x, y = torch.randn(rows, 96).to(dtype), torch.randn(rows, 96).to(dtype)
+    check(y, x, segments, group, backend, threads=2)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("rank", [300, 512])
+def test_ranks_beyond_a_row_of_scratch_equal_float64(
+    rank: int, backend: backends.Backend, dtype: torch.dtype
+) -> None:
+    group = group_of(128, [80], [rank], dtype)
+    for rows in (2, 40):
+        x, y = torch.randn(rows, 128).to(dtype), torch.randn(rows, 80).to(dtype)
+        check(y, x, [Segment(0, rows, 0)], group, backend)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("rows", [1, 5, 12, 50])
+def test_every_configuration_equals_float64(rows: int, dtype: torch.dtype) -> None:
+    group = group_of(300, [130, 40], [9, 64, None], dtype)
+    segments = [Segment(1, rows, 0), Segment(rows + 1, rows, 1, -1), Segment(0, rows, 2)]
+    x = torch.randn(2 * rows + 2, 300).to(dtype)
+    y = torch.randn(2 * rows + 2, 170).to(dtype)
+    for isa in tiles.isas():
+        with tiles.isa(isa):
+            name = "fp32" if dtype == FP32 else "bf16"
+            every = 1 if isa.startswith("avx512") else 5
+            for index in range(0, len(tiles.configs("apply", name)), every):
+                check(y, x, segments, group, "cpu", config=index)
+
+
+def test_an_adapter_with_nan_leaves_other_rows_alone(backend: backends.Backend) -> None:
+    for dtype in (FP32, BF16):
+        group = group_of(64, [48], [20, 8, 33], dtype)
+        bad = group.pairs[0][1]
+        assert bad is not None
+        broken = LoraGroup(64, [48], dtype)
+        for slot in range(3):
+            pair = group.pairs[0][slot]
+            assert pair is not None
+            if slot == 1:
+                pair = LoraPair(torch.full_like(pair.a, torch.nan), pair.b * torch.inf)
+            broken.append([pair])
+        segments = [Segment(0, 5, 0), Segment(5, 1, 1), Segment(6, 30, 2), Segment(36, 9, 1)]
+        x, y = torch.randn(45, 64).to(dtype), torch.randn(45, 48).to(dtype)
+        x[40] = torch.nan
+        got = y.clone()
+        op.apply(got, x, segments, broken, backend=backend)
+        assert got[5].isnan().all()
+        assert got[36:].isnan().all()
+        sound = [Segment(0, 5, 0), Segment(6, 30, 2)]
+        rows = [*range(5), *range(6, 36)]
+        want = expected(y, x, sound, group)
+        tolerance = 2e-5 if dtype == FP32 else 4e-2
+        torch.testing.assert_close(got[rows].double(), want[rows], rtol=tolerance, atol=tolerance)
+
+
+def test_unaligned_addresses_are_served(backend: backends.Backend) -> None:
+    for dtype in (FP32, BF16):
+        group = group_of(130, [66], [12, 40], dtype)
+        x = torch.randn(40 * 130 + 1).to(dtype)[1:].view(40, 130)
+        y = torch.randn(40 * 66 + 1).to(dtype)[1:].view(40, 66)
+        check(y, x, [Segment(0, 7, 0), Segment(7, 33, 1)], group, backend)
+
+
+@pytest.mark.parametrize(
+    ("segment", "reason"),
+    [
+        (Segment(0, 1, 2), "slot 2 is not one of the 2 adapters"),
+        (Segment(0, 1, -1), "slot"),
+        (Segment(3, 2, 0), "outside the 4 rows"),
+        (Segment(-1, 2, 0), "start|outside"),
+        (Segment(0, -1, 0), "length|outside"),
+        (Segment(0, 1, 0, 2), "sign"),
+    ],
+)
+def test_a_wrong_segment_is_refused(
+    segment: Segment, reason: str, backend: backends.Backend
+) -> None:
+    group = group_of(16, [8], [4, 4])
+    y = torch.zeros(4, 8)
+    with pytest.raises(ValueError, match=reason):
+        op.apply(y, torch.randn(4, 16), [Segment(0, 4, 0), segment], group, backend=backend)
+    assert not y.any()
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "reason"),
+    [
+        (torch.zeros(4, 15), torch.zeros(4, 8), "do not fit"),
+        (torch.zeros(4, 16), torch.zeros(4, 9), "do not fit"),
+        (torch.zeros(3, 16), torch.zeros(4, 8), "do not fit"),
+        (torch.zeros(4, 16).double(), torch.zeros(4, 8), "float64"),
+        (torch.zeros(4, 16), torch.zeros(4, 8).bfloat16(), "bfloat16"),
+    ],
+)
+def test_a_wrong_shape_is_refused(
+    x: torch.Tensor, y: torch.Tensor, reason: str, backend: backends.Backend
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        op.apply(y, x, [Segment(0, 1, 0)], group_of(16, [8], [4]), backend=backend)
+
+
+@compiled
+def test_columns_that_do_not_lie_side_by_side_are_refused() -> None:
+    group = group_of(16, [8], [4])
+    with pytest.raises(ValueError, match="side by side"):
+        op.apply(torch.zeros(8, 4).T, torch.zeros(4, 16), [], group, backend="cpu")
+
+
+def test_a_pair_that_does_not_fit_its_group_is_refused() -> None:
+    group = LoraGroup(16, [8])
+    with pytest.raises(ValueError, match="do not fit a projection"):
+        group.append([LoraPair(torch.zeros(4, 16), torch.zeros(8, 5))])
+    with pytest.raises(ValueError, match="the group is"):
+        group.append([LoraPair(torch.zeros(4, 16).bfloat16(), torch.zeros(8, 4).bfloat16())])
+    with pytest.raises(ValueError, match=r"not torch\.float16"):
+        LoraGroup(16, [8], torch.float16)

@@ -1,0 +1,92 @@
+"""Heads, and the merge of all layers, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.unit.atmm.problems import BF16, FP32, compiled
+from vlora.atmm import backends, op, tiles
+from vlora.atmm.groups import HeadGroup
+from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
+
+
+def test_heads_of_many_classes_equal_float64(backend: backends.Backend) -> None:
+    group = HeadGroup(200)
+    for classes in (1, 5, 300, 16):
+        group.append(Head(torch.randn(classes, 200) / 14, torch.randn(classes)))
+    group.append(None)
+    x = torch.randn(40, 200)
+    segments = [Segment(0, 1, 0), Segment(1, 9, 1), Segment(12, 20, 2), Segment(39, 1, 3)]
+    got = op.heads(x, segments, group, backend=backend)
+    assert got.shape == (40, 300)
+    want = torch.zeros(40, 300, dtype=torch.float64)
+    for segment in segments:
+        head = group.heads[segment.slot]
+        assert head is not None
+        rows = slice(segment.start, segment.start + segment.length)
+        want[rows, : len(head.bias)] = x[rows].double() @ head.weight.double().T + head.bias
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="no head"):
+        op.heads(x, [Segment(0, 1, 4)], group, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_merged_slabs_equal_float64_within_one_rounding(
+    backend: backends.Backend, dtype: torch.dtype, in_place: bool, sign: int
+) -> None:
+    shapes = [(5, 7, 3), (130, 128, 16), (64, 192, 300), (1, 1, 1), (97, 1056, 33)]
+    base = torch.randn(sum(o * i for o, i, _ in shapes) + 11).to(dtype)
+    updates, offset = [], 3
+    want = base.double().clone()
+    for d_out, d_in, rank in shapes:
+        pair = LoraPair(torch.randn(rank, d_in) / rank**0.5, torch.randn(d_out, rank))
+        updates.append(MergeUpdate(offset, pair))
+        delta = pair.b.double() @ pair.a.double()
+        want[offset : offset + d_out * d_in] += sign * delta.flatten()
+        offset += d_out * d_in
+    out = base.clone() if in_place else torch.full_like(base, 7.0)
+    op.merge(out, out if in_place else base, updates, sign, threads=2, backend=backend)
+    inside = slice(3, offset)
+    if dtype == FP32:
+        torch.testing.assert_close(out[inside].double(), want[inside], rtol=1e-5, atol=1e-5)
+    else:
+        # round(fp32(base) + B A), within one unit in the last place.
+        torch.testing.assert_close(out[inside].double(), want[inside], rtol=2**-8, atol=1e-5)
+    rest = torch.cat((out[:3], out[offset:]))
+    assert torch.equal(rest, torch.cat((base[:3], base[offset:])) if in_place else rest * 0 + 7)
+
+
+@compiled
+@pytest.mark.parametrize("size", [64, 4096])
+def test_every_merge_configuration_equals_the_reference(size: int) -> None:
+    base = torch.randn(96 * size)
+    update = MergeUpdate(0, LoraPair(torch.randn(20, size), torch.randn(96, 20)))
+    want, got = torch.empty_like(base), torch.empty_like(base)
+    op.merge(want, base, [update], backend="reference")
+    for index, _ in enumerate(tiles.configs("merge", "fp32")):
+        got.zero_()
+        op.merge(got, base, [update], backend="cpu", config=index)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_merges_are_refused(backend: backends.Backend) -> None:
+    slab = torch.zeros(100)
+    pair = LoraPair(torch.zeros(2, 10), torch.zeros(10, 2))
+    wrong: list[tuple[Callable[[], None], str]] = [
+        (lambda: op.merge(slab, slab, [MergeUpdate(1, pair)], backend=backend), "do not fit"),
+        (lambda: op.merge(slab, slab[1:], [], backend=backend), "not alike"),
+        (
+            lambda: op.merge(
+                slab, slab, [MergeUpdate(0, LoraPair(pair.a.bfloat16(), pair.b))], backend=backend
+            ),
+            "fp32 factors",
+        ),
+    ]
+    for call, reason in wrong:
+        with pytest.raises(ValueError, match=reason):
+            call()

@@ -1,0 +1,105 @@
+"""Which tile a shape gets: pinned, from a table, or built in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.atmm.problems import BF16, FP32, compiled, group_of
+from vlora.atmm import op, tiles
+from vlora.atmm.device import Device
+from vlora.atmm.types import Segment
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(dtype: torch.dtype) -> None:
+    group = group_of(700, [130, 64], [8, 24, 64], dtype)
+    x, y = torch.randn(90, 700).to(dtype), torch.randn(90, 194).to(dtype)
+
+    def run(segments: Sequence[Segment], rows: slice, threads: int) -> torch.Tensor:
+        part = y[rows].clone()
+        op.apply(part, x[rows], segments, group, backend="cpu", threads=threads)
+        return part
+
+    for isa in tiles.isas():
+        for pinned in (None, tiles.configs("apply", "fp32")[0]["name"]):
+            with tiles.isa(isa), tiles.pinned(pinned):
+                together = run(
+                    [Segment(0, 40, 0), Segment(40, 20, 1), Segment(60, 30, 2)], slice(0, 90), 2
+                )
+                for row, slot in ((0, 0), (17, 0), (39, 0), (40, 1), (59, 1), (60, 2), (89, 2)):
+                    alone = run([Segment(0, 1, slot)], slice(row, row + 1), 1)
+                    assert torch.equal(alone[0], together[row]), (isa, pinned, row)
+                some = run([Segment(0, 13, 0)], slice(20, 33), 1)
+                assert torch.equal(some, together[20:33])
+
+
+@compiled
+def test_the_table_chooses_by_bucket_and_counts() -> None:
+    names = [config["name"] for config in tiles.configs("apply", "fp32")]
+    shape = {"d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
+    try:
+        tiles.use(
+            {
+                tiles.key("apply", "fp32", rows=1, **shape): names[3],
+                tiles.key("apply", "fp32", rows=64, **shape): names[-1],
+            }
+        )
+        tiles.reset_counters()
+        group = group_of(64, [32], [16, 200])
+        for rows, slot in ((1, 0), (50, 0), (2, 0), (1, 1)):
+            y = torch.zeros(rows, 32)
+            op.apply(y, torch.randn(rows, 64), [Segment(0, rows, slot)], group, backend="cpu")
+        assert tiles.counters() == {"hits": 2, "misses": 2, "defaults": 0}
+        with pytest.raises(ValueError, match="no configuration is named 'none such'"):
+            tiles.use({1: "none such"})
+    finally:
+        tiles.clear()
+    tiles.reset_counters()
+    op.apply(y, torch.randn(1, 64), [Segment(0, 1, 0)], group, backend="cpu")
+    assert tiles.counters() == {"hits": 0, "misses": 0, "defaults": 1}
+
+
+@compiled
+def test_keys_have_128_bits_and_differ_by_bucket_only() -> None:
+    shape = {"d_in": 4096, "d_out": 4096, "rank": 64, "segments": 8}
+    assert tiles.key("apply", "fp32", rows=33, **shape) == tiles.key(
+        "apply", "fp32", rows=64, **shape
+    )
+    keys = {
+        tiles.key(operation, dtype, rows=rows, **shape)
+        for operation in ("apply", "merge")
+        for dtype in ("fp32", "bf16")
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128)
+    }
+    assert len(keys) == 32
+    assert all(0 <= key < 1 << 128 for key in keys)
+
+
+@compiled
+def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_left_out(tmp_path: Path) -> None:
+    name = tiles.configs("apply", "fp32")[0]["name"]
+    shape = {"rows": 1, "d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
+    start = f"{Device.here().name}-{tiles.isas()[0]}-"
+    for dtype in ("fp32", "bf16"):
+        entries = {f"{tiles.key('apply', dtype, **shape):032x}": name}
+        text = json.dumps({"version": tiles.VERSION, "entries": entries})
+        (tmp_path / f"{start}{dtype}.json").write_text(text)
+    try:
+        assert len(tiles.load_for_this_cpu(tmp_path)) == 2
+        tiles.reset_counters()
+        for dtype in (FP32, BF16):
+            group = group_of(64, [32], [16], dtype)
+            x, y = torch.randn(1, 64).to(dtype), torch.zeros(1, 32, dtype=dtype)
+            op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu")
+        assert tiles.counters()["hits"] == 2
+        (tmp_path / f"{start}fp32.json").write_text(json.dumps({"version": 99, "entries": {}}))
+        assert tiles.load_for_this_cpu(tmp_path) == []
+        assert tiles.load_for_this_cpu(tmp_path / "none") == []
+    finally:
+        tiles.clear()
