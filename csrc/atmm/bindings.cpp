@@ -74,7 +74,7 @@ class Lookup : public Chooser {
     if (forced_) return *forced_;
     if (s.one_order && shape.operation == Operation::kApply) {
       const TileConfig* pinned = s.pinned;
-      return pinned ? *pinned : built_in(s.kernels(), {shape.operation, shape.dtype, 64, 0, 0, 64, 1});
+      return pinned ? *pinned : built_in({shape.operation, shape.dtype, 64, 0, 0, 64, 1});
     }
     if (const TileTable* table = s.tables[s.isa]) {
       bool exact;
@@ -84,7 +84,7 @@ class Lookup : public Chooser {
       }
     }
     s.counters.defaults.fetch_add(1, std::memory_order_relaxed);
-    return built_in(s.kernels(), shape);
+    return built_in(shape);
   }
 
   bool one_order() const override { return state().one_order; }
@@ -355,6 +355,7 @@ PYBIND11_MODULE(_cpu, m) {
     return names;
   });
   m.def("isa", [] { return std::string(state().kernels().name); });
+  m.def("bundle", [] { return state().kernels().bundle; });
   m.def("set_isa", &set_isa);
   m.def("configs", &configs);
   m.def("key", [](const std::string& operation, const std::string& dtype, int64_t rows,
@@ -362,6 +363,11 @@ PYBIND11_MODULE(_cpu, m) {
     const Key key = key_of({operation_of(operation), dtype_of(dtype), rows, d_in, d_out, rank,
                             segments});
     return std::make_tuple(key.low, key.high);
+  });
+  m.def("built_in", [](const std::string& operation, const std::string& dtype, int64_t rows,
+                       int64_t d_in, int64_t d_out, int64_t rank, int64_t segments) {
+    return name_of(built_in({operation_of(operation), dtype_of(dtype), rows, d_in,
+                                                d_out, rank, segments}));
   });
   m.def("use_table", &use_table);
   m.def("pin", &pin);

@@ -37,6 +37,9 @@ class Machine:
 
     key = staticmethod(rows_bucket)
 
+    def built_in(self, shape: Shape) -> str:
+        return "large"
+
     def configs(self, shape: Shape) -> Sequence[str]:
         return ["small", "large", "absurd"]
 
@@ -158,7 +161,14 @@ def test_a_tile_that_is_surely_worse_is_dropped_early() -> None:
 def test_the_choice_weighs_hot_and_cold() -> None:
     hot = Profile({"a": 1.0, "b": 1.1, "c": 0.9}, ("a", "b", "c"))
     cold = Profile({"a": 2.0, "b": 1.5}, ("a", "b"))
-    assert choose(hot, cold) == "b"
+    assert choose(hot, cold, built_in="a") == "b"
+
+
+def test_a_gain_that_may_be_noise_is_not_worth_leaving_the_built_in_tile() -> None:
+    hot, cold = (Profile({"a": 1.0, "b": b}, ("a", "b")) for b in (0.98, 0.99))
+    assert choose(hot, cold, built_in="a") == "a"
+    assert choose(hot, Profile({"a": 1.0, "b": 0.9}, ("b",)), built_in="a") == "b"
+    assert choose(hot, cold, built_in="pruned") == "b"
 
 
 def state(folder: Path) -> State:

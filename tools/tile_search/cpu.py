@@ -35,7 +35,9 @@ MANY_ROWS = 32
 SCRATCH_BYTES = 4
 """An element of the intermediate, and of packed rows."""
 NARROW = 32
-"""Columns of a register tile; for few rows, narrower tiles are worse at every rank but 16."""
+"""Columns of the narrower register tiles."""
+REST = ("depth_block", "prefetch", "pack_rows", "column_block")
+"""Of a configuration, beside its blocks and tiles."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def why_not(
         panels = int(config["column_block"]) * shape.rank * SCRATCH_BYTES
         return "the block of A leaves no room in L2" if panels > caches.l2 else None
     row_block = int(config["row_block"])
-    shrink, expand = int(config["shrink_columns"]), int(config["expand_columns"])
+    shrink = int(config["shrink_columns"])
     depth = int(config["depth_block"])
     if (row_block == STREAMING_BLOCK) != (shape.rows <= FEW_ROWS):
         if shape.rows <= FEW_ROWS:
@@ -73,8 +75,6 @@ def why_not(
             return "streaming would read the adapter too often"
     if row_block == STREAMING_BLOCK and shape.rows > FEW_ROWS and int(config["prefetch"]):
         return "later passes find the adapter in the cache"
-    if shrink > max(16, shape.rank):
-        return "wider than the rank"
     if config["pack_rows"]:
         packed = min(row_block, shape.rows) * depth * SCRATCH_BYTES
         if packed > PACKED_ROWS_SHARE_OF_L2 * caches.l2:
@@ -83,8 +83,6 @@ def why_not(
         return "the intermediate leaves no room in L2"
     if shrink * depth * element_bytes > PANELS_SHARE_OF_L2 * caches.l2:
         return "the panels that row tiles share leave no room in L2"
-    if row_block > STREAMING_BLOCK and min(shrink, expand) < NARROW < shape.rank:
-        return "narrower than what the registers of a block hold"
     return None
 
 
@@ -118,20 +116,37 @@ class CpuBackend:
         )
         return f"{key:032x}"
 
+    def built_in(self, shape: Shape) -> str:
+        return tiles.built_in(
+            shape.operation,
+            self.dtype,
+            rows=shape.rows,
+            d_in=shape.d_in,
+            d_out=shape.d_out,
+            rank=shape.rank,
+            segments=shape.segments,
+        )
+
     def configs(self, shape: Shape) -> Sequence[str]:
-        """Those that no limit rules out; of several row blocks above the rows, the smallest."""
-        kept: dict[tuple[Any, ...], tuple[int, str]] = {}
+        """Those that no limit rules out; one of those that run the same code, the built-in one if
+        it is among them."""
+        built_in = self.built_in(shape)
+        widest = tiles.widest()
+        kept: dict[tuple[Any, ...], tuple[bool, int, str]] = {}
         for name, (_, config) in self._all[shape.operation].items():
             if why_not(config, shape, self._caches, DTYPES[self.dtype].itemsize) is not None:
                 continue
             block = int(config["row_block"])
-            # A block that holds all rows cuts nothing: all such blocks run the same code.
+            # A block that holds all rows cuts nothing, and a tile is no wider than the registers
+            # or than its matrix.
             same = (
                 "all" if shape.operation == "apply" and block >= shape.rows else block,
-                *(value for key, value in config.items() if key not in ("name", "row_block")),
+                min(int(config["shrink_columns"]), widest, -(-shape.rank // 16) * 16),
+                min(int(config["expand_columns"]), widest),
+                *(config[key] for key in REST),
             )
-            kept[same] = min(kept.get(same, (block, name)), (block, name))
-        return [name for _, name in kept.values()] or list(self._all[shape.operation])[:1]
+            kept[same] = min(kept.get(same, (True, block, name)), (name != built_in, block, name))
+        return [name for _, _, name in kept.values()] or [built_in]
 
     def prepare(
         self, shape: Shape, configs: Sequence[str], *, cold: bool
@@ -161,7 +176,7 @@ class CpuBackend:
         return {name: call_of(self._all["apply"][name][0]) for name in configs}
 
     def _merge(self, shape: Shape, configs: Sequence[str]) -> Mapping[str, Callable[[], None]]:
-        slab = torch.zeros(shape.d_out * shape.d_in, dtype=DTYPES[self.dtype])
+        slab = torch.randn(shape.d_out * shape.d_in).to(DTYPES[self.dtype])
         out = torch.empty_like(slab)
         pair = LoraPair(torch.randn(shape.rank, shape.d_in), torch.randn(shape.d_out, shape.rank))
 

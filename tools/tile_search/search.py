@@ -34,6 +34,8 @@ HOPELESS = 1.6
 """After one round, a configuration this many times slower than the best is dropped."""
 WARM_CALLS = 2
 """Before a hot sample: one pass does not bring a large adapter back to a last-level cache."""
+WORTH_A_CHANGE = 0.03
+"""A smaller gain over the built-in configuration is as likely the noise of one search."""
 SAMPLE_SECONDS = 3e-4
 MOST_CALLS = 64
 
@@ -64,6 +66,9 @@ class Backend(Protocol):
 
     def key(self, shape: Shape) -> str:
         """Of the table; shapes of one key are profiled once."""
+
+    def built_in(self, shape: Shape) -> str:
+        """The configuration that serves without a table."""
 
     def configs(self, shape: Shape) -> Sequence[str]:
         """Names of the configurations that are worth a measurement, the rest pruned."""
@@ -187,11 +192,19 @@ def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
     return (clock() - started) / count
 
 
-def choose(hot: Profile, cold: Profile) -> str:
+def choose(hot: Profile, cold: Profile, built_in: str) -> str:
     """The configuration with the smallest regret: the least product of its hot and cold times.
-    The engine's adapters are hot in a small model and cold in a large one; the key cannot tell."""
+    The engine's adapters are hot in a small model and cold in a large one; the key cannot tell.
+    Of two that the measurement hardly tells apart, the built-in one."""
     shared = [name for name in hot.seconds if name in cold.seconds]
-    return min(shared, key=lambda name: hot.seconds[name] * cold.seconds[name])
+
+    def product(name: str) -> float:
+        return hot.seconds[name] * cold.seconds[name]
+
+    best = min(shared, key=product)
+    if built_in in shared and product(built_in) <= product(best) * (1 + WORTH_A_CHANGE) ** 2:
+        return built_in
+    return best
 
 
 @dataclass
@@ -272,7 +285,7 @@ def search(
         hot = profile(calls, rounds=rounds, warm=True, budget=budget, clock=clock)
         calls = backend.prepare(shape, hot.not_hopeless, cold=True)
         cold = profile(calls, rounds=rounds, warm=False, budget=budget, clock=clock)
-        config = choose(hot, cold)
+        config = choose(hot, cold, backend.built_in(shape))
         entry = {
             "key": keys[shape],
             "shape": vars(shape),

@@ -88,7 +88,7 @@ class LoraGroup:
         return group
 
     def _add(self, group: Any, slot: int) -> None:
-        # One store, in the order of use: all A, then all B. What is fetched ahead is what comes next.
+        # One store in the order of use, all A, then all B: what lies ahead is what comes next.
         pairs = [column[slot] for column in self.pairs]
         present = [pair for pair in pairs if pair is not None]
         store, places = pack(group, [p.a for p in present], [p.b for p in present])

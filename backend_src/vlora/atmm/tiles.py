@@ -41,6 +41,12 @@ def isa(name: str) -> Iterator[None]:
         core.set_isa(before)
 
 
+def widest() -> int:
+    """Columns of the widest register tile of the current instruction set; wider configurations
+    run as this one."""
+    return 16 * int(backends.native().bundle())
+
+
 def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
     """Every compiled configuration of the current instruction set; its index is its number."""
     return cast(list[dict[str, Any]], backends.native().configs(operation, dtype))
@@ -59,6 +65,21 @@ def key(
     """The 128-bit key of a shape's buckets."""
     low, high = backends.native().key(operation, dtype, rows, d_in, d_out, rank, segments)
     return int(high) << 64 | int(low)
+
+
+def built_in(
+    operation: Operation,
+    dtype: str,
+    *,
+    rows: int,
+    d_in: int,
+    d_out: int,
+    rank: int,
+    segments: int,
+) -> str:
+    """The configuration that a shape gets where no table says otherwise."""
+    core = backends.native()
+    return str(core.built_in(operation, dtype, rows, d_in, d_out, rank, segments))
 
 
 def use(entries: Mapping[int, str]) -> None:

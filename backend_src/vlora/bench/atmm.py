@@ -113,7 +113,15 @@ def set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
+def use_isa(name: str) -> None:
+    """One instruction set for the rest of the process; ValueError for one this CPU lacks."""
+    backends.native().set_isa(name)
+
+
 def bf16_instructions() -> bool:
+    """Whether the instruction set in use multiplies bf16."""
+    if compiled():
+        return bool(backends.native().isa() == "avx512_bf16")
     return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +23,8 @@ QuickOption = Annotated[bool, typer.Option("--quick", help="Within 50 s on two c
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write meta, rows, summary here.")]
 
 SWITCH_ROUNDS, SWITCH_QUICK_ROUNDS = 7, 5
+TORCH_ISAS = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512")}
+"""Our instruction sets, in the words of ATen, MKL and oneDNN."""
 WIDE = 150
 """Columns of the table where the output is no terminal."""
 
@@ -39,13 +42,20 @@ def kernels(
     json: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the speed-ups (matplotlib).")] = None,
     grid: Annotated[Path | None, typer.Option(help="Another grid file.")] = None,
+    isa: Annotated[
+        str | None, typer.Option(help="As on a CPU with less, for torch as well: avx2, avx512.")
+    ] = None,
 ) -> None:
     """ATMM against PEFT's loop, a slice loop, dLoRA's einsum, padded batches, a static tile."""
+    if isa is not None:
+        _hold_torch_to(isa)
     from vlora.bench import atmm, report
     from vlora.bench import kernels as bench
     from vlora.bench.cells import GRIDS, load_grid
 
     console = _console()
+    if isa is not None:
+        atmm.use_isa(isa)
     path = grid or GRIDS / "kernels.json"
     cells = load_grid(path, _types(dtypes), quick=quick)
     counts = _counts(threads)
@@ -114,6 +124,16 @@ def switch(
     if json is not None:
         report.write_json(json, described, [result.as_row() for result in results], summary)
         console.print(f"written: {json}", soft_wrap=True)
+
+
+def _hold_torch_to(isa: str) -> None:
+    """Torch and its libraries read these once, when torch is imported."""
+    if isa not in TORCH_ISAS:
+        raise typer.BadParameter(f"--isa {isa!r}: known are {', '.join(TORCH_ISAS)}")
+    capability, library = TORCH_ISAS[isa]
+    os.environ["ATEN_CPU_CAPABILITY"] = capability
+    os.environ["MKL_ENABLE_INSTRUCTIONS"] = library
+    os.environ["ONEDNN_MAX_CPU_ISA"] = library if isa == "avx2" else "AVX512_CORE"
 
 
 def _console() -> Console:

@@ -88,7 +88,9 @@ class Result:
         """Seconds, by the best peak and bandwidth that the run has seen so far, and the memory's
         median rate in this cell's rounds."""
         adapters, rows = (self.cell.adapter_bytes, self.cell.cold), (self.cell.row_bytes, False)
-        return self.limits.seconds(self.cell.flops, (adapters, rows), self.cell.dtype, self.cold_rate)
+        return self.limits.seconds(
+            self.cell.flops, (adapters, rows), self.cell.dtype, self.cold_rate
+        )
 
     @property
     def roofline(self) -> float:

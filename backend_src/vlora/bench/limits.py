@@ -2,9 +2,9 @@
 
 A cell's limit is the larger of its flops over the peak and its bytes over the bandwidth, both by
 microbenchmarks of our own: a register-only FMA loop of the best instruction set, and reads of a
-working set as large as the cell's (cold: larger than the caches). Memory is shared with whoever else
-is on the machine, and what it gives changes by half from one second to the next: where a cell's own
-rounds have timed it, that figure counts.
+working set as large as the cell's (cold: larger than the caches). Memory is shared with whoever
+else is on the machine, and what it gives changes by half from one second to the next: where a
+cell's own rounds have timed it, that figure counts.
 """
 
 from __future__ import annotations

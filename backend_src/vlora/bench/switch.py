@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from vlora.atmm.types import LoraPair, MergeUpdate
-from vlora.bench.atmm import prepare_merge
+from vlora.bench.atmm import prepare_merge, prepare_read
 from vlora.bench.cells import DTYPES
 from vlora.bench.limits import Limits
 from vlora.bench.timing import Timing, geometric_mean, interleaved
 
-ATMM, IN_PLACE, ADDMM, COPY = "atmm", "atmm_in_place", "addmm", "copy"
+ATMM, IN_PLACE, ADDMM, COPY, READ = "atmm", "atmm_in_place", "addmm", "copy", "read"
+READ_BYTES = 256 << 20
+"""Read in the same rounds, for the memory's rate at the time."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,15 @@ class SwitchResult:
 
     @property
     def limit(self) -> float:
-        """Seconds, by the best peak and bandwidth that the run has seen so far.
+        """Seconds, by the best peak that the run has seen so far, and the memory's median rate in
+        this model's rounds.
 
         The peak is that of fp32 for bf16 weights too: the factors are fp32, so that the merged
         matrix is the rounded sum and nothing else (addmm below rounds B first).
         """
         moved = ((self.model.moved_bytes, True),)
-        return self.limits.seconds(self.model.flops, moved, "fp32")
+        rate = READ_BYTES / self.timings[READ].median if READ in self.timings else None
+        return self.limits.seconds(self.model.flops, moved, "fp32", rate)
 
     @property
     def roofline(self) -> float:
@@ -138,6 +142,8 @@ def measure(model: Model, threads: int, limits: Limits, rounds: int) -> SwitchRe
         ADDMM: addmm,
         COPY: lambda: _discard(merged.copy_(base)),
     }
+    if (read := prepare_read(READ_BYTES)) is not None:
+        calls[READ] = read
     timings = interleaved(calls, rounds=rounds, warm=False, budget=20.0)
     limits.again_if_due()
     return SwitchResult(model, threads, limits, timings)

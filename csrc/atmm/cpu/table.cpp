@@ -59,13 +59,14 @@ std::string name_of(const TileConfig& c) {
          (c.pack_rows ? "-packed" : "");
 }
 
-TileConfig built_in(const Kernels& kernels, const Shape& s) {
-  // All panels of a bundle: they lie in one stream.
-  const int columns = kernels.bundle * kPanel;
+TileConfig built_in(const Shape& s) {
+  // All panels of a bundle: they lie in one stream. (A tile is never wider than its instruction set's
+  // widest.)
+  const int columns = kMaxBundle * kPanel;
   if (s.operation == Operation::kMerge) {
     // 4096 columns of a rank-64 A are all of a 1 MiB L2, and yet better than less: rows of W are
     // then streamed whole (0.85 of the limit where 1024 columns reach 0.77). One tile of W ahead.
-    return {8, 0, columns, 0, columns / kPanel, true, 4096};
+    return {8, 0, columns, 0, kMaxBundle, true, 4096};
   }
   // Adapters are read once and nothing is used twice: 64 lines (4 KiB) of prefetch, what a memory
   // latency of 100 ns holds at 40 GB/s.

@@ -72,20 +72,18 @@ struct Aligned {
 struct Fixed : Chooser {
   TileConfig config;
   bool built, ordered;
-  const Kernels* kernels;
   TileConfig choose(const Shape& shape) const override {
-    return built ? built_in(*kernels, shape) : config;
+    return built ? built_in(shape) : config;
   }
   bool one_order() const override { return ordered; }
 };
 
-Fixed chooser(const Kernels& kernels, Operation operation) {
+Fixed chooser(Operation operation) {
   const auto& all = configurations(operation);
   Fixed result;
   result.config = all[size_t(draw(0, int64_t(all.size()) - 1))];
   result.built = draw(0, 1);
   result.ordered = draw(0, 3) == 0;
-  result.kernels = &kernels;
   return result;
 }
 
@@ -155,7 +153,7 @@ void check_apply(const Kernels& kernels, Dtype dtype, bool large) {
     }
   Problem p{dtype,   rows,    d_in,         x.bytes.get(), x_stride,      y.bytes.get(),
             y_stride, outputs, out.data(), slots,         pairs.data(), bundle};
-  apply(kernels, p, SegmentList(list), chooser(kernels, Operation::kApply), int(draw(1, 4)));
+  apply(kernels, p, SegmentList(list), chooser(Operation::kApply), int(draw(1, 4)));
   const double tolerance = dtype == Dtype::kFp32 ? 1e-4 : 0.15;
   for (size_t i = 0; i < y.count; ++i)
     if (!(std::abs(y[int64_t(i)] - want[i]) < tolerance)) fail("apply", kernels, y[int64_t(i)], want[i]);
@@ -192,7 +190,7 @@ void check_merge(const Kernels& kernels, Dtype dtype) {
   const Merge m{0, d_out, d_in, rank, reinterpret_cast<const float*>(a.bytes.get()),
                 reinterpret_cast<const float*>(b.bytes.get())};
   merge(kernels, dtype, out.at, in_place ? out.at : in.bytes.get(), &m, 1, -1.0f,
-        chooser(kernels, Operation::kMerge), int(draw(1, 2)));
+        chooser(Operation::kMerge), int(draw(1, 2)));
   for (int64_t i = 0; i < d_out * d_in; ++i) {
     double want = in[i];
     for (int64_t r = 0; r < rank; ++r) want -= b[i / d_in * rank + r] * a[r * d_in + i % d_in];

@@ -41,7 +41,7 @@ const std::vector<TileConfig>& configurations(Operation operation);
 std::string name_of(const TileConfig& config);
 
 // The choice where no table says otherwise; each number in it carries its reason.
-TileConfig built_in(const Kernels& kernels, const Shape& shape);
+TileConfig built_in(const Shape& shape);
 
 struct Entry {
   Key key;
