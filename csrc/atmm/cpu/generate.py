@@ -150,6 +150,7 @@ def unit(isa: Isa, part: str) -> str:
     if part == "rows":
         body = (
             "  k.load_rows = load_rows;\n  k.round_rows = round_rows;\n"
+            "  k.widen_panels = widen_panels;\n"
             "  k.peak = peak;\n  k.read = read;\n  k.pairs_in_registers = kPairs;\n"
         )
     else:

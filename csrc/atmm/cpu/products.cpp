@@ -22,6 +22,10 @@ void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int
   const bool stream = !c.one_order && (rows <= kFewRows || c.a(pair).count == 1);
   w.kernels = x.packed ? set.packed : stream ? set.stream : set.direct;
   w.max_rows = c.kernels.max_rows;
+  if (c.widened() && x.packed) {
+    w.widened = c.kernels.shrink[int(Dtype::kFp32)].packed;
+    w.widen = c.kernels.widen_panels;
+  }
   w.most_rows = x.packed ? kMaxRows : int(kFewRows);
   w.columns = std::min(config.shrink_columns / kPanel, c.kernels.bundle);
   w.rows = rows;
@@ -70,6 +74,12 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
   w.kernels = few ? set.stream : set.packed;
   w.max_rows = c.kernels.max_rows;
   w.most_rows = few ? int(kFewRows) : kMaxRows;
+  if (c.widened() && !few) {
+    // The merge's tiles add fp32 products to bf16 rows; they have no more than kFewRows.
+    w.widened = c.kernels.merge[int(Dtype::kBf16)];
+    w.widen = c.kernels.widen_panels;
+    w.most_rows = int(kFewRows);
+  }
   w.columns = std::min(config.expand_columns / kPanel, c.kernels.bundle);
   w.rows = rows;
   w.first = first;

@@ -49,6 +49,16 @@ inline void round_rows(float* scratch, int64_t rows, int64_t count) {
   }
 }
 
+inline void widen_panels(const Tile& t, int columns, float* to) {
+  for (int64_t group = 0; group < t.groups; ++group)
+    for (int64_t step = 0; step < t.steps; ++step) {
+      const char* from = t.panels + group * t.group_bytes + step * t.step_bytes;
+      for (int half = 0; half < 2; ++half)
+        for (int c = 0; c < columns; ++c, to += kPanel)
+          V::load_half_of_pairs(from + c * 64, half).store(to);
+    }
+}
+
 inline double peak(Dtype dtype, int64_t rounds) {
   constexpr int kAccumulators = kPeakAccumulators;
   V acc[kAccumulators];

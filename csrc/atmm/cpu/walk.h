@@ -64,6 +64,9 @@ struct Walk {
   ptrdiff_t x_row, out_row, in_row;  // bytes from row to row
   ptrdiff_t out_panel, in_panel;     // bytes from panel to panel
   int32_t tail;                      // valid columns in the matrix's last panel
+  // Of fp32 panels. Where set, panels that several row tiles read are made fp32 once, not by each.
+  const TileKernel (*widened)[kMaxRows];
+  void (*widen)(const Tile&, int columns, float* to);
   bool fetch_rows;                   // rows come from memory: the next tile's are fetched ahead
 };
 
@@ -73,7 +76,6 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
   const char* const x = static_cast<const char*>(t.x);
   char* const out = static_cast<char*>(t.out);
   const char* const in = static_cast<const char*>(t.in);
-  t.steps = w.steps;
   for (int64_t panel = w.first; panel < w.last;) {
     const bool narrow = panel == p.wide();
     const int64_t begin = panel / p.bundle * p.bundle;
@@ -89,11 +91,25 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
     // Several row tiles read the same panels: as many of them as stay in L2 meanwhile.
     if (tiles > 1)
       t.groups = std::clamp<int64_t>(kPanelBytes / (columns * w.steps * 64), 1, t.groups);
+    const TileKernel* kernels = w.kernels[narrow ? kNarrow : columns - 1];
     t.panels = p.at + (narrow ? panel * p.steps + w.step / 2
                               : begin * p.steps + width * w.step + panel - begin) *
                           64;
     const int64_t end = panel + t.groups * columns, offset = panel - w.first;
     t.tail = end == p.count ? w.tail : kPanel;
+    if (tiles > 1 && w.widened && !narrow) {
+      thread_local Scratch scratch;
+      float* panels = scratch.get(t.groups * columns * w.steps * 2 * kPanel);
+      t.steps = w.steps;
+      w.widen(t, columns, panels);
+      kernels = w.widened[columns - 1];
+      t.panels = reinterpret_cast<const char*>(panels);
+      t.steps = 2 * w.steps;
+      t.step_bytes = columns * 64;
+      t.group_bytes = t.steps * t.step_bytes;
+    } else {
+      t.steps = w.steps;
+    }
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t row = w.rows * i / tiles, count = w.rows * (i + 1) / tiles - row;
       t.x = x + row * w.x_row;
@@ -102,7 +118,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
       if (w.fetch_rows && row + 2 * count <= w.rows)
         for (int64_t at = 0; at < count * w.x_row; at += 64)
           __builtin_prefetch(static_cast<const char*>(t.x) + count * w.x_row + at, 0, 3);
-      w.kernels[narrow ? kNarrow : columns - 1][count - 1](t);
+      kernels[count - 1](t);
     }
     panel = end;
   }

@@ -58,6 +58,8 @@ struct Kernels {
                     ptrdiff_t to_stride);
   // fp32 rows of scratch to pairs of bf16, in place; an odd count is padded with zero.
   void (*round_rows)(float* scratch, int64_t rows, int64_t count);
+  // Panels of pairs of bf16, `columns` of each bundle of a tile, to fp32: two steps for each.
+  void (*widen_panels)(const Tile&, int columns, float* to);
   double (*peak)(Dtype, int64_t rounds);  // flops done
   float (*read)(const float* values, int64_t count);
 };
