@@ -213,16 +213,20 @@ def _stop(server: TritonServer) -> None:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM ends the server as Ctrl-C does."""
+    """SIGTERM and SIGINT end the server as Ctrl-C does.
+
+    SIGINT needs a handler of ours too: a script's `vlora serve &` inherits it as ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextmanager
