@@ -305,3 +305,24 @@ def test_metrics_are_summed_over_labels(tmp_path):
 )
 def test_an_answer_of_the_demo_is_right_by_words_and_overlap(expected, given, right):
     assert is_right(expected, given) is right
+
+
+def test_the_demo_says_that_it_starts_a_server_where_there_is_no_terminal(monkeypatch):
+    said = io.StringIO()
+    with FakeTriton() as server:
+        monkeypatch.setattr(show, "_own_server", lambda: nullcontext(server.url))
+        with show.server_at("127.0.0.1:9", Console(file=said)):
+            pass
+    assert said.getvalue().startswith("no server at 127.0.0.1:9: starting one")
+
+
+def test_the_demos_table_shows_boxes_without_tags_and_what_was_expected():
+    sample = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
+    said = io.StringIO()
+    wrong = BOX.replace("500,500", "90,90")
+    table = show.table_of([sample, sample], [show.Answer(BOX, 0.1), show.Answer(wrong, 0.1)])
+    Console(file=said, width=80).print(table)
+    shown = said.getvalue()
+    assert shown.count("(0,0),(500,500)") == 2
+    assert "expected: a" in shown
+    assert "<box>" not in shown
