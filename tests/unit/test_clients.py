@@ -1,20 +1,24 @@
 """The clients against a server that looks like Triton, and their parts on their own."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from clients import frames, video_analytics, visual_retrieval
 from clients.common import ClientError, sampling_parameters
 from clients.perf import inputs, sweep
 from tests.unit.fake_triton import FakeTriton, metadata_of
+from tools.demo import show
 from tools.demo.show import is_right
 
 BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
@@ -174,6 +178,32 @@ def test_an_answer_that_is_an_error_is_shown_and_counted(tmp_path, capsys):
         assert video_analytics.main(arguments) == 1
     assert "image 0 is corrupt" in json.loads(jsonl.read_text())["error"]
     assert "error: image 0 is corrupt" in capsys.readouterr().out
+
+
+def test_a_refusal_that_every_chunk_would_meet_is_told_once_and_ends_all(tmp_path):
+    jsonl = tmp_path / "answers.jsonl"
+    refusal = "in ensemble 'video_analytics', NOT_FOUND: unknown adapter 'x'. Known: y"
+    with FakeTriton() as server:
+        server.refusal = refusal
+        options = ["--url", server.url, "--streams", "2", "--seconds", "9", "--jsonl", str(jsonl)]
+        done = run_client("video_analytics", "camera", "--adapter", "x", *options)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {refusal}")
+    assert (done.stdout + done.stderr).count(refusal) == 1
+    assert len(jsonl.read_text().splitlines()) == len(server.requests) == 1
+
+
+def test_a_refusal_among_answers_is_of_its_chunk_alone(monkeypatch):
+    monkeypatch.setattr(video_analytics, "CHUNK_SECONDS", 0.3)
+
+    class RefusesTheSecond(FakeTriton):
+        def ModelInfer(self, request, context):  # noqa: N802
+            self.refusal = "INVALID_ARG: frame 0 is corrupt" if len(self.requests) == 1 else None
+            return super().ModelInfer(request, context)
+
+    with RefusesTheSecond() as server:
+        assert video_analytics.main(["camera", "--url", server.url, "--seconds", "3"]) == 1
+    assert len(server.requests) == 3
 
 
 def test_a_folder_is_played_in_order_and_repeated(tmp_path):
