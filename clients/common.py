@@ -106,8 +106,8 @@ def connect(url: str, model: str) -> Any:
     except InferenceServerException as error:
         client.close()
         raise ClientError(
-            f"no server answers at {url} ({explain(error)});"
-            " start one with `make serve`, or give its gRPC address with --url"
+            "start a server with `make serve`, or give its gRPC address with --url:"
+            f" none answers at {url} ({explain(error)})"
         ) from error
     except ClientError:
         client.close()

@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import math
+import re
 import signal
 import sys
 import time
@@ -37,6 +38,7 @@ from tritonclient.utils import InferenceServerException
 
 from clients.common import (
     ANSWER_SECONDS,
+    ClientError,
     add_server_arguments,
     connect,
     explain,
@@ -52,6 +54,7 @@ from clients.shared_frames import SharedFrames
 MODEL = "video_analytics"
 CHUNK_SECONDS = 1.0
 DRAIN_SECONDS = 10.0
+REFUSAL = re.compile(r"\b(INVALID_ARG|NOT_FOUND|UNSUPPORTED): ")
 MAX_IN_FLIGHT = 4
 """Chunks of one stream that may wait for an answer; a newer one is dropped beyond that."""
 
@@ -113,6 +116,8 @@ class Analysis:
     async def run(self) -> None:
         """Play every stream to its end; the first error the user can mend ends all.
 
+        One of those is a refusal before any answer: what is wrong (an adapter's name, the task)
+        is in every chunk's request.
         Shared memory is only taken back once no request can be reading it any more.
         """
         try:
@@ -162,6 +167,9 @@ class Analysis:
         except InferenceServerException as error:
             log.errors += 1
             record |= {"error": explain(error)}
+            if is_refusal(error) and not any(each.latencies for each in self.logs):
+                self._write(record)
+                raise ClientError(explain(error)) from error
         finally:
             log.in_flight -= 1
             if slot is not None and self._shared is not None:
@@ -203,10 +211,18 @@ class Analysis:
             return self._shared
 
     def _tell(self, record: dict[str, Any]) -> None:
+        self._write(record)
+        print(describe(record), flush=True)
+
+    def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
-        print(describe(record), flush=True)
+
+
+def is_refusal(error: InferenceServerException) -> bool:
+    """True if the server says that the request is wrong, as its repetitions would be too."""
+    return REFUSAL.search(str(error.message())) is not None
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -254,6 +270,8 @@ def _first(error: BaseException) -> BaseException:
 
 async def analyse(options: argparse.Namespace) -> int:
     """Run all streams; 0 if every chunk was answered, 1 if any met an error.
+
+    Raises ClientError where that error would be every chunk's.
 
     SIGTERM ends it as Ctrl-C does: nothing more is sent, what is in flight is awaited.
     """

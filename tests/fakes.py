@@ -62,6 +62,8 @@ class FakeEngine:
         self.fail(Cancelled("the request was cancelled"), request_id)
 
     def stop_client(self, client_id: str) -> None:
+        if self.refuse is not None:
+            raise self.refuse
         self.stopped.append(client_id)
 
     def say(self, text: str, finish_reason: str | None = None, **more: object) -> None:

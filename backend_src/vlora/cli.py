@@ -7,13 +7,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +32,7 @@ from vlora.serving.assembly import ServerError
 from vlora.serving.server import ServerOptions, TritonServer, default_repository
 
 if TYPE_CHECKING:
+    from vlora.lora.adapter import AdapterInfo
     from vlora.lora.store import AdapterStore
 
 app = typer.Typer(
@@ -99,23 +101,9 @@ def list_adapters(model: ModelOption = None, adapters: AdaptersOption = None) ->
     """Show every adapter: ranks, targets, tasks, head and digest."""
     with _failures_told():
         store = _store(model, adapters)
-    table = Table("adapter", "ranks", "targets", "tasks", "head", "digest")
-    table.columns[0].no_wrap = True
-    for name in store.names():
-        info = store.info(name)
-        table.add_row(
-            name,
-            ", ".join(map(str, info.ranks)),
-            ", ".join(info.targets),
-            ", ".join(info.tasks) or "any",
-            f"{', '.join(info.head_tasks)}: {len(info.head_labels)} labels"
-            if info.head_labels
-            else "-",
-            info.digest[:12],
-        )
+    console.print(_table_of([store.info(name) for name in store.names()]))
     for name in store.broken:
-        table.add_row(name, "-", "does not load; see `vlora adapters check`", "-", "-", "-")
-    console.print(table)
+        console.print(f"{name} does not load; see `vlora adapters check`", soft_wrap=True)
 
 
 @adapters_app.command("check")
@@ -129,6 +117,23 @@ def check_adapters(model: ModelOption = None, adapters: AdaptersOption = None) -
         console.print(f"[red]broken[/]  {error}", soft_wrap=True)
     if store.broken:
         raise typer.Exit(1)
+
+
+def _table_of(adapters: Iterable[AdapterInfo]) -> Table:
+    """One row an adapter, to be read at 80 columns: targets go without their `_proj`."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for head in ("adapter", "ranks", "targets", "tasks", "labels", "digest"):
+        table.add_column(head, no_wrap=head not in ("targets", "tasks"))
+    for info in adapters:
+        table.add_row(
+            info.name,
+            " ".join(map(str, info.ranks)),
+            " ".join(target.removesuffix("_proj") for target in info.targets),
+            " ".join(info.tasks) or "any",
+            f"{' '.join(info.head_tasks)}: {len(info.head_labels)}" if info.head_labels else "-",
+            info.digest[:12],
+        )
+    return table
 
 
 def _store(model: Path | None, adapters: Path | None) -> AdapterStore:
@@ -168,7 +173,8 @@ def _check(model: Path | None, adapters: Path | None) -> Options:
 
 
 def _announce(server: TritonServer, options: Options, seconds: float) -> None:
-    console.print(f"[bold green]ready[/] in {seconds:.1f} s: {', '.join(sorted(server.index()))}")
+    models = ", ".join(sorted(server.index()))
+    console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
     console.print(f"adapters  {options.adapters}", soft_wrap=True)
     console.print(f"HTTP      {server.http_url}")
@@ -213,16 +219,20 @@ def _stop(server: TritonServer) -> None:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM ends the server as Ctrl-C does."""
+    """SIGTERM and SIGINT end the server as Ctrl-C does.
+
+    SIGINT needs a handler of ours too: a script's `vlora serve &` inherits it as ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextmanager

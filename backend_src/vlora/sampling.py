@@ -99,7 +99,7 @@ class SamplingParams:
                 raise Unsupported(f"sampling parameter '{key}' is not supported: {REFUSED[key]}")
             if key not in _READERS:
                 raise InvalidArgument(
-                    f"unknown sampling parameter '{key}'{nearest(key, KNOWN_KEYS)}"
+                    f"unknown sampling parameter '{key}'{nearest(key, KNOWN_KEYS) or '.'}"
                     f" Known: {', '.join(KNOWN_KEYS)}"
                 )
             values[key] = _READERS[key](key, value)

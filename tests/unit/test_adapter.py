@@ -262,6 +262,8 @@ def test_one_broken_adapter_harms_no_other(folder: Path, model: ModelShape, tmp_
         store.info("bad")
     with pytest.raises(NotFound, match=r"unknown adapter 'god'; did you mean 'good'.*Known: good"):
         store.info("god")
+    with pytest.raises(NotFound, match=r"^unknown adapter 'zzz'\. Known: good$"):
+        store.info("zzz")
 
 
 def test_the_file_of_names_wins_over_folders(

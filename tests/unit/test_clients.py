@@ -1,20 +1,24 @@
 """The clients against a server that looks like Triton, and their parts on their own."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from clients import frames, video_analytics, visual_retrieval
 from clients.common import ClientError, sampling_parameters
 from clients.perf import inputs, sweep
 from tests.unit.fake_triton import FakeTriton, metadata_of
+from tools.demo import show
 from tools.demo.show import is_right
 
 BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
@@ -81,7 +85,7 @@ def run_client(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_server_the_user_is_told_how_to_start_one(client):
     done = run_client(client, "camera", "--url", "127.0.0.1:9")
     assert done.returncode == 1
-    assert "make serve" in done.stderr
+    assert done.stderr.startswith("error: start a server with `make serve`")
     assert "Traceback" not in done.stderr
 
 
@@ -174,6 +178,32 @@ def test_an_answer_that_is_an_error_is_shown_and_counted(tmp_path, capsys):
         assert video_analytics.main(arguments) == 1
     assert "image 0 is corrupt" in json.loads(jsonl.read_text())["error"]
     assert "error: image 0 is corrupt" in capsys.readouterr().out
+
+
+def test_a_refusal_that_every_chunk_would_meet_is_told_once_and_ends_all(tmp_path):
+    jsonl = tmp_path / "answers.jsonl"
+    refusal = "in ensemble 'video_analytics', NOT_FOUND: unknown adapter 'x'. Known: y"
+    with FakeTriton() as server:
+        server.refusal = refusal
+        options = ["--url", server.url, "--streams", "2", "--seconds", "9", "--jsonl", str(jsonl)]
+        done = run_client("video_analytics", "camera", "--adapter", "x", *options)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {refusal}")
+    assert (done.stdout + done.stderr).count(refusal) == 1
+    assert len(jsonl.read_text().splitlines()) == len(server.requests) == 1
+
+
+def test_a_refusal_among_answers_is_of_its_chunk_alone(monkeypatch):
+    monkeypatch.setattr(video_analytics, "CHUNK_SECONDS", 0.3)
+
+    class RefusesTheSecond(FakeTriton):
+        def ModelInfer(self, request, context):  # noqa: N802
+            self.refusal = "INVALID_ARG: frame 0 is corrupt" if len(self.requests) == 1 else None
+            return super().ModelInfer(request, context)
+
+    with RefusesTheSecond() as server:
+        assert video_analytics.main(["camera", "--url", server.url, "--seconds", "3"]) == 1
+    assert len(server.requests) == 3
 
 
 def test_a_folder_is_played_in_order_and_repeated(tmp_path):
@@ -305,3 +335,24 @@ def test_metrics_are_summed_over_labels(tmp_path):
 )
 def test_an_answer_of_the_demo_is_right_by_words_and_overlap(expected, given, right):
     assert is_right(expected, given) is right
+
+
+def test_the_demo_says_that_it_starts_a_server_where_there_is_no_terminal(monkeypatch):
+    said = io.StringIO()
+    with FakeTriton() as server:
+        monkeypatch.setattr(show, "_own_server", lambda: nullcontext(server.url))
+        with show.server_at("127.0.0.1:9", Console(file=said)):
+            pass
+    assert said.getvalue().startswith("no server at 127.0.0.1:9: starting one")
+
+
+def test_the_demos_table_shows_boxes_without_tags_and_what_was_expected():
+    sample = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
+    said = io.StringIO()
+    wrong = BOX.replace("500,500", "90,90")
+    table = show.table_of([sample, sample], [show.Answer(BOX, 0.1), show.Answer(wrong, 0.1)])
+    Console(file=said, width=80).print(table)
+    shown = said.getvalue()
+    assert shown.count("(0,0),(500,500)") == 2
+    assert "expected: a" in shown
+    assert "<box>" not in shown

@@ -148,11 +148,11 @@ def test_stop_names_the_client_and_gets_an_empty_final_response(setting: Setting
     assert responder.sent == [({}, True)]
 
 
-def test_stop_with_a_short_id_is_refused(setting: Setting) -> None:
+def test_a_stop_that_the_engine_refuses_is_told(setting: Setting) -> None:
+    setting.engine.refuse = InvalidArgument("too short")
     responder = FakeResponder()
     setting.service.handle({"stop": flag(True)}, {}, "x" * 15, responder)
-    assert isinstance(responder.failure, InvalidArgument)
-    assert setting.engine.stopped == []
+    assert responder.failure is setting.engine.refuse
 
 
 def test_a_closed_service_is_unavailable(setting: Setting) -> None:

@@ -18,8 +18,12 @@ def test_numeric_strings_are_coerced_as_load_tools_send_them() -> None:
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
-    with pytest.raises(InvalidArgument, match="'temprature'; did you mean 'temperature'"):
+    with pytest.raises(
+        InvalidArgument, match=r"'temprature'; did you mean 'temperature'\? Known: "
+    ):
         SamplingParams.parse({"temprature": 1})
+    with pytest.raises(InvalidArgument, match=r"unknown sampling parameter 'zzz'\. Known: "):
+        SamplingParams.parse({"zzz": 1})
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))

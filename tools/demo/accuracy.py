@@ -137,7 +137,7 @@ def main(
     with server_at(url) as address:
         found = compare(address, items, checkpoint, adapters)
     card: dict[str, Any] = json.loads((checkpoint / "accuracy.json").read_text())
-    table = Table("domain", "items", "server", "oracle", "card", "near-ties", "different")
+    table = Table("domain", "items", "server", "oracle", "card", "ties", "different")
     for one in found:
         entry = card[one.domain]
         said = entry["base"] if entry["adapter"] is None else entry["adapter"]

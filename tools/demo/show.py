@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -156,7 +157,8 @@ def server_at(url: str, console: Console) -> Iterator[Any]:
             client = connect(url, "video_analytics")
             console.print(f"using the server at {url}")
         except ClientError:
-            with console.status(f"no server at {url}: starting one"):
+            console.print(f"no server at {url}: starting one, for about 10 seconds")
+            with console.status("starting the server …"):
                 client = connect(stack.enter_context(_own_server()), "video_analytics")
         stack.callback(client.close)
         yield client
@@ -176,21 +178,32 @@ def _own_server() -> Iterator[str]:
 
 
 def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
-    table = Table("task", "adapter", "asked")
-    table.add_column("answer", overflow="fold")
-    table.add_column("right", overflow="fold")
-    table.add_column("ms", justify="right")
+    """What was asked and answered, to be read at 80 columns."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("task", no_wrap=True)
+    table.add_column("adapter", no_wrap=True)
+    table.add_column("asked", overflow="fold")
+    table.add_column("answer", overflow="fold", min_width=20)
+    table.add_column("right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
     for sample, answer in zip(samples, answers, strict=True):
         right = is_right(sample.expected, answer.text)
         table.add_row(
             sample.task,
             sample.adapter or "base",
             sample.prompt or f"({'a clip' if sample.is_video else 'a picture'})",
-            escape(answer.shown),
-            "[green]yes" if right else f"[red]no:[/] {escape(sample.expected)}",
+            escape(plain(answer.shown))
+            + ("" if right else f"\n[red]expected:[/] {escape(plain(sample.expected))}"),
+            "[green]yes" if right else "[red]no",
             f"{answer.seconds * 1e3:.0f}",
         )
     return table
+
+
+def plain(text: str) -> str:
+    """An answer for people: names and corners of boxes without their tags, one box a line."""
+    text = text.replace("<ref>", "").replace("</ref>", "")
+    return text.replace("<box>", "\n").replace("</box>", "").strip()
 
 
 def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Path:

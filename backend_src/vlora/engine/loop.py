@@ -113,8 +113,8 @@ class EngineLoop:
         """
         if len(client_id) < MIN_STOPPABLE_ID:
             raise InvalidArgument(
-                f"'stop' needs the request's id of at least {MIN_STOPPABLE_ID} characters,"
-                f" not '{client_id}': load tools reuse shorter ones"
+                f"'stop' needs the id of the request to end, of at least {MIN_STOPPABLE_ID}"
+                f" characters, not '{client_id}': load tools reuse shorter ones"
             )
         with self._wake:
             request_ids = sorted(self._by_client.get(client_id, ()))

@@ -79,19 +79,21 @@ class AdapterStore:
         if name in self._broken:
             raise self._broken[name]
         if name not in self._slots:
-            raise NotFound(f"unknown adapter '{name}'{nearest(name, self._slots)} {self._known()}")
+            raise NotFound(f"unknown adapter '{name}'{self._known(name)}")
         return self._slots[name]
 
     def adapter(self, slot: int) -> Adapter:
         return self._adapters[slot]
 
-    def _known(self) -> str:
+    def _known(self, unknown: str) -> str:
+        """The end of the sentence about an unknown name: the nearest, and all known."""
         names = list(self._slots)
         if not names:
-            return "(no adapter is loaded)"
+            return " (no adapter is loaded)"
         more = len(names) - MAX_NAMES_IN_ERROR
         tail = f" and {more} more" if more > 0 else ""
-        return f"Known: {', '.join(names[:MAX_NAMES_IN_ERROR])}{tail}"
+        known = ", ".join(names[:MAX_NAMES_IN_ERROR])
+        return f"{nearest(unknown, names) or '.'} Known: {known}{tail}"
 
 
 def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -23,7 +23,7 @@ from vlora.errors import VLoraError
 from vlora.request import ImageFeatures
 from vlora.serving.encoder import from_tensors
 from vlora.serving.exporter import Metric
-from vlora.serving.responder import coded, decoded
+from vlora.serving.responder import Responder, coded, decoded
 from vlora.serving.tensors import Array, Tensors
 
 log = logging.getLogger(__name__)
@@ -109,6 +109,22 @@ class TritonResponder:
             self._closed = final
             flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
             self._sender.send(message, flags=flags)
+
+
+class Service(Protocol):
+    """Answers requests of a decoupled model, each through its responder."""
+
+    def handle(
+        self, tensors: Tensors, parameters: Mapping[str, Any], client_id: str, responder: Responder
+    ) -> None: ...
+
+
+def hand_over(requests: Sequence[Any], service: Service) -> None:
+    """All that `execute` of a decoupled model does: the service answers, now or later."""
+    for request in requests:
+        service.handle(
+            inputs(request), parameters(request), request.request_id(), TritonResponder(request)
+        )
 
 
 class _Keep:

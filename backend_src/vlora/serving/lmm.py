@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from vlora.config import Limits
-from vlora.errors import InvalidArgument, Unavailable
-from vlora.request import MIN_STOPPABLE_ID, ImageFeatures, Output, OutputSink, Request
+from vlora.errors import Unavailable
+from vlora.request import ImageFeatures, Output, OutputSink, Request
 from vlora.serving.answer import AnswerWriter
 from vlora.serving.codec import (
     Call,
@@ -100,7 +100,7 @@ class LmmService:
         request_id = uuid.uuid4().hex
         try:
             if is_stop(tensors):
-                self._stop(client_id)
+                self._engine.stop_client(client_id)
                 responder.send({}, final=True)
                 return
             if self._closed.is_set():
@@ -120,14 +120,6 @@ class LmmService:
         """Refuse what comes from now on; what runs is the engine's to drain."""
         self._closed.set()
         self._watcher.join()
-
-    def _stop(self, client_id: str) -> None:
-        if len(client_id) < MIN_STOPPABLE_ID:
-            raise InvalidArgument(
-                f"'stop' needs the id of the request to end, at least {MIN_STOPPABLE_ID}"
-                f" characters long, not {client_id!r}: load tools reuse short ones"
-            )
-        self._engine.stop_client(client_id)
 
     def _encode_then_submit(
         self, call: Call, images: Tensors, request_id: str, responder: Responder

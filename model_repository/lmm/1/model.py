@@ -40,13 +40,7 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: list[Any]) -> None:
-        for request in requests:
-            self._service.handle(
-                glue.inputs(request),
-                glue.parameters(request),
-                request.request_id(),
-                glue.TritonResponder(request),
-            )
+        glue.hand_over(requests, self._service)
 
     def finalize(self) -> None:
         if self._refresher is not None:

@@ -18,13 +18,7 @@ class TritonPythonModel:
         self._service = UnaryService(glue.ask_lmm, self._pool)
 
     def execute(self, requests: list[Any]) -> None:
-        for request in requests:
-            self._service.handle(
-                glue.inputs(request),
-                glue.parameters(request),
-                request.request_id(),
-                glue.TritonResponder(request),
-            )
+        glue.hand_over(requests, self._service)
 
     def finalize(self) -> None:
         self._service.close()
