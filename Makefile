@@ -10,7 +10,7 @@ CUDA ?=
 CORE := setup.py $(shell find csrc/atmm/include csrc/atmm/cpu csrc/atmm/bindings.cpp -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo accuracy bench cuda lint types clean
+.PHONY: help serve test demo accuracy bench cuda sanitize lint types clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ bench: $(READY) ## Measure the operator: quick by default, in full with BENCH= (
 
 cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")
 	@$(BIN)/python -m tools.tile_search.cuda_build $(CUDA)
+
+sanitize: $(READY) ## Check the operator's C++ under the address and undefined-behaviour sanitizers
+	@$(BIN)/python csrc/atmm/test/sanitize.py
 
 lint: $(READY) ## Check style and formatting
 	@$(BIN)/ruff check .
