@@ -336,6 +336,17 @@ float read_once(uintptr_t address, int64_t bytes, int threads) {
   return sum;
 }
 
+// Multiplies and adds on all threads, `rounds` times the register file; flops done.
+double multiply_once(const std::string& dtype, int64_t rounds, int threads) {
+  const Dtype type = dtype_of(dtype);
+  const Kernels& kernels = state().kernels();
+  std::atomic<int64_t> flops{0};
+  auto work = [&](int, int) { flops += int64_t(kernels.peak(type, rounds)); };
+  py::gil_scoped_release released;
+  run_on(threads, work);
+  return double(flops);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
@@ -386,4 +397,5 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("peak", &peak);
   m.def("bandwidth", &bandwidth);
   m.def("read", &read_once);
+  m.def("multiply", &multiply_once);
 }

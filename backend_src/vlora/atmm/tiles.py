@@ -156,3 +156,8 @@ def bandwidth(size: int, seconds: float, threads: int = 1) -> float:
 def read(address: int, size: int, threads: int = 1) -> None:
     """Read `size` bytes of fp32 at `address` once, shared out among the threads."""
     backends.native().read(address, size, threads)
+
+
+def multiply(dtype: str, rounds: int, threads: int = 1) -> float:
+    """The loop of `peak`, `rounds` times on every thread. Returns the flops done."""
+    return float(backends.native().multiply(dtype, rounds, threads))

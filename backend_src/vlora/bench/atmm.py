@@ -26,6 +26,10 @@ BUILT_IN = ("r8-s64-e64-d0-p64", "r96-s64-e64-d256-p0")
 """The core's own choices without a table, for few and for many rows."""
 
 
+MULTIPLY_ROUNDS = 100_000
+"""Of the loop whose time is taken beside a cell: 0.2 ms of a core that does 250 GFLOP/s."""
+
+
 class Atmm(Baseline):
     """The operator under test: its tile looked up in the table, or one `config` for all shapes."""
 
@@ -111,6 +115,19 @@ def prepare_read(size: int) -> Callable[[], None] | None:
 def set_threads(count: int) -> None:
     """ATMM takes torch's number."""
     torch.set_num_threads(count)
+
+
+def prepare_multiply(dtype: str) -> tuple[Callable[[], None], float] | None:
+    """Multiplies at the peak, with torch's number of threads, and the flops of a call: the cores'
+    own time. None for the reference."""
+    if not compiled():
+        return None
+    from vlora.atmm import tiles
+
+    def call() -> None:
+        tiles.multiply(dtype, MULTIPLY_ROUNDS, torch.get_num_threads())
+
+    return call, tiles.multiply(dtype, MULTIPLY_ROUNDS, torch.get_num_threads())
 
 
 def use_isa(name: str) -> None:

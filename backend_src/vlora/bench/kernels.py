@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vlora.bench.atmm import Atmm, StaticTile, prepare_read, static_tiles
+from vlora.bench.atmm import Atmm, StaticTile, prepare_multiply, prepare_read, static_tiles
 from vlora.bench.cells import Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import BASELINES, Baseline, Call, InFloat32
@@ -18,8 +18,9 @@ from vlora.bench.timing import Timing, geometric_mean, interleaved, single_calls
 COLD_TOTAL_BYTES = 128 << 20
 """Adapters of a cold cell rotate through as many layers as make this much."""
 FEWEST_LAYERS, MOST_LAYERS = 2, 512
-READ = "read"
-"""A cold cell's microbenchmark: as many bytes as all its layers', read in the same rounds."""
+READ, MULTIPLY = "read", "multiply"
+"""Microbenchmarks in a cell's own rounds: as many bytes as all the layers of a cold one have, and
+flops at the peak."""
 STABILITY_ROUNDS, STABILITY_WARM_UPS = 100, 10
 """Of the paper's figure 18."""
 
@@ -47,6 +48,8 @@ class Result:
     left_out: Mapping[str, str]
     cold_rate: float | None = None
     """bytes/s from memory, by this cell's own rounds."""
+    peak: float | None = None
+    """flop/s, likewise."""
 
     @property
     def atmm(self) -> Timing:
@@ -85,8 +88,8 @@ class Result:
 
     @property
     def limit(self) -> float:
-        """Seconds, by the best peak and bandwidth that the run has seen so far, and the memory's
-        median rate in this cell's rounds."""
+        """Seconds, by the median peak and memory rate in this cell's rounds, and the best rate of
+        the caches that the run has seen so far."""
         adapters, rows = (self.cell.adapter_bytes, self.cell.cold), (self.cell.row_bytes, False)
         return self.limits.seconds(
             self.cell.flops, (adapters, rows), self.cell.dtype, self.cold_rate
@@ -102,6 +105,7 @@ class Result:
             **self.cell.as_row(),
             "threads": self.threads,
             "limit_us": round(self.limit * 1e6, 3),
+            "peak_gflops": None if self.peak is None else round(self.peak / 1e9, 1),
             "read_gb_per_s": None if self.cold_rate is None else round(self.cold_rate / 1e9, 1),
             "roofline": round(self.roofline, 4),
             "fastest_baseline": self.fastest,
@@ -151,14 +155,17 @@ def measure(
     size = _layers(cell) * cell.adapter_bytes
     if cell.cold and (read := prepare_read(size)) is not None:
         calls[READ] = read
+    if (multiply := prepare_multiply(cell.dtype)) is not None:
+        calls[MULTIPLY] = multiply[0]
     pairs = cell.draw_pairs(generator)  # the same values in all layers: each operator copies
     for _ in range(_layers(cell)):
         for operator in chosen:
             rotations[operator.name].layers.append(operator.prepare(pairs, cell))
     timings = interleaved(calls, rounds=effort.rounds, warm=not cell.cold, budget=effort.budget)
-    reading = timings.pop(READ, None)
+    reading, multiplying = timings.pop(READ, None), timings.pop(MULTIPLY, None)
     rate = None if reading is None else size / reading.median
-    return Result(cell, threads, limits, timings, left_out, rate)
+    peak = multiply[1] / multiplying.median if multiply and multiplying else None
+    return Result(cell, threads, limits, timings, left_out, rate, peak)
 
 
 def _rows(operator: Baseline, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,9 +2,9 @@
 
 A cell's limit is the larger of its flops over the peak and its bytes over the bandwidth, both by
 microbenchmarks of our own: a register-only FMA loop of the best instruction set, and reads of a
-working set as large as the cell's (cold: larger than the caches). Memory is shared with whoever
-else is on the machine, and what it gives changes by half from one second to the next: where a
-cell's own rounds have timed it, that figure counts.
+working set as large as the cell's (cold: larger than the caches). Memory and cores are shared with
+whoever else is on the machine, and what they give changes by half from one second to the next:
+where a cell's own rounds have timed them, the medians of those rounds count, as for the work.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ class Limits:
         parts: Iterable[tuple[int, bool]],
         dtype: str,
         cold_rate: float | None = None,
+        peak: float | None = None,
     ) -> float:
         """The limit for work of `flops` that moves parts of (bytes, cold).
 
         Warm parts share the caches: the bandwidth is that of a working set of all of them.
-        cold_rate: bytes/s from memory, timed beside the work itself.
+        cold_rate: bytes/s from memory, and peak: flop/s, timed beside the work itself.
         """
         parts = list(parts)
         together = sum(size for size, cold in parts if not cold)
@@ -83,7 +84,7 @@ class Limits:
             else size / self.bandwidth(together, cold=False)
             for size, cold in parts
         )
-        return max(flops / self.peak(dtype), moving)
+        return max(flops / (peak or self.peak(dtype)), moving)
 
     def as_meta(self) -> dict[str, dict[str, float]]:
         return {

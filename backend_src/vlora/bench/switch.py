@@ -11,14 +11,17 @@ from typing import Any
 import torch
 
 from vlora.atmm.types import LoraPair, MergeUpdate
-from vlora.bench.atmm import prepare_merge, prepare_read
+from vlora.bench.atmm import prepare_merge, prepare_multiply, prepare_read
 from vlora.bench.cells import DTYPES
 from vlora.bench.limits import Limits
 from vlora.bench.timing import Timing, geometric_mean, interleaved
 
-ATMM, IN_PLACE, ADDMM, COPY, READ = "atmm", "atmm_in_place", "addmm", "copy", "read"
+ATMM, IN_PLACE, ADDMM, COPY = "atmm", "atmm_in_place", "addmm", "copy"
+READ, MULTIPLY = "read", "multiply"
 READ_BYTES = 256 << 20
 """Read in the same rounds, for the memory's rate at the time."""
+MULTIPLIES = 50
+"""Times the loop at the peak, likewise: 10 ms."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,19 @@ class SwitchResult:
     threads: int
     limits: Limits
     timings: Mapping[str, Timing]
+    peak: float | None = None
+    """flop/s, by this model's own rounds."""
 
     @property
     def limit(self) -> float:
-        """Seconds, by the best peak that the run has seen so far, and the memory's median rate in
-        this model's rounds.
+        """Seconds, by the median peak and memory rate in this model's rounds.
 
         The peak is that of fp32 for bf16 weights too: the factors are fp32, so that the merged
         matrix is the rounded sum and nothing else (addmm below rounds B first).
         """
         moved = ((self.model.moved_bytes, True),)
         rate = READ_BYTES / self.timings[READ].median if READ in self.timings else None
-        return self.limits.seconds(self.model.flops, moved, "fp32", rate)
+        return self.limits.seconds(self.model.flops, moved, "fp32", rate, self.peak)
 
     @property
     def roofline(self) -> float:
@@ -144,9 +148,18 @@ def measure(model: Model, threads: int, limits: Limits, rounds: int) -> SwitchRe
     }
     if (read := prepare_read(READ_BYTES)) is not None:
         calls[READ] = read
+    if (multiply := prepare_multiply("fp32")) is not None:
+        once = multiply[0]
+
+        def many() -> None:
+            for _ in range(MULTIPLIES):
+                once()
+
+        calls[MULTIPLY] = many
     timings = interleaved(calls, rounds=rounds, warm=False, budget=20.0)
     limits.again_if_due()
-    return SwitchResult(model, threads, limits, timings)
+    peak = MULTIPLIES * multiply[1] / timings[MULTIPLY].median if multiply else None
+    return SwitchResult(model, threads, limits, timings, peak)
 
 
 @torch.inference_mode()

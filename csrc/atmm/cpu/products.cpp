@@ -22,6 +22,7 @@ void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int
   const bool stream = !c.one_order && (rows <= kFewRows || c.a(pair).count == 1);
   w.kernels = x.packed ? set.packed : stream ? set.stream : set.direct;
   w.max_rows = c.kernels.max_rows;
+  if (!x.packed && !c.one_order && rows > kFewRows) w.bringing = set.stream;
   if (c.widened() && x.packed) {
     w.widened = c.kernels.shrink[int(Dtype::kFp32)].packed;
     w.widen = c.kernels.widen_panels;
@@ -72,6 +73,7 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
   t.prefetch = config.prefetch * 64;
   Walk w{};
   w.kernels = few ? set.stream : set.packed;
+  if (!c.one_order && !few) w.bringing = set.stream;
   w.max_rows = c.kernels.max_rows;
   w.most_rows = few ? int(kFewRows) : kMaxRows;
   if (c.widened() && !few) {
