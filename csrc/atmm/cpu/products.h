@@ -86,16 +86,14 @@ float* row_scratch(int64_t floats);
 template <class Use>
 void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t rows, int64_t from,
                 int64_t to, const Use& use) {
-  const int64_t columns = std::max(1, config.shrink_columns / kPanel);
-  const bool one_pass = columns >= c.p.bundle && rows <= c.kernels.max_rows[c.p.bundle - 1];
-  int64_t block = config.depth_block;
-  if (!block) {
-    // A stream, past the panels once; in pieces that stay in L2 where they are passed again.
-    block = one_pass ? to - from : kPanelBytes / (c.p.bundle * 64);
-    if (!one_pass) block = c.elements(block);
-  } else {
-    block = c.elements(block);
-  }
+  const bool one_pass = config.shrink_columns >= c.p.bundle * kPanel &&
+                        rows <= c.kernels.max_rows[c.p.bundle - 1];
+  // Without a depth of its own a configuration streams the panels, once; where they are passed
+  // several times, in pieces that stay in L2 meanwhile.
+  const int64_t steps = config.depth_block ? config.depth_block
+                        : one_pass         ? c.steps(to - from)
+                                           : kPanelBytes / (c.p.bundle * 64);
+  const int64_t block = c.elements(steps);
   if (!config.pack_rows && c.readable()) {
     for (int64_t k = from; k < to; k += block)
       use(Rows{reinterpret_cast<const float*>(c.x(row, k)),
@@ -111,13 +109,12 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
     use(Rows{scratch, stride, false, from, to - from, true, true});
     return;
   }
-  const int64_t most = c.p.dtype == Dtype::kFp32 ? kDepth : c.pairs() ? 2 * kDepth : kDepth;
-  block = std::min(block, most);
+  const int64_t piece = std::min(block, c.pairs() ? 2 * kDepth : int64_t(kDepth));
   float* scratch = row_scratch(rows * kRowStride);
-  for (int64_t k = from; k < to; k += block) {
-    const int64_t count = std::min(block, to - k);
+  for (int64_t k = from; k < to; k += piece) {
+    const int64_t count = std::min(piece, to - k);
     c.kernels.load_rows(c.p.dtype, c.x(row, k), c.p.x_stride, rows, count, scratch, kRowStride);
-    use(Rows{scratch, kRowStride, true, k, count, k == from, k + block >= to});
+    use(Rows{scratch, kRowStride, true, k, count, k == from, k + piece >= to});
   }
 }
 

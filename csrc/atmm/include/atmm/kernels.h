@@ -1,5 +1,5 @@
 // What an instruction set provides: register-tile kernels, and the copies around them. The loops
-// over blocks, the threads and the choice of tiles are common to all (operator.cpp).
+// over blocks, the threads and the choice of tiles are common to all (walk.h, apply.cpp).
 #pragma once
 
 #include "atmm/types.h"
