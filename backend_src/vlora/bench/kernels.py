@@ -33,7 +33,7 @@ class Effort:
     budget: float
 
 
-QUICK = Effort(rounds=7, budget=0.03)
+QUICK = Effort(rounds=5, budget=0.01)
 FULL = Effort(rounds=9, budget=0.03)
 
 
