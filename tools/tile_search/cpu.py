@@ -105,27 +105,10 @@ class CpuBackend:
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
     def key(self, shape: Shape) -> str:
-        key = tiles.key(
-            shape.operation,
-            self.dtype,
-            rows=shape.rows,
-            d_in=shape.d_in,
-            d_out=shape.d_out,
-            rank=shape.rank,
-            segments=shape.segments,
-        )
-        return f"{key:032x}"
+        return f"{tiles.key(shape.operation, self.dtype, **_sizes(shape)):032x}"
 
     def built_in(self, shape: Shape) -> str:
-        return tiles.built_in(
-            shape.operation,
-            self.dtype,
-            rows=shape.rows,
-            d_in=shape.d_in,
-            d_out=shape.d_out,
-            rank=shape.rank,
-            segments=shape.segments,
-        )
+        return tiles.built_in(shape.operation, self.dtype, **_sizes(shape))
 
     def configs(self, shape: Shape) -> Sequence[str]:
         """Those that no limit rules out; one of those that run the same code, the built-in one if
@@ -194,3 +177,13 @@ class CpuBackend:
         size = rank * (d_in + d_out) * dtype.itemsize
         slots = min(MOST_SLOTS, max(16, COLD_BYTES // size))
         return LoraGroup.of(d_in, [pair] * slots)
+
+
+def _sizes(shape: Shape) -> tiles.Sizes:
+    return {
+        "rows": shape.rows,
+        "d_in": shape.d_in,
+        "d_out": shape.d_out,
+        "rank": shape.rank,
+        "segments": shape.segments,
+    }

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from vlora.atmm import backends
 from vlora.atmm.device import Device
@@ -52,34 +52,29 @@ def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], backends.native().configs(operation, dtype))
 
 
-def key(
-    operation: Operation,
-    dtype: str,
-    *,
-    rows: int,
-    d_in: int,
-    d_out: int,
-    rank: int,
-    segments: int,
-) -> int:
+class Sizes(TypedDict):
+    """What a choice of tile depends on, beside the operation and the type; in the core's order."""
+
+    rows: int
+    d_in: int
+    d_out: int
+    rank: int
+    segments: int
+
+
+def key(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> int:
     """The 128-bit key of a shape's buckets."""
-    low, high = backends.native().key(operation, dtype, rows, d_in, d_out, rank, segments)
+    low, high = backends.native().key(operation, dtype, *_in_order(sizes))
     return int(high) << 64 | int(low)
 
 
-def built_in(
-    operation: Operation,
-    dtype: str,
-    *,
-    rows: int,
-    d_in: int,
-    d_out: int,
-    rank: int,
-    segments: int,
-) -> str:
+def built_in(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> str:
     """The configuration that a shape gets where no table says otherwise."""
-    core = backends.native()
-    return str(core.built_in(operation, dtype, rows, d_in, d_out, rank, segments))
+    return str(backends.native().built_in(operation, dtype, *_in_order(sizes)))
+
+
+def _in_order(sizes: Sizes) -> tuple[int, int, int, int, int]:
+    return sizes["rows"], sizes["d_in"], sizes["d_out"], sizes["rank"], sizes["segments"]
 
 
 def use(entries: Mapping[int, str]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,13 +22,11 @@ from vlora.atmm.types import LoraPair, MergeUpdate, Segments
 from vlora.bench.cells import DTYPES, Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import Baseline, Call
+from vlora.bench.timing import Timing
 
 BUILT_IN = ("r8-s64-e64-d0-p64", "r96-s64-e64-d256-p0")
 """The core's own choices without a table, for few and for many rows."""
-
-
-MULTIPLY_ROUNDS = 100_000
-"""Of the loop whose time is taken beside a cell: 0.2 ms of a core that does 250 GFLOP/s."""
+READ, MULTIPLY = "read", "multiply"
 
 
 class Atmm(Baseline):
@@ -97,37 +96,50 @@ def prepare_merge(
     return lambda: op.merge(out, base, updates)
 
 
-def prepare_read(size: int) -> Callable[[], None] | None:
-    """Reads `size` bytes, with torch's number of threads: the memory's own time. None for the
-    reference, which has no such loop."""
-    if not compiled():
-        return None
-    from vlora.atmm import tiles
+@dataclass(frozen=True)
+class Beside:
+    """Microbenchmarks that run in the same rounds as the work, with torch's number of threads: what
+    the memory and the cores gave at the time. Without the compiled core there are none.
 
-    values = torch.ones(size // 4)
+    read_bytes: read in one call; 0: not read. rounds: of the loop at the peak, in one call.
+    """
 
-    def call() -> None:
-        tiles.read(values.data_ptr(), size, torch.get_num_threads())
+    dtype: str
+    rounds: int
+    read_bytes: int
 
-    return call
+    def calls(self) -> dict[str, Callable[[], None]]:
+        if not compiled():
+            return {}
+        from vlora.atmm import tiles
+
+        def multiply() -> None:
+            tiles.multiply(self.dtype, self.rounds, torch.get_num_threads())
+
+        found: dict[str, Callable[[], None]] = {}
+        if self.read_bytes:
+            values = torch.ones(self.read_bytes // 4)
+
+            def read() -> None:
+                tiles.read(values.data_ptr(), self.read_bytes, torch.get_num_threads())
+
+            found[READ] = read
+        return found | {MULTIPLY: multiply}
+
+    def rates(self, timings: Mapping[str, Timing]) -> tuple[float | None, float | None]:
+        """(bytes/s, flop/s), the medians of the rounds; None for what was not run."""
+        if MULTIPLY not in timings:
+            return None, None
+        from vlora.atmm import tiles
+
+        flops = tiles.multiply(self.dtype, self.rounds, torch.get_num_threads())
+        read = self.read_bytes / timings[READ].median if READ in timings else None
+        return read, flops / timings[MULTIPLY].median
 
 
 def set_threads(count: int) -> None:
     """ATMM takes torch's number."""
     torch.set_num_threads(count)
-
-
-def prepare_multiply(dtype: str) -> tuple[Callable[[], None], float] | None:
-    """Multiplies at the peak, with torch's number of threads, and the flops of a call: the cores'
-    own time. None for the reference."""
-    if not compiled():
-        return None
-    from vlora.atmm import tiles
-
-    def call() -> None:
-        tiles.multiply(dtype, MULTIPLY_ROUNDS, torch.get_num_threads())
-
-    return call, tiles.multiply(dtype, MULTIPLY_ROUNDS, torch.get_num_threads())
 
 
 def use_isa(name: str) -> None:

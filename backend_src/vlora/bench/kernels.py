@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vlora.bench.atmm import Atmm, StaticTile, prepare_multiply, prepare_read, static_tiles
+from vlora.bench.atmm import MULTIPLY, READ, Atmm, Beside, StaticTile, static_tiles
 from vlora.bench.cells import Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import BASELINES, Baseline, Call, InFloat32
@@ -18,9 +18,8 @@ from vlora.bench.timing import Timing, geometric_mean, interleaved, single_calls
 COLD_TOTAL_BYTES = 128 << 20
 """Adapters of a cold cell rotate through as many layers as make this much."""
 FEWEST_LAYERS, MOST_LAYERS = 2, 512
-READ, MULTIPLY = "read", "multiply"
-"""Microbenchmarks in a cell's own rounds: as many bytes as all the layers of a cold one have, and
-flops at the peak."""
+MULTIPLY_ROUNDS = 100_000
+"""Of the loop at the peak, beside a cell: 0.2 ms of a core that does 250 GFLOP/s."""
 STABILITY_ROUNDS, STABILITY_WARM_UPS = 100, 10
 """Of the paper's figure 18."""
 
@@ -151,21 +150,19 @@ def measure(
             left_out[operator.name] = reason
     x = cell.draw_rows(generator)
     rotations = {op.name: Rotation([], *_rows(op, x)) for op in chosen}
-    calls: dict[str, Callable[[], None]] = dict(rotations)
-    size = _layers(cell) * cell.adapter_bytes
-    if cell.cold and (read := prepare_read(size)) is not None:
-        calls[READ] = read
-    if (multiply := prepare_multiply(cell.dtype)) is not None:
-        calls[MULTIPLY] = multiply[0]
+    # A cold cell reads as many bytes as all its layers have.
+    beside = Beside(
+        cell.dtype, MULTIPLY_ROUNDS, _layers(cell) * cell.adapter_bytes if cell.cold else 0
+    )
     pairs = cell.draw_pairs(generator)  # the same values in all layers: each operator copies
     for _ in range(_layers(cell)):
         for operator in chosen:
             rotations[operator.name].layers.append(operator.prepare(pairs, cell))
+    calls: dict[str, Callable[[], None]] = {**rotations, **beside.calls()}
     timings = interleaved(calls, rounds=effort.rounds, warm=not cell.cold, budget=effort.budget)
-    reading, multiplying = timings.pop(READ, None), timings.pop(MULTIPLY, None)
-    rate = None if reading is None else size / reading.median
-    peak = multiply[1] / multiplying.median if multiply and multiplying else None
-    return Result(cell, threads, limits, timings, left_out, rate, peak)
+    rates = beside.rates(timings)
+    work = {name: t for name, t in timings.items() if name not in (READ, MULTIPLY)}
+    return Result(cell, threads, limits, work, left_out, *rates)
 
 
 def _rows(operator: Baseline, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from vlora.atmm.types import LoraPair, MergeUpdate
-from vlora.bench.atmm import prepare_merge, prepare_multiply, prepare_read
+from vlora.bench.atmm import Beside, prepare_merge
 from vlora.bench.cells import DTYPES
 from vlora.bench.limits import Limits
 from vlora.bench.timing import Timing, geometric_mean, interleaved
 
 ATMM, IN_PLACE, ADDMM, COPY = "atmm", "atmm_in_place", "addmm", "copy"
-READ, MULTIPLY = "read", "multiply"
 READ_BYTES = 256 << 20
 """Read in the same rounds, for the memory's rate at the time."""
-MULTIPLIES = 50
-"""Times the loop at the peak, likewise: 10 ms."""
+MULTIPLY_ROUNDS = 5_000_000
+"""Of the loop at the peak, likewise: 10 ms."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,10 @@ class SwitchResult:
     threads: int
     limits: Limits
     timings: Mapping[str, Timing]
+    cold_rate: float | None = None
+    """bytes/s from memory, by this model's own rounds."""
     peak: float | None = None
-    """flop/s, by this model's own rounds."""
+    """flop/s, likewise."""
 
     @property
     def limit(self) -> float:
@@ -77,8 +78,7 @@ class SwitchResult:
         matrix is the rounded sum and nothing else (addmm below rounds B first).
         """
         moved = ((self.model.moved_bytes, True),)
-        rate = READ_BYTES / self.timings[READ].median if READ in self.timings else None
-        return self.limits.seconds(self.model.flops, moved, "fp32", rate, self.peak)
+        return self.limits.seconds(self.model.flops, moved, "fp32", self.cold_rate, self.peak)
 
     @property
     def roofline(self) -> float:
@@ -146,20 +146,10 @@ def measure(model: Model, threads: int, limits: Limits, rounds: int) -> SwitchRe
         ADDMM: addmm,
         COPY: lambda: _discard(merged.copy_(base)),
     }
-    if (read := prepare_read(READ_BYTES)) is not None:
-        calls[READ] = read
-    if (multiply := prepare_multiply("fp32")) is not None:
-        once = multiply[0]
-
-        def many() -> None:
-            for _ in range(MULTIPLIES):
-                once()
-
-        calls[MULTIPLY] = many
-    timings = interleaved(calls, rounds=rounds, warm=False, budget=20.0)
+    beside = Beside("fp32", MULTIPLY_ROUNDS, READ_BYTES)
+    timings = interleaved(calls | beside.calls(), rounds=rounds, warm=False, budget=20.0)
     limits.again_if_due()
-    peak = MULTIPLIES * multiply[1] / timings[MULTIPLY].median if multiply else None
-    return SwitchResult(model, threads, limits, timings, peak)
+    return SwitchResult(model, threads, limits, timings, *beside.rates(timings))
 
 
 @torch.inference_mode()
