@@ -1,6 +1,5 @@
 // The operator: segments are cut into blocks of rows, and those shared out among threads.
 #include <atomic>
-#include <cstring>
 #include <vector>
 
 #include "atmm/operator.h"
@@ -90,11 +89,11 @@ bool balance(std::vector<Unit>& units, int threads, double seconds) {
   }
 }
 
-Shape shape_of(const Problem& p, const Segment& s, const SegmentList& segments) {
-  Shape shape{Operation::kApply, p.dtype, s.length, p.d_in, 0, 0, segments.size()};
-  for (int o = 0; o < p.outputs; ++o) {
-    shape.d_out += p.output[o].d_out;
-    shape.rank = std::max<int64_t>(shape.rank, p.pairs[int64_t(s.slot) * p.outputs + o].rank);
+Shape shape_of(const Call& c, const Segment& s, const SegmentList& segments) {
+  Shape shape{Operation::kApply, c.p.dtype, s.length, c.p.d_in, 0, 0, segments.size()};
+  for (int o = 0; o < c.p.outputs; ++o) {
+    shape.d_out += c.p.output[o].d_out;
+    shape.rank = std::max<int64_t>(shape.rank, c.pair(s, o).rank);
   }
   return shape;
 }
@@ -151,7 +150,7 @@ void apply(const Kernels& kernels, const Problem& p, const SegmentList& segments
     units.clear();
     Shape last{};
     for (const Segment* s = segments.begin(wave); s != segments.end(wave); ++s) {
-      const Shape shape = shape_of(p, *s, segments);
+      const Shape shape = shape_of(c, *s, segments);
       if (shape.rank == 0) continue;
       const bool same = !units.empty() && last.rows == shape.rows && last.rank == shape.rank;
       units.push_back({s, same ? units.back().config : chooser.choose(shape), seconds_of(c, *s)});

@@ -132,11 +132,11 @@ def instances(isa: Isa, part: str) -> Iterator[str]:
     narrow = product.replace("Bf16", "")
     for rows in range(1, isa.rows[0] + 1):
         at, head = f"[kNarrow][{rows - 1}]", f"k.shrink[{dtype}]"
-        shape = f"Narrow{narrow}, {rows}"
-        yield f"{head}.packed{at} = narrow_tile<{shape}, 1, kRowStride, false>;"
+        shape = f"Narrow{narrow}, NarrowToScratch, {rows}, 1"
+        yield f"{head}.packed{at} = tile<{shape}, 1, kRowStride, false>;"
         if rows <= DIRECT_ROWS:
-            yield f"{head}.direct{at} = narrow_tile<{shape}, 1, 0, false>;"
-            yield f"{head}.stream{at} = narrow_tile<{shape}, {chains(isa, rows, 1)}, 0, true>;"
+            yield f"{head}.direct{at} = tile<{shape}, 1, 0, false>;"
+            yield f"{head}.stream{at} = tile<{shape}, {chains(isa, rows, 1)}, 0, true>;"
 
 
 def unit(isa: Isa, part: str) -> str:

@@ -11,7 +11,8 @@ namespace vlora::atmm::ATMM_ISA {
 
 // fp32 rows times fp32 panels.
 struct Fp32 {
-  static constexpr int kUnits = 1;  // of a row, in one step
+  static constexpr int kUnits = 1;    // of a row, in one line of a panel
+  static constexpr bool kHalf = false;  // whether a line may be half beyond the depth
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panels) {
@@ -30,6 +31,7 @@ struct Fp32 {
 // fp32 rows times bf16 panels, made fp32 in registers: two depths a step.
 struct Bf16Widened {
   static constexpr int kUnits = 2;
+  static constexpr bool kHalf = false;
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panels) {
@@ -52,6 +54,7 @@ struct Bf16Widened {
 // Pairs of bf16 times panels of pairs, by the instruction that adds both products to fp32.
 struct Bf16Pairs {
   static constexpr int kUnits = 1;
+  static constexpr bool kHalf = false;
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panels) {
@@ -72,26 +75,29 @@ struct Bf16Pairs {
 // over the even and the odd units; so does scratch, until the last part of the depth adds them.
 struct NarrowFp32 {
   static constexpr int kUnits = 2;
-  template <int M, int kStride>
-  static inline __attribute__((always_inline)) void step(V (&acc)[M], const float* x,
+  static constexpr bool kHalf = true;
+  template <int M, int N, int kStride>
+  static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panel) {
     const V b = V::load(reinterpret_cast<const float*>(panel));
 #pragma GCC unroll 24
-    for (int m = 0; m < M; ++m) acc[m].add_product(V::two(x + m * (kStride ? kStride : stride)), b);
+    for (int m = 0; m < M; ++m)
+      acc[m][0].add_product(V::two(x + m * (kStride ? kStride : stride)), b);
   }
 };
 
 struct NarrowWidened {
   static constexpr int kUnits = 4;
-  template <int M, int kStride>
-  static inline __attribute__((always_inline)) void step(V (&acc)[M], const float* x,
+  static constexpr bool kHalf = true;
+  template <int M, int N, int kStride>
+  static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panel) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const V b = V::load_half_of_pairs(panel, half);
 #pragma GCC unroll 24
       for (int m = 0; m < M; ++m)
-        acc[m].add_product(V::two_of_four(x + m * (kStride ? kStride : stride), half), b);
+        acc[m][0].add_product(V::two_of_four(x + m * (kStride ? kStride : stride), half), b);
     }
   }
 };
@@ -99,13 +105,14 @@ struct NarrowWidened {
 #ifdef ATMM_HAS_BF16_PRODUCTS
 struct NarrowPairs {
   static constexpr int kUnits = 2;
-  template <int M, int kStride>
-  static inline __attribute__((always_inline)) void step(V (&acc)[M], const float* x,
+  static constexpr bool kHalf = true;
+  template <int M, int N, int kStride>
+  static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panel) {
     const V::Pairs b = V::load_pairs(panel);
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
-      acc[m].add_pairs(V::two_pairs(x + m * (kStride ? kStride : stride)), b);
+      acc[m][0].add_pairs(V::two_pairs(x + m * (kStride ? kStride : stride)), b);
   }
 };
 #endif
@@ -128,6 +135,17 @@ struct ToScratch {
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) acc[m][n].store(out + m * kRowStride + n * kPanel);
+  }
+};
+
+// The same of a narrow panel, whose even and odd sums the last part of the depth adds.
+struct NarrowToScratch : ToScratch {
+  template <int M, int N>
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+    if (!t.last) return ToScratch::end<M, N>(acc, t, group);
+    float* out = static_cast<float*>(t.out);
+#pragma GCC unroll 24
+    for (int m = 0; m < M; ++m) acc[m][0].store_sums_of_two(out + m * kRowStride);
   }
 };
 
@@ -194,7 +212,7 @@ void tile(const Tile& t) {
     }
     const float* x = static_cast<const float*>(t.x);
     const char* p = panels;
-    int64_t left = t.steps;
+    int64_t left = Product::kHalf ? t.steps / 2 : t.steps;  // lines
     for (; left >= kChains; left -= kChains) {
 #pragma GCC unroll 8
       for (int c = 0; c < kChains; ++c) {
@@ -213,6 +231,19 @@ void tile(const Tile& t) {
         x += Product::kUnits;
         p += t.step_bytes;
       }
+    }
+    if constexpr (Product::kHalf) {
+      if (t.steps % 2) {
+        // The rows may end with the first half: nothing is read past them.
+        float last[M][4] = {};
+#pragma GCC unroll 24
+        for (int m = 0; m < M; ++m)
+          for (int i = 0; i < Product::kUnits / 2; ++i)
+            last[m][i] = x[m * (kStride ? kStride : t.x_stride) + i];
+        Product::template step<M, N, 4>(acc[0], &last[0][0], 4, p);
+      }
+    }
+    if constexpr (kChains > 1) {
 #pragma GCC unroll 8
       for (int half = kChains / 2; half > 0; half /= 2)
 #pragma GCC unroll 8
@@ -223,54 +254,6 @@ void tile(const Tile& t) {
             for (int n = 0; n < N; ++n) acc[c][m][n].add(acc[c + half][m][n]);
     }
     End::template end<M, N>(acc[0], t, group);
-  }
-}
-
-// A tile of one narrow panel, to scratch; `steps` counts single units (pairs of bf16).
-template <class Product, int M, int kChains, int kStride, bool kFetch>
-void narrow_tile(const Tile& t) {
-  float* out = static_cast<float*>(t.out);
-  V acc[kChains][M];
-#pragma GCC unroll 8
-  for (int c = 0; c < kChains; ++c)
-#pragma GCC unroll 24
-    for (int m = 0; m < M; ++m)
-      acc[c][m] = c > 0 || t.first ? V::zero() : V::load(out + m * kRowStride);
-  const float* x = static_cast<const float*>(t.x);
-  const char* p = t.panels;
-  int64_t left = t.steps / 2;
-  for (; left >= kChains; left -= kChains) {
-#pragma GCC unroll 8
-    for (int c = 0; c < kChains; ++c, p += 64) {
-      if constexpr (kFetch) __builtin_prefetch(p + t.prefetch, 0, 3);
-      Product::template step<M, kStride>(acc[c], x + c * Product::kUnits, t.x_stride, p);
-    }
-    x += kChains * Product::kUnits;
-  }
-  for (; left > 0; --left, p += 64, x += Product::kUnits)
-    Product::template step<M, kStride>(acc[0], x, t.x_stride, p);
-  if (t.steps % 2) {
-    // Half of the last step is beyond the rows, which may end there: nothing is read past them.
-    float last[M][4] = {};
-#pragma GCC unroll 24
-    for (int m = 0; m < M; ++m)
-      for (int i = 0; i < Product::kUnits / 2; ++i)
-        last[m][i] = x[m * (kStride ? kStride : t.x_stride) + i];
-    Product::template step<M, 4>(acc[0], &last[0][0], 4, p);
-  }
-#pragma GCC unroll 8
-  for (int half = kChains / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-    for (int c = 0; c < half; ++c)
-#pragma GCC unroll 24
-      for (int m = 0; m < M; ++m) acc[c][m].add(acc[c + half][m]);
-#pragma GCC unroll 24
-  for (int m = 0; m < M; ++m) {
-    if (t.last) {
-      acc[0][m].store_sums_of_two(out + m * kRowStride);
-    } else {
-      acc[0][m].store(out + m * kRowStride);
-    }
   }
 }
 

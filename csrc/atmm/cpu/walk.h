@@ -88,6 +88,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
     const int64_t here = narrow ? 1 : std::min(begin + width, w.last) - panel;
     const int columns = int(ceil_div(here, ceil_div(here, std::max(1, w.columns))));
     const int64_t tiles = ceil_div(w.rows, std::min(w.max_rows[columns - 1], w.most_rows));
+    t.steps = w.steps;
     t.step_bytes = width * 64;
     t.group_bytes = width * p.steps * 64;
     t.group_columns = int32_t(width) * kPanel;
@@ -106,15 +107,12 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
     if (wide) {
       thread_local Scratch scratch;
       float* panels = scratch.get(t.groups * columns * w.steps * 2 * kPanel);
-      t.steps = w.steps;
       w.widen(t, columns, panels);
       kernels = w.widened[columns - 1];
       t.panels = reinterpret_cast<const char*>(panels);
       t.steps = 2 * w.steps;
       t.step_bytes = columns * 64;
       t.group_bytes = t.steps * t.step_bytes;
-    } else {
-      t.steps = w.steps;
     }
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t row = w.rows * i / tiles, count = w.rows * (i + 1) / tiles - row;
