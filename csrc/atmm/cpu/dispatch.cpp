@@ -25,9 +25,9 @@ struct Here {
 
   Here() {
     __builtin_cpu_init();
-    fill_all(all);
+    fill(all, runs_here);
     for (const Kernels& kernels : all)
-      if (runs_here(kernels.name)) usable[count++] = &kernels;
+      if (kernels.name) usable[count++] = &kernels;
   }
 };
 

@@ -5,7 +5,8 @@
 namespace vlora::atmm {
 
 constexpr int kIsas = 4;
-// Fills one table per instruction set, best first (generated).
-void fill_all(Kernels* kernels);
+// Fills one table per instruction set that runs here, best first; the others' names stay null
+// (generated).
+void fill(Kernels* kernels, bool (*runs)(const char* name));
 
 }  // namespace vlora::atmm

@@ -164,15 +164,17 @@ def dispatch() -> str:
     for isa in ISAS:
         declared = "".join(f" void fill_{part}(Kernels&);" for part in isa.parts)
         lines.append(f"namespace vlora::atmm::{isa.name} {{{declared} }}\n")
-    lines.append("namespace vlora::atmm {\nvoid fill_all(Kernels* k) {\n")
+    lines.append("namespace vlora::atmm {\nvoid fill(Kernels* k, bool (*runs)(const char*)) {\n")
     for index, isa in reversed(list(enumerate(ISAS))):
         at = f"k[{index}]"
+        # Even filling a table may take the set's instructions: the compiler stores in vectors.
+        lines.append(f'  if (runs("{isa.name}")) {{\n')
         if len(isa.parts) < 4:  # the rest is the next one's
             lines.append(f"  {at} = k[{index + 1}];\n")
-        lines.append(f'  {at}.name = "{isa.name}";\n')
         lines.append(f"  {at}.bundle = {len(isa.rows)};\n")
         lines += [f"  {at}.max_rows[{i}] = {rows};\n" for i, rows in enumerate(isa.rows)]
         lines += [f"  {isa.name}::fill_{part}({at});\n" for part in isa.parts]
+        lines.append(f'  {at}.name = "{isa.name}";\n  }}\n')
     lines.append("}\n}  // namespace vlora::atmm\n")
     return "".join(lines)
 
