@@ -29,7 +29,7 @@ class EngineStats:
     waiting: int = 0
     pages_used: int = 0
     pages_total: int = 0
-    block_size: int = 0
+    page_tokens: int = 0
     running_adapters: Mapping[str, int] = field(default_factory=dict)
     waiting_adapters: Mapping[str, int] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""The small parts of serving: encoder batches, task_head, coded errors, metrics, processes."""
+"""The small parts of serving: encoder batches, task_head, errors on the wire, metrics, processes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vlora.config import Limits, load_adapter_names
 from vlora.errors import BY_CODE, Internal, InvalidArgument, NotFound, VLoraError
 from vlora.metrics import EngineStats
 from vlora.request import Output, Timings
-from vlora.serving.encoder import encode_batch, from_tensors
 from vlora.serving.exporter import MAX_LORA_LABEL_SETS, EncoderExporter, EngineExporter
-from vlora.serving.head import read_answer
 from vlora.serving.processes import children, end, identify
-from vlora.serving.responder import as_vlora_error, coded, decoded
+from vlora.serving.responder import as_vlora_error, from_message, to_message
+from vlora.serving.task_head import to_result
 from vlora.serving.tensors import Tensors, strings
+from vlora.serving.vision_encoder import encode_batch, features_from
 from vlora.vision.features import Counters, EncodedImages
 from vlora.vision.images import DecodedImage
 
@@ -70,8 +70,8 @@ def test_a_corrupt_image_is_an_error_of_its_request_alone() -> None:
     assert encoder.batches == [2]
     assert not isinstance(one, VLoraError)
     assert not isinstance(two, VLoraError)
-    assert from_tensors(one).features.shape == (2, 3)
-    assert from_tensors(two).features.shape == (4, 3)
+    assert features_from(one).features.shape == (2, 3)
+    assert features_from(two).features.shape == (4, 3)
     assert one["image_size"].tolist() == [[[4, 6]]]
 
 
@@ -107,7 +107,7 @@ def test_task_head_reads_an_answer() -> None:
     details = {"task": "classify", "adapter": None, "timings": {"total": 0.5}}
     result = json.loads(
         first(
-            read_answer(
+            to_result(
                 {
                     "text_output": strings(["dog"]),
                     "details": strings([json.dumps(details)]),
@@ -126,18 +126,18 @@ def test_task_head_reads_an_answer() -> None:
 @pytest.mark.parametrize("details", ["{", "[]", "{}"])
 def test_task_head_refuses_details_that_are_none(details: str) -> None:
     with pytest.raises(InvalidArgument, match="'details'"):
-        read_answer({"text_output": strings(["x"]), "details": strings([details])}, Limits())
+        to_result({"text_output": strings(["x"]), "details": strings([details])}, Limits())
 
 
 @pytest.mark.parametrize("kind", BY_CODE.values())
 def test_an_error_keeps_its_code_through_a_message(kind: type[VLoraError]) -> None:
-    error = decoded(coded(kind("what: is wrong")))
+    error = from_message(to_message(kind("what: is wrong")))
     assert (type(error), error.message) == (kind, "what: is wrong")
-    assert type(decoded(f"in ensemble 'x', {coded(kind('w'))}")) is kind
+    assert type(from_message(f"in ensemble 'x', {to_message(kind('w'))}")) is kind
 
 
 def test_a_message_without_a_code_is_a_fault_of_ours() -> None:
-    assert isinstance(decoded("Stub process is not healthy."), Internal)
+    assert isinstance(from_message("Stub process is not healthy."), Internal)
     assert as_vlora_error(NotFound("x"), "asking").code == "NOT_FOUND"
     assert "KeyError" not in as_vlora_error(KeyError("x"), "asking").message
 

@@ -79,7 +79,7 @@ class Engine:
         self._vocabulary = Vocabulary(self._reader.tokenizer)
         self.scheduler = Scheduler(Budgets(options.max_num_seqs, options.max_num_batched_tokens))
         self._answers: dict[str, Answer] = {}
-        self._stats = EngineStats(pages_total=pages, block_size=options.block_size)
+        self._stats = EngineStats(pages_total=pages, page_tokens=options.block_size)
 
     # -- at the edge, on the caller's thread -------------------------------------------------
 

@@ -75,13 +75,13 @@ class _Totals:
     """Counters fed from totals: the server's are told what was added since the last time."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
+        self._known: dict[str, float] = {}
 
-    def tell(self, metric: Metric, name: str, total: float) -> None:
-        added = total - self._told.get(name, 0.0)
+    def raise_to(self, metric: Metric, name: str, total: float) -> None:
+        added = total - self._known.get(name, 0.0)
         if added > 0:
             metric.increment(added)
-            self._told[name] = total
+            self._known[name] = total
 
 
 class EngineExporter:
@@ -148,7 +148,7 @@ class EngineExporter:
         self._gauges["vllm:num_requests_waiting"].set(stats.waiting)
         self._gauges["vllm:num_requests_running"].set(stats.running)
         self._gauges["vllm:kv_cache_usage_perc"].set(stats.kv_usage)
-        self._blocks["tokens_per"].set(stats.block_size)
+        self._blocks["tokens_per"].set(stats.page_tokens)
         self._blocks["used"].set(stats.pages_used)
         self._blocks["max"].set(stats.pages_total)
         totals = {
@@ -164,8 +164,8 @@ class EngineExporter:
             "vlora:requests_failed_total": stats.failed,
         }
         for name, total in totals.items():
-            self._totals.tell(self._counters[name], name, total)
-        self._lora.tell(stats.running_adapters, stats.waiting_adapters, self._clock())
+            self._totals.raise_to(self._counters[name], name, total)
+        self._lora.update(stats.running_adapters, stats.waiting_adapters, self._clock())
         for _ in range(len(self._finished)):
             self._observe(self._finished.popleft())
 
@@ -194,7 +194,7 @@ class _LoraInfo:
         self._max_lora = str(max_lora)
         self._known: dict[tuple[frozenset[str], frozenset[str]], Metric] = {}
 
-    def tell(self, running: Mapping[str, int], waiting: Mapping[str, int], now: float) -> None:
+    def update(self, running: Mapping[str, int], waiting: Mapping[str, int], now: float) -> None:
         key = (_named(running), _named(waiting))
         if key not in self._known:
             if len(self._known) < MAX_LORA_LABEL_SETS:
@@ -245,4 +245,4 @@ class EncoderExporter:
             "vlora:feature_cache_evictions_total": now.evictions,
         }
         for name, total in totals.items():
-            self._totals.tell(self._counters[name], name, total)
+            self._totals.raise_to(self._counters[name], name, total)

@@ -21,10 +21,10 @@ import triton_python_backend_utils as pb_utils
 from vlora.config import Options, load_adapter_names, load_options
 from vlora.errors import VLoraError
 from vlora.request import ImageFeatures
-from vlora.serving.encoder import from_tensors
 from vlora.serving.exporter import Metric
-from vlora.serving.responder import Responder, coded, decoded
+from vlora.serving.responder import Responder, from_message, to_message
 from vlora.serving.tensors import Array, Tensors
+from vlora.serving.vision_encoder import features_from
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _pb_tensors(tensors: Tensors) -> list[Any]:
 def error_response(error: VLoraError) -> Any:
     """`error` with its code, beside the message and in it."""
     code = getattr(pb_utils.TritonError, error.code)
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(coded(error), code))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(to_message(error), code))
 
 
 class TritonResponder:
@@ -127,7 +127,7 @@ def hand_over(requests: Sequence[Any], service: Service) -> None:
         )
 
 
-class _Keep:
+class _KeptAlive:
     """Keeps objects alive for some seconds after their use.
 
     The server's stub forgets a finished call of a decoupled model on a thread without Python's
@@ -153,7 +153,7 @@ class _Keep:
             self._kept.clear()
 
 
-_keep = _Keep()
+_kept_alive = _KeptAlive()
 
 
 def ask_lmm(tensors: Tensors, request_id: str) -> list[Tensors]:
@@ -163,7 +163,7 @@ def ask_lmm(tensors: Tensors, request_id: str) -> list[Tensors]:
         outputs += ["finish_reason", "num_input_tokens", "num_output_tokens", "logprobs"]
         outputs += ["cumulative_logprob", "head_scores", "head_labels", "metadata"]
     answers = list(_request(LMM, tensors, outputs, request_id).exec(decoupled=True))
-    _keep.add([(answer, answer.output_tensors()) for answer in answers])
+    _kept_alive.add([(answer, answer.output_tensors()) for answer in answers])
     return [_unwrap(answer) for answer in answers]
 
 
@@ -171,7 +171,7 @@ def encode_images(tensors: Tensors) -> ImageFeatures:
     """Features from `vision_encoder`, whose batch dimension is put on and taken off. Blocks."""
     batched = {name: value[None] for name, value in tensors.items()}
     outputs = ("image_features", "image_layout")
-    return from_tensors(_unwrap(_request(VISION_ENCODER, batched, outputs, "").exec()))
+    return features_from(_unwrap(_request(VISION_ENCODER, batched, outputs, "").exec()))
 
 
 def _request(model: str, tensors: Tensors, outputs: Sequence[str], request_id: str) -> Any:
@@ -185,7 +185,7 @@ def _request(model: str, tensors: Tensors, outputs: Sequence[str], request_id: s
 
 def _unwrap(answer: Any) -> Tensors:
     if answer.has_error():
-        raise decoded(answer.error().message())
+        raise from_message(answer.error().message())
     return {tensor.name(): np.array(tensor.as_numpy()) for tensor in answer.output_tensors()}
 
 
@@ -245,7 +245,7 @@ def release(model: Any) -> None:
     are collected at once.
     """
     vars(model).clear()
-    _keep.clear()
+    _kept_alive.clear()
     _registries.clear()
     gc.collect()
 

@@ -21,7 +21,7 @@ import numpy as np
 from vlora.config import Limits
 from vlora.errors import Unavailable
 from vlora.request import ImageFeatures, Output, OutputSink, Request
-from vlora.serving.answer import AnswerWriter
+from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.codec import (
     Call,
     adapter_name,
@@ -163,7 +163,7 @@ class LmmService:
         try:
             responder.fail(as_vlora_error(error, "answering the request"))
         except Exception:
-            log.exception("could not tell a client of its error")
+            log.exception("could not send a client its error")
 
     def _forget(self, request_id: str) -> None:
         with self._lock:

@@ -31,12 +31,12 @@ class Responder(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
-def coded(error: VLoraError) -> str:
+def to_message(error: VLoraError) -> str:
     """The message as it goes over the wire: `CODE: sentence`."""
     return f"{error.code}: {error.message}"
 
 
-def decoded(message: str) -> VLoraError:
+def from_message(message: str) -> VLoraError:
     """The error behind a wire message; one without a code is not ours, hence Internal."""
     match = _CODED.search(message)
     if match is None:

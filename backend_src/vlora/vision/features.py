@@ -3,9 +3,8 @@
 A key is the SHA-256 of an image's pixels, its shape and the tower's digest, computed here and
 never taken from a client. Knows nothing of Triton.
 
-**Invariant:** of the calls that miss one image at the same time, one encodes it (it leads the
-flight) and the others wait for it. Whoever leads encodes before it waits, so no two callers can
-wait for each other.
+**Invariant:** of the calls that miss one image at the same time, one encodes it and the others
+wait for it. Whoever encodes does so before it waits, so no two callers can wait for each other.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Counters:
     evictions: int = 0
 
 
-Flight = Future[FloatArray]
+PendingFeatures = Future[FloatArray]
 
 
 class FeatureCache:
@@ -80,7 +79,7 @@ class FeatureCache:
         self.evictions = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, FloatArray] = OrderedDict()
-        self._flights: dict[str, Flight] = {}
+        self._pending: dict[str, PendingFeatures] = {}
         self._used = 0
 
     @property
@@ -91,39 +90,37 @@ class FeatureCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def claim(self, key: str) -> tuple[Flight, bool]:
-        """The flight that brings `key`'s features, and whether the caller leads it.
-
-        A cached key's flight has landed already. A leader must call `land` or `crash` with it.
-        """
+    def claim(self, key: str) -> tuple[PendingFeatures, bool]:
+        """The features of `key`, there or still to come, and whether the caller must bring them,
+        by `fulfil` or `fail`."""
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
-                landed: Flight = Future()
-                landed.set_result(self._entries[key])
-                return landed, False
-            if key in self._flights:
-                return self._flights[key], False
-            flight: Flight = Future()
+                known: PendingFeatures = Future()
+                known.set_result(self._entries[key])
+                return known, False
+            if key in self._pending:
+                return self._pending[key], False
+            pending: PendingFeatures = Future()
             if self.budget:
-                self._flights[key] = flight
-            return flight, True
+                self._pending[key] = pending
+            return pending, True
 
-    def land(self, key: str, flight: Flight, features: FloatArray) -> None:
-        """The leader's features, float32 [rows, hidden]: cached if they fit, given to all."""
+    def fulfil(self, key: str, pending: PendingFeatures, features: FloatArray) -> None:
+        """The claimed features, float32 [rows, hidden]: cached if they fit, given to all."""
         owned = np.array(features, np.float32)
         owned.flags.writeable = False
         with self._lock:
-            self._flights.pop(key, None)
+            self._pending.pop(key, None)
             if owned.nbytes <= self.budget:
                 self._insert(key, owned)
-        flight.set_result(owned)
+        pending.set_result(owned)
 
-    def crash(self, key: str, flight: Flight, error: VLoraError) -> None:
-        """The leader failed: whoever follows gets the same error; the next to ask leads anew."""
+    def fail(self, key: str, pending: PendingFeatures, error: VLoraError) -> None:
+        """They could not be had: whoever waits gets the same error; the next to ask tries anew."""
         with self._lock:
-            self._flights.pop(key, None)
-        flight.set_exception(error)
+            self._pending.pop(key, None)
+        pending.set_exception(error)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books do not balance; for tests and idle times."""
@@ -131,7 +128,7 @@ class FeatureCache:
             held = sum(entry.nbytes for entry in self._entries.values())
             assert held == self._used, f"holds {held} bytes, books say {self._used}"
             assert self._used <= self.budget, f"{self._used} bytes of {self.budget}"
-            assert not self._flights.keys() & self._entries.keys(), "in flight and cached"
+            assert not self._pending.keys() & self._entries.keys(), "pending and cached"
             assert not any(entry.flags.writeable for entry in self._entries.values())
 
     def _insert(self, key: str, features: FloatArray) -> None:
@@ -181,22 +178,22 @@ class EncoderService:
 
     def _encode_all(self, images: list[DecodedImage], keys: list[str]) -> list[FloatArray]:
         claims = [self._cache.claim(key) for key in keys]
-        led = [i for i, (_, leads) in enumerate(claims) if leads]
-        self._count(images=len(images), hits=len(images) - len(led), misses=len(led))
+        mine = [i for i, (_, ours) in enumerate(claims) if ours]
+        self._count(images=len(images), hits=len(images) - len(mine), misses=len(mine))
         try:
-            for start in range(0, len(led), CHUNK):
-                chunk = led[start : start + CHUNK]
+            for start in range(0, len(mine), CHUNK):
+                chunk = mine[start : start + CHUNK]
                 self._count(batches=1)
                 encoded = self._encoder.encode([images[i] for i in chunk])
                 for i, features in zip(chunk, encoded, strict=True):
-                    self._cache.land(keys[i], claims[i][0], features)
+                    self._cache.fulfil(keys[i], claims[i][0], features)
         except BaseException as error:
             failure = _typed(error)
-            for i in led:
+            for i in mine:
                 if not claims[i][0].done():
-                    self._cache.crash(keys[i], claims[i][0], failure)
+                    self._cache.fail(keys[i], claims[i][0], failure)
             raise failure from error
-        return [flight.result() for flight, _ in claims]
+        return [pending.result() for pending, _ in claims]
 
     def _assemble(
         self, images: Sequence[DecodedImage], features: list[FloatArray], keys: list[str]

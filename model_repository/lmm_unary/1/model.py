@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vlora.serving import glue
-from vlora.serving.unary import UnaryService
+from vlora.serving.lmm_unary import LmmUnaryService
 
 REQUESTS_AT_ONCE = 128
 
@@ -15,7 +15,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         glue.set_up_logging(args["model_name"])
         self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="relay")
-        self._service = UnaryService(glue.ask_lmm, self._pool)
+        self._service = LmmUnaryService(glue.ask_lmm, self._pool)
 
     def execute(self, requests: list[Any]) -> None:
         glue.hand_over(requests, self._service)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vlora.serving import glue
-from vlora.serving.head import read_answer
 from vlora.serving.responder import as_vlora_error
+from vlora.serving.task_head import to_result
 
 
 class TritonPythonModel:
@@ -19,6 +19,6 @@ class TritonPythonModel:
 
     def _answer(self, request: Any) -> Any:
         try:
-            return glue.response(read_answer(glue.inputs(request), self._limits))
+            return glue.response(to_result(glue.inputs(request), self._limits))
         except Exception as error:
             return glue.error_response(as_vlora_error(error, "reading the answer"))

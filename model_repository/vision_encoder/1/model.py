@@ -7,8 +7,8 @@ from typing import Any
 
 from vlora.errors import VLoraError
 from vlora.serving import glue
-from vlora.serving.encoder import encode_batch
 from vlora.serving.exporter import EncoderExporter, Refresher
+from vlora.serving.vision_encoder import encode_batch
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.fakes import FakeResponder, first
 from vlora.errors import Internal, InvalidArgument, NotFound
+from vlora.serving.lmm_unary import LmmUnaryService, inner_request
 from vlora.serving.tensors import Tensors, flag, strings
-from vlora.serving.unary import UnaryService, inner_request
 
 ANSWER = {"text_output": strings(["answer"])}
 
@@ -45,37 +45,37 @@ def inner() -> Inner:
 
 
 @pytest.fixture
-def service(inner: Inner) -> Iterator[UnaryService]:
+def service(inner: Inner) -> Iterator[LmmUnaryService]:
     with ThreadPoolExecutor(2) as pool:
-        made = UnaryService(inner, pool)
+        made = LmmUnaryService(inner, pool)
         yield made
         made.close()
 
 
-def ask(service: UnaryService, client_id: str = "", **tensors: np.ndarray) -> FakeResponder:
+def ask(service: LmmUnaryService, client_id: str = "", **tensors: np.ndarray) -> FakeResponder:
     responder = FakeResponder()
     service.handle({"text_input": strings(["q"]), **tensors}, {}, client_id, responder)
     assert responder.done.wait(5)
     return responder
 
 
-def test_it_relays_the_one_response(service: UnaryService, inner: Inner) -> None:
+def test_it_relays_the_one_response(service: LmmUnaryService, inner: Inner) -> None:
     inner.answers = [ANSWER, {}]  # an empty final one does not count
     assert ask(service).sent == [(ANSWER, True)]
 
 
-def test_it_raises_the_error_that_lmm_gave(service: UnaryService, inner: Inner) -> None:
+def test_it_raises_the_error_that_lmm_gave(service: LmmUnaryService, inner: Inner) -> None:
     inner.error = NotFound("unknown adapter")
     assert ask(service).failure is inner.error
 
 
-def test_no_response_at_all_is_a_fault_of_ours(service: UnaryService, inner: Inner) -> None:
+def test_no_response_at_all_is_a_fault_of_ours(service: LmmUnaryService, inner: Inner) -> None:
     inner.answers = []
     assert isinstance(ask(service).failure, Internal)
 
 
 def test_a_long_id_of_the_client_is_the_inner_requests_too(
-    service: UnaryService, inner: Inner
+    service: LmmUnaryService, inner: Inner
 ) -> None:
     ask(service, client_id="0123456789abcdef")
     ask(service, client_id="7")
@@ -84,7 +84,7 @@ def test_a_long_id_of_the_client_is_the_inner_requests_too(
 
 
 def test_a_client_that_goes_away_stops_the_inner_request(
-    service: UnaryService, inner: Inner
+    service: LmmUnaryService, inner: Inner
 ) -> None:
     inner.gate.clear()
     responder = FakeResponder(cancelled=True)
@@ -107,5 +107,5 @@ def test_sampling_parameters_of_the_client_pass_unchanged() -> None:
     assert first(inner["sampling_parameters"]) == "{}"
 
 
-def test_asking_it_to_stream_is_refused(service: UnaryService) -> None:
+def test_asking_it_to_stream_is_refused(service: LmmUnaryService) -> None:
     assert isinstance(ask(service, stream=flag(True)).failure, InvalidArgument)

@@ -12,7 +12,7 @@ from vlora.serving.tensors import Inputs, Tensors, strings
 from vlora.vision.results import build_result
 
 
-def read_answer(tensors: Tensors, limits: Limits) -> Tensors:
+def to_result(tensors: Tensors, limits: Limits) -> Tensors:
     """`result` of one answer; InvalidArgument names the input that does not fit."""
     inputs = Inputs(tensors)
     layout = inputs.array("image_layout", np.int32, (None, 6))

@@ -22,12 +22,14 @@ from vlora.vision.images import DecodedImage, decode_request
 OUTPUTS = ("image_features", "image_layout", "image_size", "image_digest")
 
 
-class Encoder(Protocol):
+class BatchEncoder(Protocol):
+    """What is needed of `vision.features.EncoderService`."""
+
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]: ...
 
 
 def encode_batch(
-    batch: Sequence[Tensors], encoder: Encoder, limits: Limits
+    batch: Sequence[Tensors], encoder: BatchEncoder, limits: Limits
 ) -> list[Tensors | VLoraError]:
     """One answer per request, in order: tensors with the batch dimension 1 in front, or an error.
 
@@ -75,7 +77,7 @@ def to_tensors(encoded: EncodedImages) -> Tensors:
     }
 
 
-def from_tensors(tensors: Tensors) -> ImageFeatures:
+def features_from(tensors: Tensors) -> ImageFeatures:
     """What `to_tensors` made, as a caller of the model gets it."""
     return ImageFeatures(
         np.array(tensors["image_features"][0]), np.array(tensors["image_layout"][0])

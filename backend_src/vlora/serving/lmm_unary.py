@@ -31,7 +31,7 @@ Ask = Callable[[Tensors, str], list[Tensors]]
 """Calls `lmm`: inputs and request id in, its responses out; raises VLoraError."""
 
 
-class UnaryService:
+class LmmUnaryService:
     """Answers `lmm_unary` requests; `pool` runs the calls of `ask`, which block."""
 
     def __init__(self, ask: Ask, pool: Executor) -> None:
@@ -73,7 +73,7 @@ class UnaryService:
             try:
                 responder.fail(as_vlora_error(error, "relaying the request"))
             except Exception:
-                log.exception("could not tell a client of its error")
+                log.exception("could not send a client its error")
 
     def _forget(self, key: str) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import numpy as np
 from tests.fakes import first
 from vlora.config import Limits
 from vlora.request import HeadScores, Output, Timings, TokenLogprob
-from vlora.serving.answer import AnswerWriter
+from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.codec import read_call
 from vlora.serving.tensors import Tensors, flag, strings
 
