@@ -1,4 +1,4 @@
-"""The small parts of serving: encoder batches, task_head, errors on the wire, metrics, processes."""
+"""The small parts of serving: encoder batches, task_head, errors, metrics, processes."""
 
 from __future__ import annotations
 
