@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -138,23 +139,14 @@ def _table_of(adapters: Iterable[AdapterInfo]) -> Table:
 
 def _store(model: Path | None, adapters: Path | None) -> AdapterStore:
     """All adapters of the repository with these overrides; importing torch takes a while."""
-    from vlora.lora.adapter import ModelShape
     from vlora.lora.store import AdapterStore, find_folders
-    from vlora.model.loader import load_config, load_weights
+    from vlora.model.decoder_config import load_config
+    from vlora.model.loader import load_lm_head
 
     options = _check(model, adapters)
     logging.getLogger("vlora").addHandler(logging.NullHandler())  # told in the output instead
     config = load_config(options.model)
-    weights = load_weights(options.model, config)
-    store = AdapterStore(
-        ModelShape(
-            layers=config.layers,
-            hidden=config.hidden,
-            vocabulary=config.vocabulary,
-            shapes=config.target_shapes,
-            lm_head=weights.lm_head,
-        )
-    )
+    store = AdapterStore(config.adapter_shape(cache(lambda: load_lm_head(options.model, config))))
     names = load_adapter_names(default_repository() / "lmm" / "1" / "multi_lora.json")
     store.load(find_folders(options.adapters, names))
     return store

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers import AutoImageProcessor, LlavaForConditionalGeneration
+from transformers.models.auto import image_processing_auto as auto
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from vlora.errors import InvalidArgument
 from vlora.vision.encoder import VisionEncoder
@@ -49,7 +51,7 @@ def doubling(part: str):
 
 def test_features_equal_those_of_the_stock_model(checkpoint, encoder):
     stock = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    processor = AutoProcessor.from_pretrained(checkpoint).image_processor
+    processor = AutoImageProcessor.from_pretrained(checkpoint, backend="pil")
     images = random_images(0, 5)
     values = processor(images=[image.rgb for image in images], return_tensors="pt")
     with torch.inference_mode():
@@ -134,3 +136,30 @@ def test_a_folder_without_a_llava_tower_is_refused(checkpoint, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidArgument, match="type 'llama'"):
         VisionEncoder(folder, 1)
+
+
+def test_an_installed_torchvision_changes_nothing(checkpoint, encoder, monkeypatch):
+    """Without a choice, transformers takes torchvision's processor wherever that is installed."""
+
+    class OfTorchvision(CLIPImageProcessorPil):
+        backend = "torchvision"
+
+    by_name = auto.get_image_processor_class_from_name
+    monkeypatch.setattr(auto, "is_torchvision_available", lambda: True)
+    monkeypatch.setattr(
+        auto,
+        "get_image_processor_class_from_name",
+        lambda name: OfTorchvision if name == "CLIPImageProcessor" else by_name(name),
+    )
+    assert AutoImageProcessor.from_pretrained(checkpoint).backend == "torchvision"
+    again = VisionEncoder(checkpoint, threads=1)
+    assert type(again._processor) is CLIPImageProcessorPil
+    assert again.tower_digest == encoder.tower_digest
+
+
+def test_a_truncated_shard_is_named(checkpoint, tmp_path):
+    folder = copy_of(checkpoint, tmp_path / "model")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(InvalidArgument, match=r"model\.safetensors cannot be read"):
+        VisionEncoder(folder, threads=1)

@@ -14,13 +14,13 @@ from vlora.engine.plan import StepPlan
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
-from vlora.lora.adapter import ModelShape
 from vlora.lora.store import AdapterStore, find_folders
 from vlora.memory.kv import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.metrics import EngineStats
+from vlora.model.decoder_config import load_config
 from vlora.model.inputs import Prompt, PromptReader
-from vlora.model.loader import load_config, load_weights
+from vlora.model.loader import load_weights
 from vlora.model.runner import RowRange, Runner, StepResult
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import Vocabulary
@@ -59,15 +59,7 @@ class Engine:
         self.config = load_config(options.model)
         weights = load_weights(options.model, self.config)
         self.slab = weights.slab
-        self.adapters = AdapterStore(
-            ModelShape(
-                layers=self.config.layers,
-                hidden=self.config.hidden,
-                vocabulary=self.config.vocabulary,
-                shapes=self.config.target_shapes,
-                lm_head=weights.lm_head,
-            )
-        )
+        self.adapters = AdapterStore(self.config.adapter_shape(lambda: weights.lm_head))
         self.adapters.load(find_folders(options.adapters, adapter_names or {}))
         pages = options.kv_cache_tokens // options.block_size
         self.pool = PagePool(pages)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,13 +109,16 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What an adapter has to fit: target → (d_out, d_in), the same in every layer."""
+    """What an adapter has to fit: target → (d_out, d_in), the same in every layer.
+
+    lm_head: gives the base model's, fp32; called only for an adapter that holds a copy of it.
+    """
 
     layers: int
     hidden: int
     vocabulary: int
     shapes: Mapping[str, tuple[int, int]]
-    lm_head: torch.Tensor
+    lm_head: Callable[[], torch.Tensor]
 
     def shape_of(self, place: Place) -> tuple[int, int]:
         layer, target = place
@@ -239,9 +242,8 @@ def _sort(
             raise refuse(f"holds '{key}', {_why_not(key)}")
         which = match["which"]
         if which is None:
-            if tensor.shape != model.lm_head.shape or not torch.equal(
-                tensor.float(), model.lm_head
-            ):
+            base = model.lm_head()
+            if tensor.shape != base.shape or not torch.equal(tensor.float(), base):
                 raise refuse(f"holds '{key}', which differs from the base model's own lm_head")
             continue
         place = (-1, LM_HEAD)

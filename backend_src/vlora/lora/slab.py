@@ -8,7 +8,7 @@ weights are never modified). q, k, v lie adjacent, and so do gate and up: a fuse
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,11 +63,6 @@ class WeightSlab:
         first = self._places[layer, targets[0]]
         rows = sum(self._places[layer, target].rows for target in targets)
         return Place(first.offset, rows, first.columns)
-
-    def fill(self, read: Callable[[int, str], torch.Tensor]) -> None:
-        """Write the base weights, once, from `read(layer, target)` → [d_out, d_in]."""
-        for (layer, target), place in self._places.items():
-            place.view(self.base).copy_(read(layer, target))
 
     def digest(self) -> str:
         """SHA-256 of the base weights: the same before and after any work."""

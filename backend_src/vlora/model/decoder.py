@@ -18,7 +18,8 @@ from vlora.lora.layers import LoraLinear
 from vlora.lora.slab import GROUPS
 from vlora.lora.store import AdapterStore
 from vlora.model.attention import AttentionPlan
-from vlora.model.loader import DecoderConfig, DecoderWeights
+from vlora.model.decoder_config import DecoderConfig
+from vlora.model.loader import DecoderWeights
 
 
 class Decoder:

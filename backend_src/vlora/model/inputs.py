@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from vlora.errors import InvalidArgument
-from vlora.model.loader import DecoderConfig
+from vlora.model.decoder_config import DecoderConfig
 from vlora.request import ImageFeatures
 
 NO_IMAGE = -1

@@ -1,4 +1,4 @@
-"""A checkpoint folder → the decoder's configuration and weights.
+"""A checkpoint folder → the decoder's weights.
 
 Reads the language model of any checkpoint of the Llama family, alone or inside a multimodal one;
 vision towers and connectors are left to `vision/encoder.py`. Names are recognised by their ends,
@@ -7,64 +7,44 @@ so the layouts of transformers 4 and 5 and bare decoders all load.
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from safetensors import SafetensorError, safe_open
 
 from vlora.errors import InvalidArgument
 from vlora.lora.slab import TARGETS, WeightSlab
-
-SERVED = ("llama", "qwen2", "mistral")
-"""Text configurations whose layers are exactly what `model/decoder.py` computes."""
-
-ACTIVATIONS = ("silu",)
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-_LAYER = re.compile(
-    r"^(?:model\.|language_model\.)*layers\.(\d+)\.(?:(?:self_attn|mlp)\.(\w+_proj)\.(weight|bias)"
-    r"|(input_layernorm|post_attention_layernorm)\.weight)$"
-)
-_OTHER = re.compile(
-    r"^(?:model\.|language_model\.)*(?:(embed_tokens|norm)\.weight|(lm_head)\.weight)$"
+from vlora.model.decoder_config import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    NORMS,
+    DecoderConfig,
+    bias_of,
+    norm_of,
+    rotary,
+    weight_of,
 )
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes of the decoder. `image_token` is None for a checkpoint without images."""
+STORED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""Types in which a checkpoint's weights may be stored."""
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    norm_eps: float
-    context: int
-    image_token: int | None
-    eos_tokens: tuple[int, ...]
+INDEX = "model.safetensors.index.json"
 
-    @property
-    def target_shapes(self) -> dict[str, tuple[int, int]]:
-        """target → (d_out, d_in)."""
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "q_proj": (query, self.hidden),
-            "k_proj": (kv, self.hidden),
-            "v_proj": (kv, self.hidden),
-            "o_proj": (self.hidden, query),
-            "gate_proj": (self.intermediate, self.hidden),
-            "up_proj": (self.intermediate, self.hidden),
-            "down_proj": (self.hidden, self.intermediate),
-        }
+_NAME = re.compile(
+    r"^(?:model\.|language_model\.)*("
+    r"layers\.\d+\.(?:(?:self_attn|mlp)\.\w+_proj\.(?:weight|bias)|\w+_layernorm\.weight)"
+    r"|(?:embed_tokens|norm|lm_head)\.weight)$"
+)
 
 
 @dataclass(frozen=True)
@@ -85,111 +65,159 @@ class DecoderWeights:
     rope_scale: float
 
 
-def load_config(folder: Path) -> DecoderConfig:
-    """Raises InvalidArgument for a folder without a checkpoint, or one that is not served."""
-    if not (folder / "config.json").is_file():
-        raise InvalidArgument(f"model: {folder} holds no checkpoint (config.json is missing)")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    text = config.get_text_config()
-    problem = _unserved(text)
-    if problem:
-        raise InvalidArgument(f"model: {folder}: {problem}")
-    heads = text.num_attention_heads
-    return DecoderConfig(
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        intermediate=text.intermediate_size,
-        vocabulary=text.vocab_size,
-        norm_eps=text.rms_norm_eps,
-        context=text.max_position_embeddings,
-        image_token=getattr(config, "image_token_id", getattr(config, "image_token_index", None)),
-        eos_tokens=_eos_tokens(folder, text),
-    )
-
-
-def _unserved(text: Any) -> str | None:
-    """Why this text configuration is not computed by our decoder, or None."""
-    if text.model_type not in SERVED:
-        return f"model type '{text.model_type}' is not served; these are: {', '.join(SERVED)}"
-    if text.hidden_act not in ACTIVATIONS:
-        return f"activation '{text.hidden_act}' is not served"
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        return f"rope type '{rope}' is not served; these are: {', '.join(ROPE_TYPES)}"
-    windows = getattr(text, "layer_types", None) or []
-    if "sliding_attention" in windows or (
-        text.model_type == "mistral" and getattr(text, "sliding_window", None)
-    ):
-        return "sliding-window attention is not served"
-    return None
-
-
-def _eos_tokens(folder: Path, text: Any) -> tuple[int, ...]:
-    """End-of-text tokens, from generation_config.json where there is one."""
-    from transformers import GenerationConfig
-
-    eos = text.eos_token_id
-    if (folder / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-
-
 def load_weights(folder: Path, config: DecoderConfig) -> DecoderWeights:
-    """Reads every safetensors file of the folder, converting to fp32.
+    """Reads the folder's safetensors one tensor at a time, each straight to where it stays, so
+    that loading needs the memory of the model and of its largest tensor.
 
-    Raises InvalidArgument naming what is missing.
+    Raises InvalidArgument naming the file and the tensor that is missing or does not fit.
     """
-    targets: dict[tuple[int, str], torch.Tensor] = {}
-    biases: dict[tuple[int, str], torch.Tensor] = {}
-    norms: dict[tuple[int, str], torch.Tensor] = {}
-    others: dict[str, torch.Tensor] = {}
-    for key, tensor in _tensors(folder):
-        if match := _LAYER.match(key):
-            layer, target, kind, norm = int(match[1]), match[2], match[3], match[4]
-            if norm:
-                norms[layer, norm] = tensor
-            else:
-                (targets if kind == "weight" else biases)[layer, target] = tensor
-        elif match := _OTHER.match(key):
-            others[match[1] or match[2]] = tensor
-    wanted = {(layer, target) for layer in range(config.layers) for target in TARGETS}
-    missing = sorted(wanted - set(targets))
-    missing_others = sorted({"embed_tokens", "norm"} - set(others))
-    if missing or missing_others:
-        raise InvalidArgument(f"model: {folder} lacks {(missing_others + missing)[0]}")
+    holders = _holders(folder, config)
     slab = WeightSlab(config.layers, config.target_shapes)
-    slab.fill(lambda layer, target: targets[layer, target])
-    frequencies, scale = _rotary(folder)
+    rooms = {
+        weight_of(layer, target): slab.place(layer, target).view(slab.base)
+        for layer in range(config.layers)
+        for target in TARGETS
+    }
+    beside = {name: shape for name, shape in config.weight_shapes.items() if name not in rooms}
+    rooms |= {name: torch.empty(shape, dtype=torch.float32) for name, shape in beside.items()}
+    by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
+    for name, (file, key) in holders.items():
+        by_file[file].append((name, key))
+    for file, names in by_file.items():
+        with _opened(file) as opened:
+            for name, key in names:
+                if name in rooms:
+                    _store(rooms[name], _tensor(opened, file, key), f"{file} holds '{key}'")
+    if config.tied and LM_HEAD in holders:
+        _tell_stale(rooms[EMBEDDING], *holders[LM_HEAD])
+    frequencies, scale = rotary(folder)
     return DecoderWeights(
         slab=slab,
-        embedding=others["embed_tokens"],
-        lm_head=others.get("lm_head", others["embed_tokens"]),
-        final_norm=others["norm"],
-        norms=norms,
-        biases=biases,
+        embedding=rooms[EMBEDDING],
+        lm_head=rooms[EMBEDDING if config.tied else LM_HEAD],
+        final_norm=rooms[FINAL_NORM],
+        norms={
+            (layer, norm): rooms[norm_of(layer, norm)]
+            for layer in range(config.layers)
+            for norm in NORMS
+        },
+        biases={
+            (layer, target): rooms[bias_of(layer, target)]
+            for layer in range(config.layers)
+            for target in config.biased
+        },
         inverse_frequencies=frequencies,
         rope_scale=scale,
     )
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise InvalidArgument(f"model: {folder} holds no .safetensors file")
+def check_files(folder: Path) -> None:
+    """Raises InvalidArgument naming the first weights file that is missing, cut short or broken."""
+    for file in _files(folder)[0]:
+        _opened(file)
+
+
+def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:
+    """The LM head alone, [vocabulary, hidden]. Raises as `load_weights`."""
+    file, key = _holders(folder, config)[EMBEDDING if config.tied else LM_HEAD]
+    room = torch.empty(config.vocabulary, config.hidden, dtype=torch.float32)
+    with _opened(file) as opened:
+        _store(room, _tensor(opened, file, key), f"{file} holds '{key}'")
+    return room
+
+
+def _store(room: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
+    """Copy a stored tensor to where it stays; the one place where its type changes."""
+    if tensor.dtype not in STORED:
+        served = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED)
+        raise InvalidArgument(f"model: {what} as {tensor.dtype}; served are {served}")
+    if tensor.shape != room.shape:
+        raise InvalidArgument(
+            f"model: {what} of shape {tuple(tensor.shape)}; by config.json it must be"
+            f" {tuple(room.shape)}"
+        )
+    room.copy_(tensor)
+
+
+def _tell_stale(embedding: torch.Tensor, file: Path, key: str) -> None:
+    """config.json decides: tied is tied, whatever else the file holds (decision 20)."""
+    with _opened(file) as opened:
+        head = _tensor(opened, file, key)
+    if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
+        log.warning(
+            "%s holds '%s', which differs from the embeddings; config.json ties the two, so the"
+            " embeddings are used",
+            file,
+            key,
+        )
+
+
+def _holders(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, str]]:
+    """name → (file, key there) of every weight of the decoder that the folder holds.
+
+    Complete for `config`. As in transformers, tied embeddings may be stored as the LM head.
+    """
+    holders: dict[str, tuple[Path, str]] = {}
+    files, listed = _files(folder)
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 (the file itself cannot be iterated)
-                if _LAYER.match(key) or _OTHER.match(key):
-                    yield key, opened.get_tensor(key).to(torch.float32)
+        with _opened(file) as opened:
+            keys = list(opened.keys())
+        for key in keys:
+            if (name := _name(key)) is None:
+                continue
+            if name in holders:
+                other, known = holders[name]
+                raise InvalidArgument(f"model: {file} holds '{key}', which is '{known}' of {other}")
+            holders[name] = (file, key)
+    if config.tied and EMBEDDING not in holders and LM_HEAD in holders:
+        holders[EMBEDDING] = holders.pop(LM_HEAD)
+    for name in config.weight_shapes:
+        if name not in holders:
+            untied = " (config.json does not tie it to the embeddings)" * (name == LM_HEAD)
+            promised = (file for key, file in listed.items() if _name(key) == name)
+            where = next(promised, files[0] if len(files) == 1 else folder)
+            raise InvalidArgument(f"model: {where} lacks {name}{untied}")
+    return holders
 
 
-def _rotary(folder: Path) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies and attention scaling, computed by transformers' own rules."""
-    text = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    rotary = LlamaRotaryEmbedding(text)
-    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+def _name(key: str) -> str | None:
+    """A stored tensor's name without the layout's prefix; None if it is not the decoder's."""
+    match = _NAME.match(key)
+    return match[1] if match else None
+
+
+def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The folder's weight files, found as transformers does, and what its index lists."""
+    index = folder / INDEX
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"], {}
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise InvalidArgument(f"model: {folder} holds no .safetensors file")
+        return files, {}
+    try:
+        listed = {
+            str(key): folder / str(file)
+            for key, file in json.loads(index.read_text())["weight_map"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidArgument(f"model: {index} cannot be read: {error!r}") from error
+    return sorted(set(listed.values())), listed
+
+
+def _opened(file: Path) -> Any:
+    # Not mapped: a mapped file would count as memory beside the slab, and one that is cut short
+    # while it is read would end the process.
+    try:
+        return safe_open(file, framework="pt", backend="pread")
+    except (SafetensorError, OSError) as error:
+        raise InvalidArgument(f"model: {file} cannot be read: {error}") from error
+
+
+def _tensor(opened: Any, file: Path, key: str) -> torch.Tensor:
+    try:
+        tensor: torch.Tensor = opened.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise InvalidArgument(f"model: {file}: '{key}' cannot be read: {error}") from error
+    return tensor

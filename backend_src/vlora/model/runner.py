@@ -15,8 +15,9 @@ from vlora.lora.segments import BASE, signed_segments
 from vlora.lora.store import AdapterStore
 from vlora.model.attention import AttentionPlan, KVStore, Span
 from vlora.model.decoder import Decoder
+from vlora.model.decoder_config import DecoderConfig
 from vlora.model.inputs import NO_IMAGE, Prompt
-from vlora.model.loader import DecoderConfig, DecoderWeights
+from vlora.model.loader import DecoderWeights
 
 
 @dataclass(frozen=True)

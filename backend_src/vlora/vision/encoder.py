@@ -23,8 +23,13 @@ from transformers.models.llava.modeling_llava import (
 )
 
 from vlora.errors import InvalidArgument
+from vlora.model.loader import check_files
 from vlora.request import FloatArray
 from vlora.vision.images import DecodedImage
+
+PROCESSOR_BACKEND = "pil"
+"""Of the two that transformers has: their pixels differ, and without a choice it would take
+torchvision's wherever that happens to be installed."""
 
 
 class _VisionPart(LlavaModel):  # type: ignore[misc]
@@ -58,14 +63,20 @@ class VisionEncoder:
         try:
             config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
             self._processor: Any = AutoImageProcessor.from_pretrained(
-                checkpoint, local_files_only=True
+                checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True
             )
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"{checkpoint} has no vision tower to read: {error}") from None
+        if self._processor.backend != PROCESSOR_BACKEND:
+            raise InvalidArgument(
+                f"{checkpoint}: its image processor {type(self._processor).__name__} has no"
+                f" '{PROCESSOR_BACKEND}' backend, the only one that is served"
+            )
         if not isinstance(config, LlavaConfig):
             raise InvalidArgument(
                 f"{checkpoint} is of type '{config.model_type}'; its vision tower must be LLaVA's"
             )
+        check_files(checkpoint)
         model, report = _VisionPart.from_pretrained(
             checkpoint,
             dtype=torch.float32,

@@ -1,0 +1,276 @@
+"""Checkpoint folders: the weights that are meant are read, each once; all else is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vlora.errors import InvalidArgument
+from vlora.model.decoder_config import load_config
+from vlora.model.loader import DecoderWeights, load_lm_head, load_weights
+
+Tensors = dict[str, torch.Tensor]
+HIDDEN, VOCABULARY = 16, 40
+
+
+def save(folder: Path, tied: bool = False, **options: Any) -> Path:
+    """A tiny random Llama in one file."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        num_hidden_layers=2,
+        tie_word_embeddings=tied,
+        **sizes,
+        **options,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path)
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    return save(tmp_path, tied=True)
+
+
+def edit(folder: Path, change: Callable[[Tensors], object]) -> Tensors:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def load(folder: Path) -> DecoderWeights:
+    return load_weights(folder, load_config(folder))
+
+
+def shard(folder: Path) -> Path:
+    """Two shards and their index instead of one file; returns the second."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[:8], names[8:]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder / "model-00002-of-00002.safetensors"
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(InvalidArgument, match=r"^model: ") as caught:
+        load(folder)
+    return str(caught.value)
+
+
+def test_an_untied_model_without_a_head_is_refused(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    message = refused(folder)
+    assert "model.safetensors lacks lm_head.weight" in message
+    assert "config.json does not tie it" in message
+
+
+def test_tied_embeddings_are_the_head(tied: Path) -> None:
+    weights = load(tied)
+    assert weights.lm_head is weights.embedding
+    assert torch.equal(load_lm_head(tied, load_config(tied)), weights.embedding)
+
+
+def test_a_stale_head_beside_tied_embeddings_is_not_used_and_told(
+    tied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(tied, lambda tensors: tensors.update({"lm_head.weight": torch.randn(VOCABULARY, HIDDEN)}))
+    weights = load(tied)
+    assert weights.lm_head is weights.embedding
+    assert "lm_head.weight" in caplog.text
+    assert torch.equal(load_lm_head(tied, load_config(tied)), weights.embedding)
+
+
+def test_an_equal_copy_of_tied_embeddings_is_no_word_worth(
+    tied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(
+        tied, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone().half()})
+    )
+    edit(tied, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
+    load(tied)
+    assert caplog.text == ""
+
+
+def test_tied_embeddings_may_be_stored_as_the_head_as_in_transformers(tied: Path) -> None:
+    edit(tied, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    theirs = LlamaForCausalLM.from_pretrained(tied).lm_head.weight
+    weights = load(tied)
+    assert torch.equal(weights.embedding, theirs)
+    assert torch.equal(weights.lm_head, theirs)
+
+
+@pytest.mark.parametrize("where", ["model", "text"])
+def test_quantized_weights_are_refused_by_their_method(
+    folder: Path, checkpoint: Path, tmp_path: Path, where: str
+) -> None:
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    if where == "model":
+        edit_config(folder, quantization_config=quantization)
+    else:
+        whole = json.loads((checkpoint / "config.json").read_text())
+        whole["text_config"]["quantization_config"] = quantization
+        (folder / "config.json").write_text(json.dumps(whole))
+    message = refused(folder)
+    assert "'quantization_config'" in message
+    assert "'fp8'" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_of_a_type_that_needs_scales_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    message = refused(folder)
+    assert f"'{name}' as {dtype}" in message
+    assert "model.safetensors" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.post_attention_layernorm.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+    ],
+)
+def test_a_missing_tensor_is_named_with_its_file(folder: Path, name: str) -> None:
+    edit(folder, lambda tensors: tensors.pop(name))
+    assert refused(folder).endswith(f"model.safetensors lacks {name.removeprefix('model.')}")
+
+
+def test_a_missing_bias_is_named(tmp_path: Path) -> None:
+    save(tmp_path, attention_bias=True)
+    edit(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.o_proj.bias"))
+    assert "lacks layers.1.self_attn.o_proj.bias" in refused(tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both(folder: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit(folder, lambda tensors: tensors.update({name: torch.randn(HIDDEN, HIDDEN + 1)}))
+    message = refused(folder)
+    assert f"'{name}' of shape (16, 17)" in message
+    assert "(16, 16)" in message
+
+
+def test_one_tensor_under_two_names_is_refused(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({"norm.weight": torch.ones(HIDDEN)}))
+    message = refused(folder)
+    assert "'norm.weight'" in message
+    assert "'model.norm.weight'" in message
+
+
+@pytest.mark.parametrize("kept", [0, 4, 200, -1])
+def test_a_truncated_shard_is_named(folder: Path, kept: int) -> None:
+    second = shard(folder)
+    second.write_bytes(second.read_bytes()[:kept])
+    assert f"{second} cannot be read" in refused(folder)
+
+
+def test_a_shard_of_noise_or_that_is_gone_is_named(folder: Path) -> None:
+    second = shard(folder)
+    second.write_bytes(b"\xff" * 4096)
+    assert f"{second} cannot be read" in refused(folder)
+    second.unlink()
+    assert f"{second} cannot be read" in refused(folder)
+
+
+def test_a_tensor_that_its_shard_lacks_is_named_with_the_shard(folder: Path) -> None:
+    second = shard(folder)
+    tensors = load_file(second)
+    del tensors["model.norm.weight"]
+    save_file(tensors, second, {"format": "pt"})
+    assert refused(folder).endswith(f"{second} lacks norm.weight")
+
+
+def test_files_that_the_index_does_not_list_are_not_read(folder: Path) -> None:
+    expected = load(folder).slab.digest()
+    shard(folder)
+    save_file({"norm.weight": torch.zeros(HIDDEN)}, folder / "consolidated.safetensors")
+    assert load(folder).slab.digest() == expected
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 5}', "[" * 100_000])
+def test_a_broken_index_is_named(folder: Path, content: str) -> None:
+    shard(folder)
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json cannot be read" in refused(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"model_type": "no such"}', "[" * 100_000])
+def test_a_broken_config_is_named(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    assert "config.json" in refused(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_stored_float_type_becomes_float32(folder: Path, dtype: torch.dtype) -> None:
+    tensors = edit(folder, lambda t: t.update({name: x.to(dtype) for name, x in t.items()}))
+    weights = load(folder)
+    up = weights.slab.place(1, "up_proj").view(weights.slab.base)
+    assert torch.equal(up, tensors["model.layers.1.mlp.up_proj.weight"].float())
+    assert torch.equal(weights.lm_head, tensors["lm_head.weight"].float())
+    assert weights.lm_head.dtype == weights.final_norm.dtype == torch.float32
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[Path]:
+    """About 50 M parameters, stored as float16 (100 MB), and gone afterwards."""
+    hidden, middle = 1024, 2816
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=middle,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+    )
+    config.save_pretrained(tmp_path)
+    noise = torch.randn(middle, hidden).half()
+    shapes = load_config(tmp_path).weight_shapes
+    tensors = {}
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        tensors[name] = noise.flatten()[:size].view(shape).clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    yield tmp_path
+    (tmp_path / "model.safetensors").unlink()
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had resident since it was last reset."""
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
+    return int(line.split()[1]) * 1024
+
+
+def test_loading_needs_the_memory_of_the_model_once(large: Path) -> None:
+    config = load_config(large)
+    sizes = [4 * torch.Size(shape).numel() for shape in config.weight_shapes.values()]
+    load_weights(large, config)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_bytes()
+    weights = load_weights(large, config)
+    grown = peak_bytes() - before
+    assert weights.slab.base.numel() * 4 <= grown <= sum(sizes) + 2 * max(sizes)
