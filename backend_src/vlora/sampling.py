@@ -17,6 +17,9 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 256
 MAX_STOP_STRINGS = 16
 
+ADAPTER_KEY = "lora_name"
+"""Travels among the sampling keys and names the adapter; it says nothing about sampling."""
+
 NOT_YET = ("priority", "deadline_ms", "stream_id", "supersede")
 """Keys of the contract that a later version brings; refused by name until then."""
 
@@ -74,7 +77,6 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     choices: tuple[str, ...] = ()
-    lora_name: str | None = None
 
     @property
     def greedy(self) -> bool:
@@ -92,6 +94,9 @@ class SamplingParams:
             if key == "n":
                 if _whole(key, value) != 1:
                     raise Unsupported(f"'n' = {value} is not supported; send {value} requests")
+                continue
+            if key == ADAPTER_KEY:
+                _optional(_text)(key, value)
                 continue
             if key in NOT_YET:
                 raise Unsupported(f"sampling parameter '{key}' is not yet supported")
@@ -261,7 +266,6 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": _boolean,
     "logprobs": _optional(_wholes(0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")),
     "choices": _texts(MAX_CHOICES, lone=False),
-    "lora_name": _optional(_text),
 }
 
-KNOWN_KEYS: tuple[str, ...] = tuple(f.name for f in fields(SamplingParams))
+KNOWN_KEYS: tuple[str, ...] = (*(f.name for f in fields(SamplingParams)), ADAPTER_KEY)

@@ -10,6 +10,7 @@ from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.memory.kv import BlockTable
 from vlora.memory.pool import PagePool
+from vlora.model.inputs import Prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -18,7 +19,10 @@ def sequence(
     pool: PagePool, name: str, prompt: int, block: int = 4, slot: int = -1, arrival: float = 0.0
 ) -> Sequence:
     request = Request(id=name, prompt="", sampling=SamplingParams())
-    return Sequence(request, range(prompt), slot, 100, arrival, BlockTable(pool, block))
+    table = BlockTable(pool, block)
+    made = Sequence(request, Prompt.of_text(range(prompt)), slot, 100, table)
+    made.arrival = arrival
+    return made
 
 
 def carry_out(scheduler: Scheduler, plan: StepPlan) -> None:

@@ -6,11 +6,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vlora.config import Options
-from vlora.engine.answer import Answer
 from vlora.engine.plan import StepPlan
+from vlora.engine.request_state import RequestState
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
@@ -19,23 +19,12 @@ from vlora.memory.kv import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.metrics import EngineStats
 from vlora.model.decoder_config import load_config
-from vlora.model.inputs import Prompt, PromptReader
+from vlora.model.inputs import PromptReader
 from vlora.model.loader import load_weights
-from vlora.model.runner import RowRange, Runner, StepResult
+from vlora.model.runner import Runner, StepResult
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import Output, Request
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A request that has passed every check at the edge."""
-
-    request: Request
-    prompt: Prompt
-    sampler: TokenSampler
-    slot: int
-    max_tokens: int
 
 
 class Engine:
@@ -70,13 +59,15 @@ class Engine:
         self._tokenizing = threading.Lock()
         self._vocabulary = Vocabulary(self._reader.tokenizer)
         self.scheduler = Scheduler(Budgets(options.max_num_seqs, options.max_num_batched_tokens))
-        self._answers: dict[str, Answer] = {}
+        self._live: dict[str, RequestState] = {}
         self._stats = EngineStats(pages_total=pages, page_tokens=options.block_size)
 
     # -- at the edge, on the caller's thread -------------------------------------------------
 
-    def prepare(self, request: Request) -> Prepared:
-        """Every check that a request can fail, before it is queued. Raises a VLoraError."""
+    def prepare(self, request: Request) -> RequestState:
+        """Every check that a request can fail, before it is queued; it holds no pages yet.
+
+        Raises a VLoraError."""
         params = request.sampling
         slot = self.adapters.slot(request.adapter)
         if request.use_head and (slot < 0 or self.adapters.adapter(slot).head is None):
@@ -98,7 +89,10 @@ class Engine:
                 f"the longest of 'choices' needs {sampler.choices.least_tokens} tokens;"
                 f" {max_tokens} are left for it"
             )
-        return Prepared(request, prompt, sampler, slot, max_tokens)
+        table = BlockTable(self.pool, self._block_size)
+        sequence = Sequence(request, prompt, slot, max_tokens, table)
+        info = self.adapters.info(request.adapter) if request.adapter else None
+        return RequestState(sequence, sampler, self._vocabulary, info)
 
     def _max_tokens(self, request: Request, prompt: int) -> int:
         """Tokens this answer may have; a prompt or a limit beyond the context is refused."""
@@ -123,23 +117,13 @@ class Engine:
 
     # -- on the engine's thread --------------------------------------------------------------
 
-    def add(self, prepared: Prepared, arrival: float) -> None:
+    def add(self, state: RequestState, arrival: float) -> None:
         """Queues a prepared request; its id must not be live."""
-        request = prepared.request
-        if request.id in self._answers:
-            raise ValueError(f"request id {request.id!r} is live already")
-        sequence = Sequence(
-            request=request,
-            prompt=prepared.prompt.ids,
-            slot=prepared.slot,
-            max_tokens=prepared.max_tokens,
-            arrival=arrival,
-            table=BlockTable(self.pool, self._block_size),
-        )
-        info = self.adapters.info(request.adapter) if request.adapter else None
-        self._answers[request.id] = Answer(
-            sequence, prepared.prompt, prepared.sampler, self._vocabulary, info
-        )
+        sequence = state.sequence
+        if sequence.id in self._live:
+            raise ValueError(f"request id {sequence.id!r} is live already")
+        sequence.arrival = arrival
+        self._live[sequence.id] = state
         self.scheduler.add(sequence)
 
     def step(self) -> list[Output]:
@@ -153,13 +137,13 @@ class Engine:
     def abort(self, request_id: str, reason: VLoraError | None = None) -> list[Output]:
         """Ends a request; its last output carries `reason` (Cancelled by default). An unknown id
         is no error: it may just have finished."""
-        answer = self._answers.get(request_id)
-        if answer is None:
+        state = self._live.get(request_id)
+        if state is None:
             return []
-        self._forget(answer)
+        self._forget(state)
         failed = isinstance(reason, Internal)
         self._count(failed=failed, aborted=not failed)
-        return [answer.ended(reason or Cancelled("the request was cancelled"), self._clock())]
+        return [state.ended(reason or Cancelled("the request was cancelled"), self._clock())]
 
     @property
     def idle(self) -> bool:
@@ -167,7 +151,7 @@ class Engine:
 
     @property
     def live_ids(self) -> tuple[str, ...]:
-        return tuple(self._answers)
+        return tuple(self._live)
 
     @property
     def running_ids(self) -> tuple[str, ...]:
@@ -192,27 +176,13 @@ class Engine:
         assert held == self.pool.used, (held, self.pool.used)
         assert all(not sequence.table.pages for sequence in self.scheduler.waiting)
         known = {s.id for s in (*self.scheduler.running, *self.scheduler.waiting)}
-        assert known == set(self._answers), known ^ set(self._answers)
+        assert known == set(self._live), known ^ set(self._live)
 
     def _forward(self, plan: StepPlan) -> StepResult:
         now = self._clock()
-        ranges = []
         for chunk in plan.chunks:
-            answer = self._answers[chunk.sequence_id]
-            answer.started(now)
-            sequence = answer.sequence
-            kind = "head" if sequence.request.use_head else "logits"
-            ranges.append(
-                RowRange(
-                    tokens=sequence.tokens[chunk.start : chunk.start + chunk.length],
-                    start=chunk.start,
-                    pages=sequence.table.pages,
-                    slot=chunk.slot,
-                    prompt=answer.prompt,
-                    last=kind if chunk.completes else None,
-                )
-            )
-        return self._runner.forward(ranges, plan.live)
+            self._live[chunk.sequence_id].started(now)
+        return self._runner.forward(plan.chunks, plan.live)
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Counters forward, tokens drawn, answers ended."""
@@ -222,18 +192,18 @@ class Engine:
         scores = iter(result.scores)
         outputs: list[Output] = []
         for chunk in plan.chunks:
-            answer = self._answers[chunk.sequence_id]
-            answer.sequence.computed += chunk.length
+            state = self._live[chunk.sequence_id]
+            state.sequence.computed += chunk.length
             if not chunk.completes:
                 continue
-            if answer.sequence.request.use_head:
-                output = answer.scored(next(scores), now)
+            if chunk.use_head:
+                output = state.scored(next(scores), now)
             else:
                 row, largest = next(logits)
-                output = answer.drawn(row, largest, now)
+                output = state.drawn(row, largest, now)
             outputs.append(output)
             if output.finished:
-                self._forget(answer)
+                self._forget(state)
         self._count(
             steps=1,
             rows=plan.rows,
@@ -246,9 +216,9 @@ class Engine:
         )
         return outputs
 
-    def _forget(self, answer: Answer) -> None:
-        self.scheduler.remove(answer.sequence)
-        del self._answers[answer.sequence.id]
+    def _forget(self, state: RequestState) -> None:
+        self.scheduler.remove(state.sequence)
+        del self._live[state.sequence.id]
 
     def _count(self, **more: int) -> None:
         self._stats = replace(

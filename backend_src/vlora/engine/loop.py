@@ -17,7 +17,8 @@ from functools import partial
 import torch
 
 from vlora.config import Options
-from vlora.engine.engine import Engine, Prepared
+from vlora.engine.engine import Engine
+from vlora.engine.request_state import RequestState
 from vlora.engine.stops import EarlyStops
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.lora.store import AdapterStore
@@ -75,14 +76,14 @@ class EngineLoop:
         Raises a VLoraError where it is refused; then `sink` is never called. Else `sink` gets
         every output, in order, on the response thread, the last with finish_reason or error.
         """
-        prepared = self._engine.prepare(request)
+        state = self._engine.prepare(request)
         with self._wake:
             self._admit(request)
             self._sinks[request.id] = sink
             self._by_client[request.client_id].add(request.id)
             self._client_of[request.id] = request.client_id
             arrival = time.monotonic()
-            self._inbox.append(partial(self._add, prepared, arrival))
+            self._inbox.append(partial(self._add, state, arrival))
             self._wake.notify()
 
     def _admit(self, request: Request) -> None:
@@ -147,8 +148,8 @@ class EngineLoop:
             self._inbox.append(work)
             self._wake.notify()
 
-    def _add(self, prepared: Prepared, arrival: float) -> list[Output]:
-        self._engine.add(prepared, arrival)
+    def _add(self, state: RequestState, arrival: float) -> list[Output]:
+        self._engine.add(state, arrival)
         return []
 
     def _run(self) -> None:

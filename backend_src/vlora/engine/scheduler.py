@@ -9,8 +9,9 @@ import bisect
 from collections import deque
 from dataclasses import dataclass
 
-from vlora.engine.plan import Chunk, StepPlan
+from vlora.engine.plan import StepPlan
 from vlora.engine.sequence import Sequence
+from vlora.model.chunk import Chunk
 
 
 @dataclass(frozen=True)
@@ -52,25 +53,24 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Rows that continue an answer first, then prompts under way, then new ones."""
-        chunks: list[Chunk] = []
+        scheduled: list[tuple[Sequence, int]] = []
         preempted: list[str] = []
         budget = self._budgets.rows
         for sequence in [s for s in self.running if s.missing == 1]:
             if budget == 0:
                 break
             if sequence in self.running and self._make_room(sequence, preempted):
-                chunks.append(_chunk(sequence, budget))
+                scheduled.append((sequence, 1))
                 budget -= 1
         for sequence in self.running:
             if sequence.missing > 1 and budget > 0:
-                chunks.append(_chunk(sequence, budget))
-                budget -= chunks[-1].length
+                scheduled.append((sequence, min(sequence.missing, budget)))
+                budget -= scheduled[-1][1]
         # Whoever was just preempted would only take the pages back from those it yielded to.
         while budget > 0 and not preempted and (admitted := self._admit()):
-            chunks.append(_chunk(admitted, budget))
-            budget -= chunks[-1].length
-        chunks.sort(key=lambda chunk: chunk.slot)
-        return StepPlan(tuple(chunks), tuple(preempted))
+            scheduled.append((admitted, min(admitted.missing, budget)))
+            budget -= scheduled[-1][1]
+        return StepPlan(_chunks(scheduled), tuple(preempted))
 
     def _admit(self) -> Sequence | None:
         """The first in the queue, with pages for all it knows; None where it has to wait."""
@@ -100,13 +100,24 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
 
-def _chunk(sequence: Sequence, budget: int) -> Chunk:
-    length = min(sequence.missing, budget)
-    return Chunk(
-        sequence_id=sequence.id,
-        slot=sequence.slot,
-        start=sequence.computed,
-        length=length,
-        completes=length == sequence.missing,
-        decodes=sequence.computed >= sequence.prompt_length,
-    )
+def _chunks(scheduled: list[tuple[Sequence, int]]) -> tuple[Chunk, ...]:
+    """The next so many positions of each sequence, one adapter after the other."""
+    chunks: list[Chunk] = []
+    row = 0
+    for sequence, length in sorted(scheduled, key=lambda item: item[0].slot):
+        start = sequence.computed
+        chunks.append(
+            Chunk(
+                sequence_id=sequence.id,
+                slot=sequence.slot,
+                row=row,
+                start=start,
+                tokens=tuple(sequence.tokens[start : start + length]),
+                prompt=sequence.prompt,
+                pages=tuple(sequence.table.pages),
+                completes=length == sequence.missing,
+                use_head=sequence.request.use_head,
+            )
+        )
+        row += length
+    return tuple(chunks)

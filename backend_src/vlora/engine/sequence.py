@@ -6,30 +6,28 @@ computed, and where it reaches the end, one more token becomes known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from vlora.memory.kv import BlockTable
 from vlora.request import Request
 
+if TYPE_CHECKING:
+    from vlora.model.inputs import Prompt
+
 
 class Sequence:
-    """tokens: known ids, the prompt's first. computed: how many have their KV in `table`."""
+    """tokens: known ids, the prompt's first. computed: how many have their KV in `table`.
+    arrival: on the engine's clock, set when it is queued."""
 
     def __init__(
-        self,
-        request: Request,
-        prompt: Iterable[int],
-        slot: int,
-        max_tokens: int,
-        arrival: float,
-        table: BlockTable,
+        self, request: Request, prompt: Prompt, slot: int, max_tokens: int, table: BlockTable
     ) -> None:
         self.request = request
-        self.tokens = list(prompt)
-        self.prompt_length = len(self.tokens)
+        self.prompt = prompt
+        self.tokens = list(prompt.ids)
         self.slot = slot
         self.max_tokens = max_tokens
-        self.arrival = arrival
+        self.arrival = 0.0
         self.table = table
         self.computed = 0
         self.preemptions = 0
@@ -37,6 +35,10 @@ class Sequence:
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt.ids)
 
     @property
     def known(self) -> int:

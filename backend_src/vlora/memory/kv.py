@@ -16,11 +16,6 @@ class BlockTable:
         self._block_size = block_size
         self.pages: list[int] = []
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit without another page."""
-        return len(self.pages) * self._block_size
-
     def grow(self, tokens: int) -> bool:
         """Room for `tokens` tokens in all; False (and nothing taken) where pages are short."""
         missing = pages_for(tokens, self._block_size) - len(self.pages)

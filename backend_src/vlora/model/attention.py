@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-
-@dataclass(frozen=True)
-class Span:
-    """Rows `row … row + length - 1` of a step are positions `start …` of one sequence."""
-
-    row: int
-    length: int
-    start: int
-    pages: Sequence[int]
-
-    @property
-    def end(self) -> int:
-        """Positions known to this sequence once the step is done."""
-        return self.start + self.length
+from vlora.model.chunk import Chunk
 
 
 class KVStore:
@@ -39,38 +25,38 @@ class KVStore:
 class AttentionPlan:
     """Where a step's rows write and read. Made once a step, used by every layer.
 
-    Spans of one row are attended together, padded to the longest; longer ones each alone.
+    Chunks of one row are attended together, padded to the longest; longer ones each alone.
     """
 
-    def __init__(self, spans: Sequence[Span], store: KVStore) -> None:
+    def __init__(self, chunks: Sequence[Chunk], store: KVStore) -> None:
         self._store = store
         block = store.block
         positions: list[int] = []
         pages: list[int] = []
-        for span in spans:
-            for position in range(span.start, span.end):
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.end):
                 positions.append(position)
-                pages.append(span.pages[position // block])
+                pages.append(chunk.pages[position // block])
         self.positions = torch.tensor(positions, dtype=torch.long)
         self._write_page = torch.tensor(pages, dtype=torch.long)
         self._write_offset = self.positions % block
         self._long = [
-            (span, torch.tensor(span.pages[: -(-span.end // block)]), _causal(span))
-            for span in spans
-            if span.length > 1
+            (chunk, torch.tensor(chunk.pages[: -(-chunk.end // block)]), _causal(chunk))
+            for chunk in chunks
+            if chunk.length > 1
         ]
-        self._single = [span for span in spans if span.length == 1]
+        self._single = [chunk for chunk in chunks if chunk.length == 1]
         if self._single:
-            self._single_rows = torch.tensor([span.row for span in self._single])
-            used = [-(-span.end // block) for span in self._single]
+            self._single_rows = torch.tensor([chunk.row for chunk in self._single])
+            used = [-(-chunk.end // block) for chunk in self._single]
             widest = max(used)
             self._single_pages = torch.tensor(
                 [
-                    [*span.pages[:count], *[span.pages[0]] * (widest - count)]
-                    for span, count in zip(self._single, used, strict=True)
+                    [*chunk.pages[:count], *[chunk.pages[0]] * (widest - count)]
+                    for chunk, count in zip(self._single, used, strict=True)
                 ]
             )
-            ends = torch.tensor([span.end for span in self._single])
+            ends = torch.tensor([chunk.end for chunk in self._single])
             columns = torch.arange(widest * block)
             self._single_mask = (columns[None, :] < ends[:, None])[:, None, None, :]
 
@@ -85,12 +71,12 @@ class AttentionPlan:
         keys[self._write_page, self._write_offset] = key
         values[self._write_page, self._write_offset] = value
         out = torch.empty_like(query)
-        for span, pages, mask in self._long:
-            rows = slice(span.row, span.row + span.length)
+        for chunk, pages, mask in self._long:
+            rows = slice(chunk.row, chunk.row + chunk.length)
             out[rows] = F.scaled_dot_product_attention(
                 query[rows].transpose(0, 1)[None],
-                _gather(keys, pages[None], span.end),
-                _gather(values, pages[None], span.end),
+                _gather(keys, pages[None], chunk.end),
+                _gather(values, pages[None], chunk.end),
                 attn_mask=mask,
                 is_causal=mask is None,
                 enable_gqa=True,
@@ -107,12 +93,12 @@ class AttentionPlan:
         return out
 
 
-def _causal(span: Span) -> torch.Tensor | None:
+def _causal(chunk: Chunk) -> torch.Tensor | None:
     """[length, end] mask of a chunk; None where it starts its sequence (plain causal)."""
-    if span.start == 0:
+    if chunk.start == 0:
         return None
-    rows = torch.arange(span.start, span.end)
-    return torch.arange(span.end)[None, :] <= rows[:, None]
+    rows = torch.arange(chunk.start, chunk.end)
+    return torch.arange(chunk.end)[None, :] <= rows[:, None]
 
 
 def _gather(store: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

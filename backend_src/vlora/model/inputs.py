@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,12 @@ class Prompt:
     ids: tuple[int, ...]
     feature_row: torch.Tensor
     features: torch.Tensor | None
+
+    @classmethod
+    def of_text(cls, ids: Iterable[int]) -> Prompt:
+        """Without images."""
+        ids = tuple(ids)
+        return cls(ids, torch.full((len(ids),), NO_IMAGE), None)
 
 
 class PromptReader:
@@ -47,7 +54,7 @@ class PromptReader:
                 f" for {given} image{'s' * (given != 1)}"
             )
         if images is None or given == 0:
-            return Prompt(tuple(tokens), torch.full((len(tokens),), NO_IMAGE), None)
+            return Prompt.of_text(tokens)
         ids: list[int] = []
         rows: list[int] = []
         image = 0

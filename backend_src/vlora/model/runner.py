@@ -1,6 +1,6 @@
 """One forward pass over the rows of a step, from token ids to logits and head scores.
 
-Knows rows, pages and segments; nothing of requests, queues or sampling.
+Knows chunks, pages and segments; nothing of requests, queues or sampling.
 """
 
 from __future__ import annotations
@@ -13,33 +13,18 @@ import torch
 from vlora.atmm import op
 from vlora.lora.segments import BASE, signed_segments
 from vlora.lora.store import AdapterStore
-from vlora.model.attention import AttentionPlan, KVStore, Span
+from vlora.model.attention import AttentionPlan, KVStore
+from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder
 from vlora.model.decoder_config import DecoderConfig
-from vlora.model.inputs import NO_IMAGE, Prompt
+from vlora.model.inputs import NO_IMAGE
 from vlora.model.loader import DecoderWeights
 
 
 @dataclass(frozen=True)
-class RowRange:
-    """Consecutive positions of one sequence that this step computes.
-
-    tokens: the ids at positions start …; prompt: where image rows come from.
-    last: None, or what its last position is for: "logits" or "head".
-    """
-
-    tokens: Sequence[int]
-    start: int
-    pages: Sequence[int]
-    slot: int
-    prompt: Prompt
-    last: str | None = None
-
-
-@dataclass(frozen=True)
 class StepResult:
-    """logits: [rows, V] fp32 for the ranges with last = "logits", in order; scores: one
-    [classes] tensor for each range with last = "head", in order."""
+    """logits: [rows, V] fp32, a row for each chunk that completes, in order; scores: one [classes]
+    tensor for each that completes and uses a head, in order, which has no row of logits."""
 
     logits: torch.Tensor
     scores: tuple[torch.Tensor, ...]
@@ -61,48 +46,39 @@ class Runner:
         self._store = KVStore(pages, config.layers, block_size, config.kv_heads, config.head_dim)
 
     @torch.inference_mode()
-    def forward(self, ranges: Sequence[RowRange], live: int = BASE) -> StepResult:
-        """Ranges of one adapter should be neighbours: each adapter is then one segment."""
-        spans: list[Span] = []
-        row = 0
-        for item in ranges:
-            spans.append(Span(row, len(item.tokens), item.start, item.pages))
-            row += len(item.tokens)
-        attention = AttentionPlan(spans, self._store)
-        segments = signed_segments(((item.slot, len(item.tokens)) for item in ranges), live)
-        hidden = self._decoder.forward(self._embed(ranges, spans), attention, segments)
-        return self._finish(hidden, ranges, spans)
+    def forward(self, chunks: Sequence[Chunk], live: int = BASE) -> StepResult:
+        """chunks: in the order of their rows. Those of one adapter should be neighbours: each
+        adapter is then one segment. live: slot of the adapter in the active weights."""
+        attention = AttentionPlan(chunks, self._store)
+        segments = signed_segments(((chunk.slot, chunk.length) for chunk in chunks), live)
+        hidden = self._decoder.forward(self._embed(chunks), attention, segments)
+        return self._finish(hidden, [chunk for chunk in chunks if chunk.completes])
 
-    def _embed(self, ranges: Sequence[RowRange], spans: Sequence[Span]) -> torch.Tensor:
-        tokens = torch.tensor([token for item in ranges for token in item.tokens])
+    def _embed(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens])
         hidden = self._decoder.embed(tokens)
-        for item, span in zip(ranges, spans, strict=True):
-            features = item.prompt.features
+        for chunk in chunks:
+            features = chunk.prompt.features
             if features is None:
                 continue
-            rows = item.prompt.feature_row[span.start : span.end]
+            rows = chunk.prompt.feature_row[chunk.start : chunk.end]
             at = torch.nonzero(rows != NO_IMAGE).flatten()
-            hidden[span.row + at] = features[rows[at]]
+            hidden[chunk.row + at] = features[rows[at]]
         return hidden
 
-    def _finish(
-        self, hidden: torch.Tensor, ranges: Sequence[RowRange], spans: Sequence[Span]
-    ) -> StepResult:
-        """Final norm and heads for the rows that end a range which asks for them.
+    def _finish(self, hidden: torch.Tensor, chunks: Sequence[Chunk]) -> StepResult:
+        """Final norm and heads for the last rows of the chunks that complete.
 
         The LM head is never merged, so its segments do not depend on the live adapter.
         """
-        by_kind = {
-            kind: [i for i, item in enumerate(ranges) if item.last == kind]
-            for kind in ("logits", "head")
-        }
-        ends = [spans[i].row + spans[i].length - 1 for i in by_kind["logits"] + by_kind["head"]]
-        normed = self._decoder.final_norm(hidden[ends])
-        for_logits = len(by_kind["logits"])
-        segments = signed_segments((ranges[i].slot, 1) for i in by_kind["logits"])
-        logits = self._decoder.logits(normed[:for_logits], segments)
-        heads = [ranges[i].slot for i in by_kind["head"]]
-        return StepResult(logits, self._scores(normed[for_logits:], heads))
+        drawn = [chunk for chunk in chunks if not chunk.use_head]
+        scored = [chunk for chunk in chunks if chunk.use_head]
+        normed = self._decoder.final_norm(hidden[[chunk.last_row for chunk in drawn + scored]])
+        segments = signed_segments((chunk.slot, 1) for chunk in drawn)
+        logits = self._decoder.logits(normed[: len(drawn)], segments)
+        return StepResult(
+            logits, self._scores(normed[len(drawn) :], [chunk.slot for chunk in scored])
+        )
 
     def _scores(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """hidden: one row a slot → each one's softmax scores; all heads in one call."""

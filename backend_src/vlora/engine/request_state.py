@@ -1,4 +1,4 @@
-"""One request on its way to its answer: what has been drawn, said, and whether it is done."""
+"""One request from the edge to its answer: what has been drawn, and what is told of it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import torch
 from vlora.engine.sequence import Sequence
 from vlora.errors import VLoraError
 from vlora.lora.adapter import AdapterInfo
-from vlora.model.inputs import Prompt
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import TextStream, Vocabulary
 from vlora.request import HeadScores, Output, Timings, TokenLogprob
 
 
-class Answer:
-    """Owns the sequence's text and sampling state; both survive preemption unchanged."""
+class RequestState:
+    """All that is known of one live request; made at the edge, once it has passed every check.
+
+    Owns the sequence that the scheduler sees, and its text and sampling state, which survive
+    preemption unchanged.
+    """
 
     def __init__(
         self,
         sequence: Sequence,
-        prompt: Prompt,
         sampler: TokenSampler,
         vocabulary: Vocabulary,
         adapter: AdapterInfo | None,
     ) -> None:
         params = sequence.request.sampling
         self.sequence = sequence
-        self.prompt = prompt
         self._sampler = sampler
         self._stream = TextStream(vocabulary, params.stop, params.include_stop_str_in_output)
         self._adapter = adapter
@@ -55,12 +56,12 @@ class Answer:
             token = draw.token
             logprobs = None if draw.logprobs is None else (draw.logprobs,)
         sequence.tokens.append(token)
-        text, finish_reason = self._say(token)
+        text, finish_reason = self._read(token)
         return self._output(
             now, text=text, token_ids=(token,), logprobs=logprobs, finish_reason=finish_reason
         )
 
-    def _say(self, token: int) -> tuple[str, str | None]:
+    def _read(self, token: int) -> tuple[str, str | None]:
         """(new text, finish reason) once `token` has been drawn."""
         choices = self._sampler.choices
         if choices is not None:
