@@ -2,13 +2,17 @@
 
 `python -m tools.tile_search.cuda_build [--limit N]` (`make cuda`). Needs nvcc and the CUTLASS
 headers (PyPI `nvidia-cutlass`, fetched into the build directory), no GPU; nothing of vlora needs
-the result to be installed or to run on a CPU.
+the result to be installed or to run on a CPU. Beside the library lies what each kernel takes of a
+multiprocessor, by ptxas (RESOURCES). With `--emulate` a C++ compiler makes the emulation instead:
+the same kernels, run on the host (csrc/atmm/cuda/host). Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,19 +27,24 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc" / "atmm" / "cuda"
 BUILD = ROOT / "build" / "cuda"
 LIBRARY = BUILD / "libvlora_atmm_cuda.so"
+RESOURCES = "resources.json"
+EMULATED = ROOT / "build" / "cuda-host" / "libvlora_atmm_emulated.so"
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 HEADERS = Path("cutlass_library") / "source" / "include"
+CARRIED = ROOT / "build" / "cutlass"
+"""Where `--headers` puts the headers that the build includes, for a machine without a network."""
 ARCHITECTURES = (80, 90)
 TYPES = {"fp16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
 FLAGS = (
     "-std=c++17",
     "-O3",
+    "-lineinfo",
     "--expt-relaxed-constexpr",
-    "-Xcompiler",
-    "-fPIC",
-    "-cudart",
-    "static",
+    *("-Xcompiler", "-fPIC"),
+    *("-cudart", "static"),
+    *("-Xptxas", "-v"),
 )
+HOST_FLAGS = ("-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 
 
 class BuildError(RuntimeError):
@@ -101,15 +110,29 @@ def find_nvcc() -> str:
 
 
 def find_headers(folder: Path = BUILD, *, fetch: bool = True) -> Path:
-    """CUTLASS's include folder: $VLORA_CUTLASS, or from PyPI under the build directory."""
+    """CUTLASS's include folder: $VLORA_CUTLASS, what was carried along, or from PyPI under the
+    build directory."""
     given = os.environ.get("VLORA_CUTLASS")
-    headers = Path(given) if given else folder / "cutlass" / HEADERS
-    if not (headers / "cutlass" / "cutlass.h").is_file():
-        if given or not fetch:
-            raise BuildError(f"no CUTLASS headers in {headers}")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-        _run([*command, "--target", str(folder / "cutlass"), CUTLASS])
-    return headers
+    places = [Path(given)] if given else [CARRIED, folder / "cutlass" / HEADERS]
+    for headers in places:
+        if (headers / "cutlass" / "cutlass.h").is_file():
+            return headers
+    if given or not fetch:
+        raise BuildError(f"no CUTLASS headers in {', '.join(map(str, places))} (VLORA_CUTLASS)")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+    _run([*command, "--target", str(folder / "cutlass"), CUTLASS])
+    return places[-1]
+
+
+def gencode(architectures: tuple[int, ...]) -> list[str]:
+    """Machine code for each, and PTX of the last beside it for what comes after."""
+    *older, newest = sorted(architectures)
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in older]
+    return [*codes, f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"]
+
+
+def _common(headers: Path) -> list[str]:
+    return [find_nvcc(), *FLAGS, f"-I{headers}", f"-I{SOURCES}", f"-I{SOURCES.parent / 'include'}"]
 
 
 def build(
@@ -119,30 +142,102 @@ def build(
     architectures: tuple[int, ...] = ARCHITECTURES,
 ) -> Path:
     """Compile what changed and link; returns the library."""
-    nvcc, headers = find_nvcc(), find_headers(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    common = [nvcc, *FLAGS, *codes, f"-I{headers}", f"-I{SOURCES}"]
+    codes = gencode(architectures)
+    common = [*_common(find_headers(folder)), *codes]
     units = sorted(SOURCES.glob("*.cu"))
     for name, text in {one.name: one.source for one in chosen}.items():
         units.append(_write(folder / "generated" / f"{name}.cu", text))
     units.append(_write(folder / "generated" / "registry.cu", registry(chosen)))
-    changed = max(header.stat().st_mtime for header in SOURCES.glob("*.*h"))
+    stamp = _write(folder / "objects" / "command", " ".join(common))
 
     def compiled(unit: Path) -> Path:
         target = folder / "objects" / f"{unit.stem}.o"
-        target.parent.mkdir(exist_ok=True)
-        if not target.exists() or target.stat().st_mtime < max(unit.stat().st_mtime, changed):
+        if _stale(target, [unit, stamp]):
             started = time.monotonic()
-            _run([*common, "-c", str(unit), "-o", str(target)])
+            said = _run([*common, "-c", str(unit), "-o", str(target)])
+            target.with_suffix(".ptxas").write_text(said)
             print(f"{unit.stem}  {time.monotonic() - started:.0f} s", flush=True)
         return target
 
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         objects = list(pool.map(compiled, units))
     library = folder / LIBRARY.name
-    _run([nvcc, "-shared", "-cudart", "static", *codes, *map(str, objects), "-o", str(library)])
+    _link([common[0], "-shared", "-cudart", "static", *codes], objects, library)
+    found = [one for o in objects for one in resources(o.stem, o.with_suffix(".ptxas").read_text())]
+    (folder / RESOURCES).write_text(json.dumps(found, indent=1) + "\n")
     return library
+
+
+_KERNEL = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\d+)'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def resources(unit: str, text: str) -> list[dict[str, int | str]]:
+    """What ptxas says of every kernel of a unit, for each architecture."""
+    found: list[dict[str, int | str]] = []
+    for line in text.splitlines():
+        if match := _KERNEL.search(line):
+            found.append({"unit": unit, "kernel": match[1], "sm": int(match[2]), "shared": 0})
+        elif found and (match := _SPILLS.search(line)):
+            stack, stores, loads = map(int, match.groups())
+            found[-1] |= {"stack": stack, "spill_stores": stores, "spill_loads": loads}
+        elif found and (match := _USED.search(line)):
+            shared = _SHARED.search(line)
+            found[-1] |= {"registers": int(match[1]), "shared": int(shared[1]) if shared else 0}
+    return found
+
+
+def emulate(target: Path = EMULATED) -> Path:
+    """The emulation, compiled anew if a source changed; BuildError without a C++ compiler."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise BuildError("the emulation needs a C++ compiler")
+    units = sorted([*SOURCES.glob("*.cu"), *(SOURCES / "host").glob("*.cu")])
+    include = f"-I{SOURCES.parent / 'include'}"
+
+    def compiled(unit: Path) -> Path:
+        to = target.parent / f"{unit.stem}.o"
+        if _stale(to, [unit]):
+            command = [compiler, "-x", "c++", *HOST_FLAGS, include, "-c", str(unit)]
+            _run([*command, "-o", str(to)])
+        return to
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        _link([compiler, "-shared"], list(pool.map(compiled, units)), target)
+    return target
+
+
+def carry_headers(folder: Path) -> int:
+    """Copy the CUTLASS headers that an instance includes; returns how many."""
+    headers = find_headers()
+    unit = _write(BUILD / "generated" / f"{instances(1)[0].name}.cu", instances(1)[0].source)
+    said = _run([*_common(headers), *gencode(ARCHITECTURES[-1:]), "-M", str(unit)])
+    found = {Path(word).resolve() for word in said.replace("\\\n", " ").split()}
+    kept = [path for path in found if path.is_relative_to(headers.resolve())]
+    for path in [*kept, headers.resolve() / "cutlass" / "cutlass.h"]:
+        to = folder / path.relative_to(headers.resolve())
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, to)
+    return len(kept)
+
+
+def _stale(target: Path, sources: list[Path]) -> bool:
+    """Whether a source, or any header of the operator, is newer."""
+    if not target.exists():
+        return True
+    headers = [*SOURCES.rglob("*.h"), *SOURCES.glob("*.cuh"), *SOURCES.parent.glob("include/*/*.h")]
+    return target.stat().st_mtime < max(p.stat().st_mtime for p in [*sources, *headers])
+
+
+def _link(command: list[str], objects: list[Path], library: Path) -> None:
+    """Under another name first: a process may have the library open."""
+    draft = library.with_suffix(f".{os.getpid()}")
+    if not library.exists() or any(o.stat().st_mtime > library.stat().st_mtime for o in objects):
+        _run([*command, *map(str, objects), "-o", str(draft)])
+        draft.replace(library)
 
 
 def _write(path: Path, text: str) -> Path:
@@ -153,24 +248,34 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--limit", type=int, help="compile only so many instances (CI: at most 10)")
     parser.add_argument("--jobs", type=int, help="compilers at once; default: one a core")
+    parser.add_argument("--sm", type=int, nargs="+", default=ARCHITECTURES, help="architectures")
     parser.add_argument("--list", action="store_true", help="only name the instances")
+    parser.add_argument("--emulate", action="store_true", help="for the host, by a C++ compiler")
+    parser.add_argument(
+        "--headers", type=Path, nargs="?", const=CARRIED, help="copy the CUTLASS headers needed"
+    )
     given = parser.parse_args()
     chosen = instances(given.limit)
-    if given.list:
-        print("\n".join(one.name for one in chosen))
-        return
     try:
-        print(build(chosen, jobs=given.jobs))
+        if given.list:
+            print("\n".join(one.name for one in chosen))
+        elif given.emulate:
+            print(emulate())
+        elif given.headers:
+            print(f"{carry_headers(given.headers)} headers in {given.headers}")
+        else:
+            print(build(chosen, jobs=given.jobs, architectures=tuple(given.sm)))
     except BuildError as error:
         sys.exit(f"error: {error}")
 

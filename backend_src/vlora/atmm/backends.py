@@ -10,16 +10,19 @@ from typing import Any, Literal, cast
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["cpu", "reference"]
+Backend = Literal["cpu", "cuda", "reference"]
 
 VARIABLE = "VLORA_ATMM"
 """Environment variable that names the backend, for tests and for a doubtful machine."""
 
 
 @cache
-def default() -> Backend:
-    """The compiled CPU core where it was built; else the reference operator, with one warning."""
+def default(device: str = "cpu") -> Backend:
+    """The compiled CPU core where it was built, for tensors on a GPU the CUDA library; else the
+    reference operator, with one warning."""
     asked = os.environ.get(VARIABLE)
+    if device == "cuda" and asked is None:
+        return _on_cuda()
     if asked is not None:
         if asked not in ("cpu", "reference"):
             raise ValueError(f"{VARIABLE}={asked}; it must be 'cpu' or 'reference'")
@@ -35,6 +38,17 @@ def default() -> Backend:
     log.info("ATMM: compiled for the CPU, instruction set %s", core.isa())
     _load_tables()
     return "cpu"
+
+
+def _on_cuda() -> Backend:
+    from vlora.atmm.cuda import operator  # knows groups, which know the backends
+
+    try:
+        operator.current()
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("ATMM: the reference operator, which is slow: %s", error)
+        return "reference"
+    return "cuda"
 
 
 def _load_tables() -> None:

@@ -1,7 +1,7 @@
 """The one LoRA operator; which implementation serves it is decided here and nowhere else.
 
-Backends: "cpu" (csrc/atmm, compiled) and "reference" (plain torch, the oracle). The default is
-resolved once (`backends.default`); every function takes `backend` to override it for one call.
+Backends: "cpu" (csrc/atmm, compiled), "cuda" (csrc/atmm/cuda) and "reference" (plain torch, the
+oracle). The default follows the tensors' device and is resolved once (`backends.default`); every function takes `backend` to override it for one call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from vlora.atmm import backends, reference
 from vlora.atmm.backends import Backend
+from vlora.atmm.cuda import operator
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import DTYPES, MergeUpdate, Segment, Segments
 
@@ -49,13 +50,19 @@ def apply(
         )
     if y.dtype != group.dtype or x.dtype != group.dtype:
         raise ValueError(f"x is {x.dtype} and y {y.dtype}, the group is {group.dtype}")
-    if (backend or backends.default()) == "reference":
+    chosen = backend or backends.default(y.device.type)
+    if chosen != "cpu":
         _check(rows, segments, len(group))
+    if chosen == "reference":
         reference.apply(y, x, segments, group)
         return
     (y_stride, y_column), (x_stride, x_column) = y.stride(), x.stride()
     if (y_column != 1 and width > 1) or (x_column != 1 and group.d_in > 1):
         raise ValueError("the columns of x and y must lie side by side")
+    if chosen == "cuda":
+        device = operator.current()
+        device.apply(y, x, device.segments(segments), device.group(group))
+        return
     group.native.apply(
         y.data_ptr(),
         y_stride,
@@ -89,10 +96,15 @@ def heads(
         if group.heads[segment.slot] is None:
             raise ValueError(f"slot {segment.slot} has no head")
     y = x.new_zeros(rows, max((group.classes(segment.slot) for segment in segments), default=0))
-    if (backend or backends.default()) == "reference":
+    chosen = backend or backends.default(y.device.type)
+    if chosen == "reference":
         reference.heads(y, x, segments, group)
         return y
     x = x.contiguous()
+    if chosen == "cuda":
+        device = operator.current()
+        device.apply(y, x, device.segments(segments), device.group(group), heads=True)
+        return y
     group.native.heads(
         y.data_ptr(),
         y.stride(0),
@@ -137,8 +149,12 @@ def merge(
             raise ValueError(f"merging needs fp32 factors, not {a.dtype} and {b.dtype}")
         if not (a.is_contiguous() and b.is_contiguous()):
             raise ValueError("merging needs contiguous factors")
-    if (backend or backends.default()) == "reference":
+    chosen = backend or backends.default(out.device.type)
+    if chosen == "reference":
         reference.merge(out, base, updates, sign)
+        return
+    if chosen == "cuda":
+        operator.current().merge(out, base, updates, sign)
         return
     backends.native().merge(
         out.data_ptr(),

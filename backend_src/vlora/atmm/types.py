@@ -36,6 +36,11 @@ class Segments(tuple[Segment, ...]):
     def native(self) -> Any:
         return backends.native().Segments([(s.start, s.length, s.slot, s.sign) for s in self])
 
+    @cached_property
+    def prepared(self) -> dict[Any, Any]:
+        """Other backends' copies, by whose they are."""
+        return {}
+
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Segments:
         return segments if isinstance(segments, cls) else cls(segments)

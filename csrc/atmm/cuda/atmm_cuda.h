@@ -1,13 +1,19 @@
 // ATMM on CUDA: a C interface of raw pointers and one stream.
 //
 // Semantics of vlora_cuda_apply: for every segment (start, length, slot, sign), with rows
-// R = start ... start+length-1 and (A, B, rank) = projection.adapters[slot]:
+// R = start ... start+length-1, and every projection with (A, B, rank) = adapters[slot]:
 //     y[R] += sign * (x[R] A^T) B^T          (scale already folded into B)
-// and with shrink_only (vision heads):   y[R, :rank] += sign * x[R] A^T,  y in fp32.
+// With `heads` (vision task heads), y in fp32 and B the bias in fp32:
+//     y[R, :rank] = x[R] A^T + bias
+// vlora_cuda_merge: out = base + sign * B A for every matrix, summed in fp32 and rounded once.
 //
-// Nothing here allocates, synchronises or copies to the host, and segments and adapter tables are
-// read on the device only: a captured graph replays with other segments of the same capacity.
-// Ownership: every pointer is the caller's and must live until the stream has passed the call.
+// After vlora_cuda_warm_up, apply and merge neither allocate, synchronise, load code nor copy to
+// the host, and read segments and adapter tables on the device only: a captured graph replays with
+// other segments of the same capacity. What the device finds wrong it leaves out and notes in the
+// workspace's first 8 bytes (vlora_cuda_fault): the caller zeroes them once and reads them when it
+// next synchronises.
+// Ownership: every pointer is the caller's and must live until the stream has passed the call. A
+// workspace serves one stream at a time.
 #pragma once
 
 #include <stdint.h>
@@ -16,22 +22,33 @@
 extern "C" {
 #endif
 
-enum { VLORA_FP16 = 0, VLORA_BF16 = 1 };
-enum { VLORA_MAX_PROJECTIONS = 4 };
-enum { VLORA_ROWS = -1 };  // as a tile index: the kernels for one row a segment
+enum { VLORA_FP16 = 0, VLORA_BF16 = 1, VLORA_FP32 = 2 };
+enum { VLORA_MAX_PROJECTIONS = 8, VLORA_MAX_WAVES = 8, VLORA_MAX_SLICES = 32 };
+enum { VLORA_ROWS = -1 };  // as a tile index: the row kernels, for every segment and any type
 
 enum {
   VLORA_OK = 0,
   VLORA_BAD_ARGUMENT = 1,   // a null pointer, a negative size, an unknown type
   VLORA_BAD_TILE = 2,       // no such tile for this type and kind
-  VLORA_MISALIGNED = 3,     // tensor cores need 16-byte rows; VLORA_ROWS takes any
+  VLORA_MISALIGNED = 3,     // tensor cores need 16-byte rows; the row kernels take any
   VLORA_NO_WORKSPACE = 4,   // smaller than vlora_cuda_workspace says
-  VLORA_CUDA_ERROR = 5      // see vlora_cuda_last_error
+  VLORA_CUDA_ERROR = 5,     // see vlora_cuda_last_error
+  VLORA_COLD = 6            // vlora_cuda_warm_up was not called for this device
 };
 
-// A segment outside 0 ... rows-1 or with an unknown slot is skipped by the device. A length of 0
-// is an empty segment: pad to the capacity with those. Rows of one call's segments are disjoint;
-// own and merged-out rows (sign +1, -1) of one step are two calls on the same stream.
+// What the device notes of the first problem that it left out.
+enum {
+  VLORA_FAULT_ROWS = 1,     // a segment outside 0 ... rows-1
+  VLORA_FAULT_LENGTH = 2,   // a length outside the call's shortest ... longest
+  VLORA_FAULT_SLOT = 3,     // a slot outside 0 ... slots-1
+  VLORA_FAULT_SIGN = 4,     // neither +1 nor -1
+  VLORA_FAULT_ORDER = 5,    // overlaps its wave, or comes after an empty segment or a later row
+  VLORA_FAULT_NULL = 6,     // A without B
+  VLORA_FAULT_RANK = 7,     // not in 1 ... max_rank
+  VLORA_FAULT_PADDING = 8,  // tiles: a rank that is no multiple of 8
+  VLORA_FAULT_ALIGNMENT = 9 // tiles: A or B not on 16 bytes
+};
+
 typedef struct {
   int32_t start, length, slot, sign;
 } VloraSegment;
@@ -50,24 +67,30 @@ typedef struct {
   int64_t d_out;
 } VloraProjection;
 
+// Segments of one wave share no rows, ascend, and those of length 0 come last: pad with these to
+// the capacity. Waves run one after another, so that rows of own and -live segments are added up
+// in order. vlora_cuda_arrange makes waves of any list.
 typedef struct {
   const void *x;  // device, [rows, d_in], rows ldx elements apart
   int64_t ldx;
+  const VloraSegment *segments;  // device, [wave_end[waves - 1]]
+  void *workspace;               // device, on 16 bytes
+  int64_t workspace_bytes;
   int32_t rows, d_in, slots, max_rank;
-  const VloraSegment *segments;  // device, [capacity]
-  int32_t capacity;
+  int32_t type, heads;
+  int32_t shortest, longest;  // lengths that occur, empty ones aside: says which kernels are launched
+  int32_t waves;
+  int32_t wave_end[VLORA_MAX_WAVES];
   int32_t projection_count;  // projections that share x: q, k, v; gate, up
   VloraProjection projections[VLORA_MAX_PROJECTIONS];
-  int32_t type;         // VLORA_FP16, VLORA_BF16
-  int32_t shrink_only;  // vision heads
-  void *workspace;      // device, 16-byte aligned
-  int64_t workspace_bytes;
 } VloraCall;
 
-// shrink: index of a shrink tile or VLORA_ROWS; expand likewise (both VLORA_ROWS or neither).
-// slices: depth slices of the shrink, summed in a fixed order (1 ... 32).
+// shrink, expand: tile indices, or VLORA_ROWS both. slices: depth slices of the shrink, summed in a
+// fixed order. Segments of at most rows_up_to rows go through the row kernels whatever the tiles,
+// row_block (1 or 4) rows at a time, with row_slices of their own.
 typedef struct {
   int32_t shrink, expand, slices;
+  int32_t rows_up_to, row_block, row_slices;
 } VloraTiles;
 
 typedef struct {
@@ -78,12 +101,43 @@ typedef struct {
   int32_t shared_bytes;
 } VloraTile;
 
+// One matrix [d_out, d_in] of a slab, `offset` elements in. a: [rank, d_in], b: [d_out, rank],
+// row-major fp32. first: filled by vlora_cuda_merge_blocks.
+typedef struct {
+  int64_t offset, d_out, d_in, rank;
+  const float *a, *b;
+  int64_t first;
+} VloraMerge;
+
+typedef struct {
+  void *out;         // device; may be `base`
+  const void *base;  // device
+  const VloraMerge *merges;  // device, [count]
+  int64_t blocks;            // of vlora_cuda_merge_blocks
+  int32_t count, type, sign;
+} VloraMergeCall;
+
 int32_t vlora_cuda_version(void);
-int32_t vlora_cuda_tiles(void);                          // instances in this build
+int32_t vlora_cuda_size_of(int32_t which);  // 0 segment, adapter, projection, call, tiles, tile, merge, merge call
+int32_t vlora_cuda_tiles(void);             // instances in this build
 int32_t vlora_cuda_tile(int32_t index, VloraTile *tile);
-int64_t vlora_cuda_workspace(const VloraCall *call, int32_t slices);
+
+// Loads every kernel of the current device and sizes its grids; once per device.
+int32_t vlora_cuda_warm_up(void);
+
+// Host: `out` gets the segments that are not empty, wave by wave, ascending; returns the number of
+// waves (0 ... count), or a negative code. wave_end: [count].
+int32_t vlora_cuda_arrange(const VloraSegment *segments, int32_t count, VloraSegment *out,
+                           int32_t *wave_end);
+
+int64_t vlora_cuda_workspace(const VloraCall *call, const VloraTiles *tiles);
 int32_t vlora_cuda_apply(const VloraCall *call, const VloraTiles *tiles, void *stream);
-const char *vlora_cuda_last_error(void);                 // of this thread
+
+int64_t vlora_cuda_merge_blocks(VloraMerge *merges, int32_t count);  // host
+int32_t vlora_cuda_merge(const VloraMergeCall *call, void *stream);
+
+const char *vlora_cuda_last_error(void);       // of this thread
+const char *vlora_cuda_fault(uint64_t word);   // "" for 0
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,6 @@
-// One tile configuration of the grouped GEMM: CUTLASS's multistage mainloop (appendix A: while one
-// tile is computed, the next ones are on their way to shared memory and registers).
+// One tile configuration of the grouped product: CUTLASS's multistage mainloop (appendix A: while one
+// tile is computed, the next ones are on their way to shared memory and registers), its epilogue, and
+// our own walk over tiles: CUTLASS's would scan the empty problems in every block.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -9,16 +10,9 @@
 #include <cutlass/gemm/threadblock/threadblock_swizzle.h>
 #include <cutlass/half.h>
 
-#include "problems.cuh"
+#include "kernels.h"
 
 namespace vlora {
-
-using Launch = cudaError_t (*)(const Problems &, cudaStream_t);
-
-struct Instance {
-  VloraTile tile;
-  Launch launch;
-};
 
 template <typename Element>
 struct TypeOf;
@@ -31,68 +25,78 @@ struct TypeOf<cutlass::bfloat16_t> {
   static constexpr int kCode = VLORA_BF16;
 };
 
-// Expand: y += low B^T in Element. Shrink: partial = x A^T in fp32.
+// Expand: y += alpha * low B^T in Element. Shrink: partial = x A^T in fp32.
 template <typename Element, bool Expand, int BM, int BN, int BK, int WM, int WN, int WK, int Stages>
 struct Grouped {
   using Out = std::conditional_t<Expand, Element, float>;
   using Block = cutlass::gemm::GemmShape<BM, BN, BK>;
   using Warp = cutlass::gemm::GemmShape<WM, WN, WK>;
-  using Epilogue =
-      cutlass::epilogue::thread::LinearCombination<Out, 16 / sizeof(Out), float, float>;
-  using Kernel = typename cutlass::gemm::kernel::DefaultGemmGrouped<
+  using Sum = cutlass::epilogue::thread::LinearCombination<Out, 16 / sizeof(Out), float, float>;
+  using Parts = typename cutlass::gemm::kernel::DefaultGemmGrouped<
       Element, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, 8,
       Element, cutlass::layout::ColumnMajor, cutlass::ComplexTransform::kNone, 8,
       Out, cutlass::layout::RowMajor, float, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80,
-      Block, Warp, cutlass::gemm::GemmShape<16, 8, 16>, Epilogue,
+      Block, Warp, cutlass::gemm::GemmShape<16, 8, 16>, Sum,
       cutlass::gemm::threadblock::GemmBatchedIdentityThreadblockSwizzle, Stages,
       cutlass::gemm::kernel::GroupScheduleMode::kDeviceOnly>::GemmKernel;
+  using Mma = typename Parts::Mma;
+  using Epilogue = typename Parts::Epilogue;
 
-  static constexpr int kShared = int(sizeof(typename Kernel::SharedStorage));
+  union Shared {
+    typename Mma::SharedStorage mainloop;
+    typename Epilogue::SharedStorage epilogue;
+  };
 
-  static Instance instance() {
-    return {{{BM, BN, BK}, {WM, WN, WK}, Stages, TypeOf<Element>::kCode, Expand,
-             Kernel::kThreadCount, kShared}, &launch};
-  }
-
-  // Persistent blocks: as many as fit on the device. Asked of the driver once per device.
-  static cudaError_t blocks(int *count) {
-    constexpr int kDevices = 64;
-    static int known[kDevices] = {};
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
-    if (device < kDevices && known[device] > 0) {
-      *count = known[device];
-      return cudaSuccess;
-    }
-    error = cudaFuncSetAttribute(cutlass::Kernel<Kernel>,
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (error != cudaSuccess) return error;
-    int per_sm = 0, sms = 0;
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, cutlass::Kernel<Kernel>,
-                                                          Kernel::kThreadCount, kShared);
-    if (error != cudaSuccess) return error;
-    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    if (error != cudaSuccess) return error;
-    *count = per_sm * sms;
-    if (*count == 0) return cudaErrorInvalidConfiguration;
-    if (device < kDevices) known[device] = *count;
-    return cudaSuccess;
-  }
-
-  static cudaError_t launch(const Problems &p, cudaStream_t stream) {
-    int count = 0;
-    const cudaError_t error = blocks(&count);
-    if (error != cudaSuccess) return error;
-    const float beta = Expand ? 1.f : 0.f;
-    typename Kernel::Arguments arguments(
-        p.sizes, p.count, count, {1.f, beta}, reinterpret_cast<Element **>(p.a),
-        reinterpret_cast<Element **>(p.b), reinterpret_cast<Out **>(p.c),
-        reinterpret_cast<Out **>(p.c), p.lda, p.ldb, p.ldc, p.ldc);
-    typename Kernel::Params params(arguments, nullptr, 0);
-    cutlass::Kernel<Kernel><<<count, Kernel::kThreadCount, kShared, stream>>>(params);
-    return cudaGetLastError();
-  }
+  static constexpr int kThreads = Parts::kThreadCount;
+  static constexpr int kShared = int(sizeof(Shared));
+  static constexpr float kBeta = Expand ? 1.f : 0.f;
+  static Instance instance();
 };
+
+template <typename G>
+__global__ void __launch_bounds__(G::kThreads) grouped_kernel(Group group, int begin, int end) {
+  using Mma = typename G::Mma;
+  using Epilogue = typename G::Epilogue;
+  using Rows = typename Epilogue::OutputTileIterator;
+  VLORA_SHARED(typename G::Shared, shared);
+  const int thread = int(threadIdx.x);
+  const int warp = cutlass::canonical_warp_idx_sync(), lane = thread % kWarp;
+  const int last = group.first[end];
+  for (int at = group.first[begin] + int(blockIdx.x); at < last; at += int(gridDim.x)) {
+    const Tile t = tile_at(group, begin, end, at);
+    const Problem p = group.problems[t.problem];
+    using Element = typename Mma::IteratorA::Element;
+    auto *const a = const_cast<Element *>(static_cast<const Element *>(p.a)) + t.from;
+    auto *const b = const_cast<Element *>(static_cast<const Element *>(p.b)) + t.from;
+    auto *const c = static_cast<typename Rows::Element *>(p.c) + t.offset;
+    typename Mma::IteratorA rows_of_a(typename Mma::IteratorA::Params(p.lda), a, {p.m, t.depth},
+                                      thread, {t.row, 0});
+    typename Mma::IteratorB rows_of_b(typename Mma::IteratorB::Params(p.ldb), b, {t.depth, p.n},
+                                      thread, {0, t.column});
+    typename Mma::FragmentC sums;
+    sums.clear();
+    __syncthreads();  // the last tile's epilogue has left shared memory
+    Mma mma(shared->mainloop, thread, warp, lane);
+    mma((t.depth + Mma::Shape::kK - 1) / Mma::Shape::kK, sums, rows_of_a, rows_of_b, sums);
+
+    const typename Rows::Params layout(typename Rows::Layout(p.ldc));
+    const cutlass::MatrixCoord size(p.m, p.n), corner(t.row, t.column);
+    Rows source(layout, c, size, thread, corner);
+    Rows target(layout, c, size, thread, corner);
+    typename Epilogue::OutputOp sum({p.alpha, G::kBeta});
+    Epilogue epilogue(shared->epilogue, thread, warp, lane);
+    epilogue(sum, target, sums, source);
+  }
+}
+
+template <typename Element, bool Expand, int BM, int BN, int BK, int WM, int WN, int WK, int Stages>
+Instance Grouped<Element, Expand, BM, BN, BK, WM, WN, WK, Stages>::instance() {
+  return {{{BM, BN, BK}, {WM, WN, WK}, Stages, TypeOf<Element>::kCode, Expand, kThreads, kShared},
+          [](int *resident) { return warm(grouped_kernel<Grouped>, kThreads, kShared, resident); },
+          [](const Group &group, int begin, int end, int blocks, cudaStream_t stream) {
+            return vlora::launch(grouped_kernel<Grouped>, dim3(unsigned(blocks)), kThreads, kShared,
+                                 stream, group, begin, end);
+          }};
+}
 
 }  // namespace vlora

@@ -1,141 +1,251 @@
-// The decode path: one row a segment. No tensor cores, since a tile of 16 rows would be 15/16
-// padding: this is a matter of bandwidth, and both kernels read each adapter byte once per row,
-// in 16-byte loads that neighbouring lanes coalesce. Longer segments stay correct (rows in turn),
-// and so do unaligned ones (element by element).
-#include "numbers.cuh"
-#include "problems.cuh"
+// The row kernels: decoding, and whatever tensor cores do not take (fp32, odd or unaligned sizes).
+// With few rows a segment a tile of 16 rows would be mostly padding, and the matter is bandwidth:
+// both kernels read each adapter byte once for every R rows, in 16-byte loads that neighbouring
+// lanes coalesce, and the depth of the shrink is cut in slices so that few segments still fill the
+// device. The slices are summed where the expand reads them, in order.
+#include "kernels.h"
 
 namespace vlora {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kVector = 8;  // elements of 16 bytes
-constexpr int kColumnsPerBlock = 256;
-
-__host__ __device__ bool aligned16(const void *p) {
-  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
-template <typename T>
-__device__ float dot8(const T *a, const T *b) {
-  const uint4 va = __ldg(reinterpret_cast<const uint4 *>(a));
-  const uint4 vb = __ldg(reinterpret_cast<const uint4 *>(b));
-  const T *ea = reinterpret_cast<const T *>(&va);
-  const T *eb = reinterpret_cast<const T *>(&vb);
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) sum += widened(ea[i]) * widened(eb[i]);
-  return sum;
-}
-
-__device__ float summed(float v, int lanes) {
-  for (int step = lanes / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
-  return v;
-}
-
-// low[row, j] = sign * dot(x[row], A[j]); one warp a rank. Grid: (segment, rank block, projection).
-template <typename T>
-__global__ void shrink_rows(VloraCall call, Workspace w, bool aligned_x) {
-  const int lane = threadIdx.x % 32;
-  const int j = blockIdx.y * kWarps + threadIdx.x / 32;
-  const int projection = blockIdx.z;
-  const VloraSegment s = checked(call, blockIdx.x);
-  if (s.length == 0) return;
-  const VloraAdapter adapter = adapter_of(call, projection, s.slot);
-  if (j >= adapter.rank) return;
-  const T *a = static_cast<const T *>(adapter.a) + int64_t(j) * call.d_in;
-  const bool aligned = aligned_x && aligned16(adapter.a);
-  const VloraProjection &out = call.projections[projection];
-  for (int r = 0; r < s.length; ++r) {
-    const int64_t row = s.start + r;
-    const T *x = static_cast<const T *>(call.x) + row * call.ldx;
-    float sum = 0;
-    if (aligned) {
-#pragma unroll 4
-      for (int k = lane * kVector; k < call.d_in; k += 32 * kVector) sum += dot8(x + k, a + k);
-    } else {
-      for (int k = lane; k < call.d_in; k += 32) sum += widened(x[k]) * widened(a[k]);
+// low[slice, row, j] = x[row] · A[j] over the slice's depth; each warp takes two ranks.
+// Heads: y[row, j] = x[row] · A[j] + bias[j].
+template <typename T, int R>
+__global__ void __launch_bounds__(kRowThreads) shrink_kernel(VloraCall call, Workspace w,
+                                                             RowWork work) {
+  constexpr int kStep = kVector<T>;
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
+  const int64_t per_segment =
+      int64_t(work.slices.count) * call.projection_count * work.rank_blocks;
+  const T *const all_x = static_cast<const T *>(call.x);
+  const bool aligned_x = aligned16(call.x) && call.ldx % kStep == 0 && call.d_in % kStep == 0;
+  const int64_t items = capacity_of(call) * per_segment;
+  for (int64_t item = blockIdx.x; item < items;) {
+    const int index = int(item / per_segment);
+    int rest = int(item % per_segment);
+    const int rank_block = rest % work.rank_blocks;
+    rest /= work.rank_blocks;
+    const int projection = rest % call.projection_count, slice = rest / call.projection_count;
+    const int wave = wave_of(call, index);
+    const CheckedSegment checked = segment_at(call, wave, index);
+    const VloraSegment s = checked.segment;
+    if (s.length == 0 && checked.fault == 0) {
+      item = past_wave(item, gridDim.x, call.wave_end[wave] * per_segment);
+      continue;
     }
-    sum = summed(sum, 32) * float(s.sign);
-    if (lane != 0) continue;
-    if (call.shrink_only) {
-      static_cast<float *>(out.y)[row * out.ldy + j] += sum;
-    } else {
-      w.partial[(int64_t(projection) * call.rows + row) * call.max_rank + j] = sum;
-    }
-  }
-}
-
-// y[row, c] += dot(low[row], B[c]); `lanes` neighbouring lanes share a column, so that a warp reads
-// consecutive 16-byte pieces of B. Grid: (segment, column block, projection).
-template <typename T>
-__global__ void expand_rows(VloraCall call, Workspace w) {
-  const int projection = blockIdx.z;
-  const VloraSegment s = checked(call, blockIdx.x);
-  if (s.length == 0) return;
-  const VloraAdapter adapter = adapter_of(call, projection, s.slot);
-  const int rank = int(adapter.rank);
-  if (rank == 0) return;
-  const VloraProjection &out = call.projections[projection];
-  const bool aligned = rank % kVector == 0 && aligned16(adapter.b);
-  const int pieces = aligned ? (rank + kVector - 1) / kVector : rank;
-  int lanes = 1;
-  while (lanes < 32 && lanes < pieces) lanes *= 2;
-  const int member = threadIdx.x % lanes;
-  const int group = threadIdx.x / lanes, groups = kThreads / lanes;
-  const int64_t first = int64_t(blockIdx.y) * kColumnsPerBlock;
-  for (int r = 0; r < s.length; ++r) {
-    const int64_t row = s.start + r;
-    const float *low = w.partial + (int64_t(projection) * call.rows + row) * call.max_rank;
-    for (int i = group; i < kColumnsPerBlock; i += groups) {
-      const int64_t column = first + i;
-      const bool inside = column < out.d_out;
-      float sum = 0;
-      if (inside) {
-        const T *b = static_cast<const T *>(adapter.b) + column * rank;
-        for (int piece = member; piece < pieces; piece += lanes) {
-          if (aligned) {
-            const uint4 v = __ldg(reinterpret_cast<const uint4 *>(b + piece * kVector));
-            const T *e = reinterpret_cast<const T *>(&v);
+    item += gridDim.x;
+    const bool speaks = threadIdx.x == 0 && rank_block == 0 && slice == 0 && blockIdx.y == 0;
+    if (checked.fault != 0 && speaks) note(w, checked.fault);
+    if (s.length == 0 || s.length > work.up_to) continue;
+    const CheckedAdapter of = adapter_at(call, projection, index, s.slot, false);
+    if (of.fault != 0 && speaks) note(w, of.fault);
+    const int rank = int(of.adapter.rank);
+    const int j = rank_block * kRanksPerBlock + warp * kRanksPerWarp;
+    if (j >= rank) continue;  // the whole warp
+    const T *const a0 = static_cast<const T *>(of.adapter.a) + int64_t(j) * call.d_in;
+    const T *const a1 = j + 1 < rank ? a0 + call.d_in : a0;
+    const int from = slice * work.slices.depth;
+    const int to = int(least(int64_t(from) + work.slices.depth, call.d_in));
+    const bool aligned = aligned_x && aligned16(of.adapter.a);
+    for (int r = int(blockIdx.y) * R; r < s.length; r += int(gridDim.y) * R) {
+      const T *x[R];
 #pragma unroll
-            for (int k = 0; k < kVector; ++k) sum += widened(e[k]) * low[piece * kVector + k];
-          } else {
-            sum += widened(b[piece]) * low[piece];
+      for (int i = 0; i < R; ++i)
+        x[i] = all_x + (s.start + least(r + i, s.length - 1)) * call.ldx;
+      float sums[R * kRanksPerWarp] = {};
+      if (aligned) {
+#pragma unroll 2
+        for (int k = from + lane * kStep; k < to; k += kWarp * kStep) {
+          float p0[kStep], p1[kStep];
+          load16(a0 + k, p0);
+          load16(a1 + k, p1);
+#pragma unroll
+          for (int i = 0; i < R; ++i) {
+            float q[kStep];
+            load16(x[i] + k, q);
+#pragma unroll
+            for (int e = 0; e < kStep; ++e) {
+              sums[2 * i] += q[e] * p0[e];
+              sums[2 * i + 1] += q[e] * p1[e];
+            }
+          }
+        }
+      } else {
+        for (int k = from + lane; k < to; k += kWarp) {
+          const float p0 = to_float(a0[k]), p1 = to_float(a1[k]);
+#pragma unroll
+          for (int i = 0; i < R; ++i) {
+            const float q = to_float(x[i][k]);
+            sums[2 * i] += q * p0;
+            sums[2 * i + 1] += q * p1;
           }
         }
       }
-      sum = summed(sum, lanes);
-      if (inside && member == 0) {
-        T *y = static_cast<T *>(out.y) + row * out.ldy + column;
-        *y = narrowed<T>(widened(*y) + sum);
+      sum_lanes(sums, kWarp);
+      if (lane != 0) continue;
+#pragma unroll
+      for (int i = 0; i < R * kRanksPerWarp; ++i) {
+        const int row = r + i / kRanksPerWarp, at = j + i % kRanksPerWarp;
+        if (row >= s.length || at >= rank) continue;
+        if (call.heads) {
+          const VloraProjection &out = call.projections[projection];
+          static_cast<float *>(out.y)[(s.start + row) * out.ldy + at] =
+              sums[i] + static_cast<const float *>(of.adapter.b)[at];
+        } else {
+          w.partial[slice * w.plane + low_at(call, projection, wave, s.start + row) + at] = sums[i];
+        }
       }
     }
   }
 }
 
-template <typename T>
-cudaError_t launch(const VloraCall &call, const Workspace &w, cudaStream_t stream) {
-  const bool x = aligned16(call.x) && call.ldx % kVector == 0 && call.d_in % kVector == 0;
-  const dim3 shrink(call.capacity, (call.max_rank + kWarps - 1) / kWarps, call.projection_count);
-  shrink_rows<T><<<shrink, kThreads, 0, stream>>>(call, w, x);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess || call.shrink_only) return error;
-  int64_t widest = 0;
-  for (int p = 0; p < call.projection_count; ++p) {
-    widest = call.projections[p].d_out > widest ? call.projections[p].d_out : widest;
+// y[row, c] += sign * low[row] · B[c] for the rows of one wave. A warp takes 32 neighbouring
+// columns; `lanes` of its lanes share one at a time, so that they read consecutive pieces of 16
+// bytes of B, and each lane keeps the sum of the column that it then writes.
+template <typename T, int R>
+__global__ void __launch_bounds__(kRowThreads) expand_kernel(VloraCall call, Workspace w,
+                                                             RowWork work, int wave) {
+  constexpr int kStep = kVector<T>;
+  VLORA_SHARED(float, low);  // [R, max_rank]
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
+  const int begin = wave_begin(call, wave);
+  const int64_t per_segment = int64_t(call.projection_count) * work.column_blocks;
+  const int64_t items = (call.wave_end[wave] - begin) * per_segment;
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const int index = begin + int(item / per_segment);
+    const int projection = int(item % per_segment) / work.column_blocks;
+    const int64_t column =
+        int64_t(item % work.column_blocks) * kColumnsPerBlock + warp * kWarp + lane;
+    const CheckedSegment checked = segment_at(call, wave, index);
+    const VloraSegment s = checked.segment;
+    if (s.length == 0 && checked.fault == 0) return;  // the rest of the wave is empty
+    if (s.length == 0 || s.length > work.up_to) continue;
+    const CheckedAdapter of = adapter_at(call, projection, index, s.slot, false);
+    const int rank = int(of.adapter.rank);
+    if (rank == 0) continue;
+    const VloraProjection &out = call.projections[projection];
+    const bool aligned = rank % kStep == 0 && aligned16(of.adapter.b);
+    const int pieces = aligned ? rank / kStep : rank;
+    int lanes = 1;
+    while (lanes < kWarp && lanes < pieces) lanes *= 2;
+    const int member = lane % lanes;
+    const int64_t group_column = column - member;  // the first of this group's `lanes` columns
+    for (int r = int(blockIdx.y) * R; r < s.length; r += int(gridDim.y) * R) {
+      __syncthreads();  // before `low` of the last turn is written over
+      for (int i = int(threadIdx.x); i < R * rank; i += kRowThreads) {
+        const int row = r + i / rank, at = i % rank;
+        float sum = 0;
+        if (row < s.length) {
+          const int64_t place = low_at(call, projection, wave, s.start + row) + at;
+          for (int slice = 0; slice < work.slices.count; ++slice)
+            sum += w.partial[slice * w.plane + place];
+        }
+        low[i / rank * call.max_rank + at] = sum * float(s.sign);
+      }
+      __syncthreads();
+      float kept[R] = {};
+#pragma unroll 4
+      for (int turn = 0; turn < lanes; ++turn) {
+        float sums[R] = {};
+        if (group_column + turn < out.d_out) {
+          const T *const b = static_cast<const T *>(of.adapter.b) + (group_column + turn) * rank;
+          for (int piece = member; piece < pieces; piece += lanes) {
+            if (aligned) {
+              float q[kStep];
+              load16(b + piece * kStep, q);
+#pragma unroll
+              for (int i = 0; i < R; ++i)
+#pragma unroll
+                for (int e = 0; e < kStep; ++e)
+                  sums[i] += q[e] * low[i * call.max_rank + piece * kStep + e];
+            } else {
+              const float q = to_float(b[piece]);
+#pragma unroll
+              for (int i = 0; i < R; ++i) sums[i] += q * low[i * call.max_rank + piece];
+            }
+          }
+        }
+        sum_lanes(sums, lanes);
+#pragma unroll
+        for (int i = 0; i < R; ++i)
+          if (turn == member) kept[i] = sums[i];
+      }
+      if (column >= out.d_out) continue;
+#pragma unroll
+      for (int i = 0; i < R; ++i) {
+        if (r + i >= s.length) continue;
+        T *const y = static_cast<T *>(out.y) + (s.start + r + i) * out.ldy + column;
+        *y = from_float<T>(to_float(*y) + kept[i]);
+      }
+    }
   }
-  const dim3 expand(call.capacity, unsigned((widest + kColumnsPerBlock - 1) / kColumnsPerBlock),
-                    call.projection_count);
-  expand_rows<T><<<expand, kThreads, 0, stream>>>(call, w);
-  return cudaGetLastError();
+}
+
+using Shrink = void (*)(VloraCall, Workspace, RowWork);
+using Expand = void (*)(VloraCall, Workspace, RowWork, int);
+
+template <int R>
+Shrink shrink_of(int type) {
+  if (type == VLORA_FP32) return shrink_kernel<float, R>;
+  return type == VLORA_FP16 ? shrink_kernel<Half, R> : shrink_kernel<Bfloat, R>;
+}
+
+template <int R>
+Expand expand_of(int type) {
+  if (type == VLORA_FP32) return expand_kernel<float, R>;
+  return type == VLORA_FP16 ? expand_kernel<Half, R> : expand_kernel<Bfloat, R>;
+}
+
+// Segments' items along x, their row blocks along y.
+dim3 grid_of(const VloraCall &call, int64_t items, int row_block, int up_to, int resident) {
+  constexpr int kTurns = 4;  // blocks for every place on the device: they are of unequal length
+  const int64_t rows = ceil_div(least(call.longest, up_to), row_block);
+  const int64_t x = least(items, int64_t(kTurns) * resident);
+  const int64_t y = least(rows, ceil_div(int64_t(kTurns) * resident, x));
+  return dim3(unsigned(x), unsigned(y));
 }
 
 }  // namespace
 
-cudaError_t apply_rows(const VloraCall &call, const Workspace &w, cudaStream_t stream) {
-  return call.type == VLORA_FP16 ? launch<__half>(call, w, stream)
-                                 : launch<__nv_bfloat16>(call, w, stream);
+cudaError_t warm_rows(int *resident) {
+  cudaError_t error = cudaSuccess;
+  int least_resident = INT32_MAX;
+  for (int type : {VLORA_FP16, VLORA_BF16, VLORA_FP32}) {
+    for (Shrink kernel : {shrink_of<1>(type), shrink_of<4>(type)}) {
+      if (error == cudaSuccess) error = warm(kernel, kRowThreads, 0, resident);
+      least_resident = int(least(least_resident, *resident));
+    }
+    for (Expand kernel : {expand_of<1>(type), expand_of<4>(type)}) {
+      if (error == cudaSuccess) error = warm(kernel, kRowThreads, 0, resident);
+      least_resident = int(least(least_resident, *resident));
+    }
+  }
+  *resident = least_resident;
+  return error;
+}
+
+int rows_shared_bytes(const VloraCall &call, int row_block) {
+  return row_block * call.max_rank * int(sizeof(float));
+}
+
+cudaError_t shrink_rows(const VloraCall &call, const Workspace &w, const RowWork &work,
+                        int row_block, int resident, cudaStream_t stream) {
+  const int64_t items = int64_t(capacity_of(call)) * work.slices.count * call.projection_count *
+                        work.rank_blocks;
+  const dim3 grid = grid_of(call, items, row_block, work.up_to, resident);
+  return launch(row_block == 1 ? shrink_of<1>(call.type) : shrink_of<4>(call.type), grid,
+                kRowThreads, 0, stream, call, w, work);
+}
+
+cudaError_t expand_rows(const VloraCall &call, const Workspace &w, const RowWork &work,
+                        int row_block, int wave, int resident, cudaStream_t stream) {
+  const int64_t items = int64_t(call.wave_end[wave] - wave_begin(call, wave)) *
+                        call.projection_count * work.column_blocks;
+  if (items == 0) return cudaSuccess;
+  const dim3 grid = grid_of(call, items, row_block, work.up_to, resident);
+  return launch(row_block == 1 ? expand_of<1>(call.type) : expand_of<4>(call.type), grid,
+                kRowThreads, size_t(rows_shared_bytes(call, row_block)), stream, call, w, work,
+                wave);
 }
 
 }  // namespace vlora

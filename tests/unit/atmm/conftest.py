@@ -8,18 +8,34 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.unit.atmm.problems import implementations
+from tests.unit.atmm.problems import CUDA, EMULATED, emulation, implementations
 from vlora.atmm import backends, tiles
+from vlora.atmm.cuda.operator import Operator, using
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Operator:
+    return Operator(emulation(), torch.device("cpu"))
 
 
 @pytest.fixture(params=implementations())
 def backend(request: pytest.FixtureRequest) -> Iterator[backends.Backend]:
-    """Every implementation in turn: the reference, and each instruction set of this CPU."""
+    """Every implementation in turn (`implementations`); on a GPU, new tensors lie there."""
     if request.param == "reference":
         yield "reference"
-        return
-    with tiles.isa(request.param):
-        yield "cpu"
+    elif request.param == EMULATED:
+        with using(request.getfixturevalue("emulated")) as operator:
+            yield "cuda"
+            operator.check()
+    elif request.param == CUDA:
+        torch.set_default_device("cuda")
+        try:
+            yield "cuda"
+        finally:
+            torch.set_default_device("cpu")
+    else:
+        with tiles.isa(request.param):
+            yield "cpu"
 
 
 @pytest.fixture(autouse=True)

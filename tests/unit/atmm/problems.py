@@ -7,22 +7,38 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tools.tile_search.cuda_build import BuildError, emulate
 from vlora.atmm import backends, op, tiles
+from vlora.atmm.cuda.library import Library
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
+EMULATED, CUDA = "cuda-emulated", "cuda"
+
+
 def implementations() -> list[str]:
+    """The reference, each instruction set of this CPU, the CUDA kernels run on the host, and those
+    on a GPU where there is one."""
     try:
-        return ["reference", *tiles.isas()]
+        isas = tiles.isas()
     except ImportError:
-        return ["reference"]
+        isas = []
+    return ["reference", *isas, EMULATED, *([CUDA] if torch.cuda.is_available() else [])]
+
+
+def emulation() -> Library:
+    """The CUDA kernels compiled for the host; skips without a C++ compiler."""
+    try:
+        return Library(emulate())
+    except BuildError as error:
+        pytest.skip(str(error))
 
 
 compiled = pytest.mark.skipif(
-    implementations() == ["reference"], reason="the compiled core was not built"
+    implementations()[1] == EMULATED, reason="the compiled core was not built"
 )
 
 
@@ -77,7 +93,7 @@ def check(
     # bf16: the intermediate and the sum are each rounded to 8 bits.
     tolerance = 2e-5 if group.dtype == FP32 else 4e-2
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-    untouched = torch.ones(len(y), dtype=torch.bool)
+    untouched = torch.ones(len(y), dtype=torch.bool, device=y.device)
     for segment in segments:
         untouched[segment.start : segment.start + segment.length] = False
     assert torch.equal(got[untouched], y[untouched])

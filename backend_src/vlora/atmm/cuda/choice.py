@@ -1,0 +1,201 @@
+"""Which kernels a shape gets: the table's choice, or one by arithmetic.
+
+Algorithm 2's hash table (§4.3.2) for CUDA. Keys are spelled out, since the compiled CPU core that
+packs them for the CPU may be missing here. Knows tiles and shapes; nothing of torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vlora.atmm.cuda.library import MAX_SLICES, ROWS, Library, LoadedTile, TilesStruct
+
+TABLE_VERSION = 2
+FEW_ROWS = 8
+"""Up to here a tile of 16 rows is half padding or more, and bytes decide: the row kernels."""
+RANKS_PER_BLOCK = 16
+"""Of the row kernels' shrink (kRanksPerBlock)."""
+LEAST_DEPTH = 512
+"""A slice's, for 16-byte loads of a warp two deep; thinner ones are all start and end."""
+BLOCKS_PER_SM = 2
+SLICES = (1, 2, 4, 8, 16, 32)
+
+# Of one multiprocessor of an A100 or H100, for the order of tiles only: bytes it draws from memory
+# and L2 while it does 16-bit multiply-adds, and what a block costs before its first result.
+MULTIPLY_ADDS_PER_BYTE = 32.0
+STEPS_TO_FILL = 3.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one call: rows of its longest segment, d_out of all its projections, the largest rank."""
+
+    dtype: str
+    rows: int
+    d_in: int
+    d_out: int
+    rank: int
+    segments: int
+    projections: int = 1
+
+    @property
+    def key(self) -> str:
+        """Buckets are powers of two, each named by its upper end, as the CPU's."""
+        rows, rank = _bucket(self.rows, 1, 8192), _bucket(self.rank, 8, 1024)
+        segments = _bucket(self.segments, 1, 256)
+        return f"{self.dtype} n{rows} i{self.d_in} o{self.d_out} r{rank} s{segments}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Tiles by name (None: the row kernels), and how both kinds are cut."""
+
+    shrink: str | None = None
+    expand: str | None = None
+    slices: int = 1
+    rows_up_to: int = FEW_ROWS
+    row_block: int = 1
+    row_slices: int = 1
+
+    @property
+    def name(self) -> str:
+        rows = f"rows b{self.row_block} s{self.row_slices}"
+        if self.shrink is None:
+            return rows
+        return f"{self.shrink} {self.expand} s{self.slices}; up to {self.rows_up_to} {rows}"
+
+    @classmethod
+    def parse(cls, name: str) -> Choice:
+        """Of `name`. Raises ValueError."""
+        tiles, _, rows = name.rpartition("; up to ")
+        try:
+            *up_to, word, block, row_slices = rows.split()
+            if word != "rows" or block[0] != "b" or row_slices[0] != "s":
+                raise ValueError(rows)
+            of_rows = cls(row_block=int(block[1:]), row_slices=int(row_slices[1:]))
+            if not tiles:
+                return of_rows
+            shrink, expand, slices = tiles.split()
+            return replace(
+                of_rows,
+                shrink=shrink,
+                expand=expand,
+                slices=int(slices.removeprefix("s")),
+                rows_up_to=int(up_to[0]),
+            )
+        except (ValueError, IndexError):
+            raise ValueError(f"{name!r} is no configuration of ATMM for CUDA") from None
+
+    def on(self, library: Library, dtype: str) -> TilesStruct:
+        """Raises ValueError for a tile that the library lacks."""
+        return TilesStruct(
+            _index(library, "shrink", dtype, self.shrink),
+            _index(library, "expand", dtype, self.expand),
+            self.slices,
+            self.rows_up_to,
+            self.row_block,
+            self.row_slices,
+        )
+
+
+def _index(library: Library, kind: str, dtype: str, name: str | None) -> int:
+    if name is None:
+        return ROWS
+    found = library.tiles_of(kind, dtype).get(name)
+    if found is None:
+        raise ValueError(f"{library.path.name} has no {kind} tile {name} for {dtype}")
+    return found.index
+
+
+def by_rows(shape: Shape, multiprocessors: int) -> Choice:
+    """The row kernels: as many depth slices as leave no multiprocessor without blocks."""
+    blocks = shape.segments * shape.projections * -(-shape.rank // RANKS_PER_BLOCK)
+    wanted = BLOCKS_PER_SM * multiprocessors / blocks
+    most = max(1, shape.d_in // LEAST_DEPTH)
+    slices = max(s for s in SLICES if s == 1 or s <= min(most, max(1.0, wanted)))
+    return Choice(row_block=1 if shape.rows < 3 else 4, row_slices=slices)
+
+
+def built_in(shape: Shape, library: Library, multiprocessors: int, *, tensor_cores: bool) -> Choice:
+    """The choice without a table. tensor_cores: 16-bit, everything on 16 bytes."""
+    rows = by_rows(shape, multiprocessors)
+    if not tensor_cores or shape.rows <= FEW_ROWS:
+        return rows
+    shrinks = library.tiles_of("shrink", shape.dtype).values()
+    expands = library.tiles_of("expand", shape.dtype).values()
+    if not shrinks or not expands:
+        return rows
+    _, slices, shrink = min(
+        (shrink_cost(shape, tile, slices, multiprocessors), slices, tile.name)
+        for tile in shrinks
+        for slices in SLICES
+        if slices == 1 or shape.d_in // slices >= LEAST_DEPTH // 2
+    )
+    expand = min(expands, key=lambda tile: (expand_cost(shape, tile, multiprocessors), tile.name))
+    return replace(rows, shrink=shrink, expand=expand.name, slices=min(slices, MAX_SLICES))
+
+
+def shrink_cost(shape: Shape, tile: LoadedTile, slices: int, multiprocessors: int) -> float:
+    """In units of one multiply-add of a multiprocessor's tensor cores."""
+    depth = -(-shape.d_in // slices)
+    blocks = _blocks(shape.rows, shape.rank, tile) * slices * shape.projections
+    # Every slice is written and read once more in fp32.
+    reduced = slices * shape.rows * shape.rank * shape.segments * shape.projections * 8
+    return _turns(blocks * shape.segments, multiprocessors) * _block_cost(
+        tile, depth
+    ) + reduced * MULTIPLY_ADDS_PER_BYTE / multiprocessors
+
+
+def expand_cost(shape: Shape, tile: LoadedTile, multiprocessors: int) -> float:
+    blocks = _blocks(shape.rows, shape.d_out, tile) * shape.segments
+    written = tile.block[0] * tile.block[1] * 4 * MULTIPLY_ADDS_PER_BYTE
+    return _turns(blocks, multiprocessors) * (_block_cost(tile, shape.rank) + written)
+
+
+def _blocks(rows: int, columns: int, tile: LoadedTile) -> int:
+    return -(-rows // tile.block[0]) * -(-columns // tile.block[1])
+
+
+def _turns(blocks: int, multiprocessors: int) -> int:
+    return -(-blocks // multiprocessors)
+
+
+def _block_cost(tile: LoadedTile, depth: int) -> float:
+    rows, columns, step = tile.block
+    steps = -(-depth // step) + STEPS_TO_FILL
+    moved = (rows + columns) * step * 2 * MULTIPLY_ADDS_PER_BYTE
+    return steps * max(rows * columns * step, moved)
+
+
+class Table:
+    """Choices by key, of one device. An entry whose tiles this build lacks is passed over."""
+
+    def __init__(self, entries: Mapping[str, Choice]) -> None:
+        self._entries = dict(entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, shape: Shape) -> Choice | None:
+        return self._entries.get(shape.key)
+
+    @classmethod
+    def load(cls, path: Path, library: Library) -> Table:
+        """Raises ValueError for another version."""
+        table = json.loads(path.read_text())
+        if table.get("version") != TABLE_VERSION:
+            raise ValueError(f"{path} has version {table.get('version')}, not {TABLE_VERSION}")
+        known: dict[str, Choice] = {}
+        for key, entry in table["entries"].items():
+            choice, dtype = Choice.parse(entry["config"]), key.split()[0]
+            tiles = {None, *library.tiles_of("shrink", dtype), *library.tiles_of("expand", dtype)}
+            if {choice.shrink, choice.expand} <= tiles:
+                known[key] = choice
+        return cls(known)
+
+
+def _bucket(value: int, least: int, most: int) -> int:
+    return min(most, max(least, 1 << (max(1, value) - 1).bit_length()))

@@ -1,0 +1,251 @@
+"""The CUDA library through ctypes: raw pointers in, no torch.
+
+Mirrors csrc/atmm/cuda/atmm_cuda.h. Loading works on a machine without a GPU (the CUDA runtime is
+linked in); calling anything that launches needs one, unless the library is the emulation, whose
+kernels run on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+VERSION = 2
+ROWS = -1
+"""As a tile index: the row kernels."""
+TYPES = {"fp16": 0, "bf16": 1, "fp32": 2}
+MAX_PROJECTIONS = 8
+MAX_WAVES = 8
+MAX_SLICES = 32
+RANK_STEP = 8
+"""Tensor cores read 16 bytes at a time; ranks are padded to this with zero rows."""
+ALIGNMENT = 16
+ROW_BLOCKS = (1, 4)
+
+NAME = "libvlora_atmm_cuda.so"
+EMULATED = "libvlora_atmm_emulated.so"
+VARIABLE = "VLORA_ATMM_CUDA"
+"""Environment variable that names the library."""
+
+
+class SegmentStruct(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("start", "length", "slot", "sign"))
+
+
+class AdapterStruct(ctypes.Structure):
+    _fields_ = (("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("rank", ctypes.c_int64))
+
+
+class ProjectionStruct(ctypes.Structure):
+    _fields_ = (
+        ("adapters", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("ldy", ctypes.c_int64),
+        ("d_out", ctypes.c_int64),
+    )
+
+
+class CallStruct(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("ldx", ctypes.c_int64),
+        ("segments", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+        ("d_in", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
+        ("max_rank", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("shortest", ctypes.c_int32),
+        ("longest", ctypes.c_int32),
+        ("waves", ctypes.c_int32),
+        ("wave_end", ctypes.c_int32 * MAX_WAVES),
+        ("projection_count", ctypes.c_int32),
+        ("projections", ProjectionStruct * MAX_PROJECTIONS),
+    )
+
+
+class TilesStruct(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in ("shrink", "expand", "slices", "rows_up_to", "row_block", "row_slices")
+    )
+
+
+class TileStruct(ctypes.Structure):
+    _fields_ = (
+        ("block", ctypes.c_int32 * 3),
+        ("warp", ctypes.c_int32 * 3),
+        ("stages", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("expand", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("shared_bytes", ctypes.c_int32),
+    )
+
+
+class MergeStruct(ctypes.Structure):
+    _fields_ = (
+        ("offset", ctypes.c_int64),
+        ("d_out", ctypes.c_int64),
+        ("d_in", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+    )
+
+
+class MergeCallStruct(ctypes.Structure):
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        ("base", ctypes.c_void_p),
+        ("merges", ctypes.c_void_p),
+        ("blocks", ctypes.c_int64),
+        ("count", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("sign", ctypes.c_int32),
+    )
+
+
+STRUCTURES = (
+    SegmentStruct, AdapterStruct, ProjectionStruct, CallStruct, TilesStruct, TileStruct,
+    MergeStruct, MergeCallStruct,
+)  # fmt: skip
+"""In the order of vlora_cuda_size_of."""
+
+
+@dataclass(frozen=True)
+class LoadedTile:
+    """One instance of the built library."""
+
+    index: int
+    kind: str
+    dtype: str
+    block: tuple[int, int, int]
+    warp: tuple[int, int, int]
+    stages: int
+    threads: int
+    shared_bytes: int
+
+    @property
+    def name(self) -> str:
+        block, warp = ("x".join(map(str, shape)) for shape in (self.block, self.warp))
+        return f"{block}_{warp}_{self.stages}"
+
+
+class CudaError(RuntimeError):
+    """The library refused a call, or CUDA failed; in the library's words."""
+
+
+class Library:
+    """Raises OSError if the library cannot be loaded, CudaError if it is of another version."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.emulated = path.name == EMULATED
+        self._lib = lib = ctypes.CDLL(str(path))
+        lib.vlora_cuda_workspace.restype = ctypes.c_int64
+        lib.vlora_cuda_merge_blocks.restype = ctypes.c_int64
+        lib.vlora_cuda_last_error.restype = ctypes.c_char_p
+        lib.vlora_cuda_fault.restype = ctypes.c_char_p
+        lib.vlora_cuda_fault.argtypes = (ctypes.c_uint64,)
+        if (found := lib.vlora_cuda_version()) != VERSION:
+            raise CudaError(f"{path} has interface {found}, not {VERSION}: run `make cuda`")
+        sizes = [lib.vlora_cuda_size_of(i) for i in range(len(STRUCTURES))]
+        if sizes != [ctypes.sizeof(one) for one in STRUCTURES]:
+            raise CudaError(f"{path} has structures of {sizes} bytes: run `make cuda`")
+
+    @cached_property
+    def tiles(self) -> tuple[LoadedTile, ...]:
+        found = []
+        for index in range(self._lib.vlora_cuda_tiles()):
+            tile = TileStruct()
+            self._check(self._lib.vlora_cuda_tile(index, ctypes.byref(tile)))
+            found.append(
+                LoadedTile(
+                    index,
+                    "expand" if tile.expand else "shrink",
+                    next(name for name, code in TYPES.items() if code == tile.type),
+                    (tile.block[0], tile.block[1], tile.block[2]),
+                    (tile.warp[0], tile.warp[1], tile.warp[2]),
+                    tile.stages,
+                    tile.threads,
+                    tile.shared_bytes,
+                )
+            )
+        return tuple(found)
+
+    def tiles_of(self, kind: str, dtype: str) -> dict[str, LoadedTile]:
+        """By name."""
+        return {t.name: t for t in self.tiles if (t.kind, t.dtype) == (kind, dtype)}
+
+    def warm_up(self) -> None:
+        """Load every kernel of the current device; once per device, before anything is captured."""
+        self._check(self._lib.vlora_cuda_warm_up())
+
+    def arrange(
+        self, segments: Sequence[tuple[int, int, int, int]]
+    ) -> tuple[ctypes.Array[SegmentStruct], list[int]]:
+        """(start, length, slot, sign) in waves: the segments that are not empty, and the end of
+        each wave among them."""
+        count = len(segments)
+        given = (SegmentStruct * count)(*segments)
+        out, ends = (SegmentStruct * count)(), (ctypes.c_int32 * count)()
+        waves = self._lib.vlora_cuda_arrange(given, count, out, ends)
+        if waves < 0:
+            raise ValueError(self.last_error)
+        return out, list(ends[:waves])
+
+    def workspace_bytes(self, call: CallStruct, tiles: TilesStruct) -> int:
+        """Raises CudaError for a call that `apply` would refuse."""
+        size = int(self._lib.vlora_cuda_workspace(ctypes.byref(call), ctypes.byref(tiles)))
+        if size == 0:
+            raise CudaError(f"ATMM for CUDA: {self.last_error}")
+        return size
+
+    def apply(self, call: CallStruct | None, tiles: TilesStruct, stream: int) -> None:
+        given = None if call is None else ctypes.byref(call)
+        self._check(
+            self._lib.vlora_cuda_apply(given, ctypes.byref(tiles), ctypes.c_void_p(stream))
+        )
+
+    def merge_blocks(self, merges: ctypes.Array[MergeStruct]) -> int:
+        """Number the blocks of every merge; returns their sum."""
+        return int(self._lib.vlora_cuda_merge_blocks(merges, len(merges)))
+
+    def merge(self, call: MergeCallStruct, stream: int) -> None:
+        self._check(self._lib.vlora_cuda_merge(ctypes.byref(call), ctypes.c_void_p(stream)))
+
+    def fault(self, word: int) -> str:
+        """What a workspace's first word says; "" for 0."""
+        return str(self._lib.vlora_cuda_fault(word & (1 << 64) - 1).decode())
+
+    @property
+    def last_error(self) -> str:
+        return str(self._lib.vlora_cuda_last_error().decode())
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise CudaError(f"ATMM for CUDA: {self.last_error}")
+
+
+def find_library() -> Path:
+    """$VLORA_ATMM_CUDA, beside the package, or the source tree's build folder (`make cuda`).
+
+    Raises ImportError that says where it was looked for.
+    """
+    package = Path(__file__).resolve().parents[1]
+    places = [package / NAME, package.parents[2] / "build" / "cuda" / NAME]
+    if given := os.environ.get(VARIABLE):
+        places = [Path(given)]
+    for place in places:
+        if place.is_file():
+            return place
+    raise ImportError(f"ATMM for CUDA is not built (`make cuda`): no {', '.join(map(str, places))}")

@@ -1,0 +1,384 @@
+"""ATMM on one device: adapters' tables, workspaces, and the three calls of `vlora.atmm.op`.
+
+Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first. fp32 is
+served by the row kernels (no tensor cores, so no TF32 either); fp16 and bf16 by tiles where
+everything lies on 16 bytes, by the row kernels elsewhere.
+Knows devices and streams; nothing of names, files or pools.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from vlora.atmm.cuda import library as c
+from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in
+from vlora.atmm.cuda.library import Library
+from vlora.atmm.groups import HeadGroup, LoraGroup
+from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment, Segments
+
+log = logging.getLogger(__name__)
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+TABLES = Path(__file__).resolve().parents[1] / "tables"
+EMULATED_MULTIPROCESSORS = 4
+
+
+class DeviceFault(RuntimeError):
+    """The device found a segment or an adapter that is not sound, and left it out. Raised where the
+    host synchronises next, not by the call that met it."""
+
+
+@dataclass(frozen=True)
+class DeviceSegments:
+    """Segments in waves, on the device; `ends`: of each wave among them."""
+
+    tensor: torch.Tensor
+    ends: tuple[int, ...]
+    shortest: int
+    longest: int
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+
+class DeviceGroup:
+    """Adapters of the projections that share an input, as the kernels read them.
+
+    tables[output]: [slots, 3] int64 of (address of A, of B, rank). Ranks are padded to RANK_STEP
+    with zero rows; what is padded, not contiguous or elsewhere is copied, the rest is used in place.
+    """
+
+    def __init__(
+        self, d_in: int, d_outs: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.d_in, self.d_outs, self.dtype, self.device = d_in, tuple(d_outs), dtype, device
+        self.max_rank = c.RANK_STEP
+        self.slots = 0
+        self.tables: list[torch.Tensor] = []
+        self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
+        self._keep: list[torch.Tensor] = []
+
+    def append(self, pairs: Sequence[LoraPair | None]) -> None:
+        for rows, pair in zip(self._rows, pairs, strict=True):
+            rows.append((0, 0, 0) if pair is None else self._place(*_padded(pair)))
+        self.slots += 1
+
+    def append_head(self, head: Head | None) -> None:
+        """A head's weight stands for A, its bias for B; classes are not padded."""
+        self._rows[0].append((0, 0, 0) if head is None else self._place(*head))
+        self.slots += 1
+
+    def ready(self) -> None:
+        """Bring the tables up to date: before a call, and before a capture."""
+        if self.tables and self.tables[0].shape[0] == self.slots:
+            return
+        self._keep += self.tables  # a captured graph may still read the old ones
+        self.tables = [
+            torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, 3)
+            for rows in self._rows
+        ]
+
+    def _place(self, a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int]:
+        a, b = a.to(self.device).contiguous(), b.to(self.device).contiguous()
+        self._keep += [a, b]
+        self.max_rank = max(self.max_rank, -(-a.shape[0] // c.RANK_STEP) * c.RANK_STEP)
+        return a.data_ptr(), b.data_ptr(), a.shape[0]
+
+
+def _padded(pair: LoraPair) -> LoraPair:
+    missing = -pair.rank % c.RANK_STEP
+    if missing == 0:
+        return pair
+    pad = torch.nn.functional.pad
+    return LoraPair(pad(pair.a, (0, 0, 0, missing)), pad(pair.b, (0, missing)))
+
+
+class Operator:
+    """One library on one device (the emulation: on the host's memory). Warms the kernels up."""
+
+    def __init__(self, library: Library, device: torch.device) -> None:
+        self.library, self.device = library, device
+        self.multiprocessors = EMULATED_MULTIPROCESSORS
+        self.name = "emulated"
+        if not library.emulated:
+            properties = torch.cuda.get_device_properties(device)
+            self.multiprocessors = properties.multi_processor_count
+            self.name = properties.name
+        with self._here():
+            library.warm_up()
+        self.table = Table({})
+        self.forced: Choice | None = None
+        """For every shape that it can serve, instead of table and arithmetic: tests, benches."""
+        self._workspaces: dict[int, torch.Tensor] = {}
+        self._grown: list[torch.Tensor] = []
+        self._groups: WeakKeyDictionary[LoraGroup | HeadGroup, DeviceGroup] = WeakKeyDictionary()
+
+    # ---- preparing ------------------------------------------------------------------------------
+
+    def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
+        """Arranged in waves and copied, once for a `Segments`."""
+        prepared = Segments.of(segments).prepared
+        if (found := prepared.get(self)) is None:
+            found = prepared[self] = self._segments(segments)
+        return found  # type: ignore[no-any-return]
+
+    def _segments(self, segments: Sequence[Segment]) -> DeviceSegments:
+        given = [(s.start, s.length, s.slot, s.sign) for s in segments]
+        arranged, ends = self.library.arrange(given)
+        rows = [(s.start, s.length, s.slot, s.sign) for s in arranged[: ends[-1] if ends else 0]]
+        lengths = [row[1] for row in rows] or [1]
+        tensor = torch.tensor(rows or [(0, 0, 0, 1)], dtype=torch.int32, device=self.device)
+        return DeviceSegments(tensor, tuple(ends), min(lengths), max(lengths))
+
+    def group(self, group: LoraGroup | HeadGroup) -> DeviceGroup:
+        """The group's adapters on this device, brought up to date with slots added since."""
+        found = self._groups.get(group)
+        if found is None:
+            heads = isinstance(group, HeadGroup)
+            found = DeviceGroup(
+                group.d_in,
+                [1] if isinstance(group, HeadGroup) else group.d_outs,
+                torch.float32 if isinstance(group, HeadGroup) else group.dtype,
+                self.device,
+            )
+            self._groups[group] = found
+            assert heads or isinstance(group, LoraGroup)
+        for slot in range(found.slots, len(group)):
+            if isinstance(group, HeadGroup):
+                found.append_head(group.heads[slot])
+            else:
+                found.append([column[slot] for column in group.pairs])
+        found.ready()
+        return found
+
+    def choose(
+        self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
+    ) -> Choice:
+        tensor_cores = group.dtype != torch.float32 and _on_16_bytes(y, x, group.d_outs)
+        shape = Shape(
+            DTYPES[group.dtype],
+            segments.longest,
+            group.d_in,
+            sum(group.d_outs),
+            group.max_rank,
+            len(segments),
+            len(group.d_outs),
+        )
+        choice = self.forced or self.table.find(shape)
+        if choice is None or (choice.shrink is not None and not tensor_cores):
+            choice = built_in(
+                shape, self.library, self.multiprocessors, tensor_cores=tensor_cores
+            )
+        return choice
+
+    # ---- the calls of `op` ----------------------------------------------------------------------
+
+    def apply(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        segments: DeviceSegments,
+        group: DeviceGroup,
+        choice: Choice | None = None,
+        *,
+        heads: bool = False,
+    ) -> None:
+        """Launch on the current stream. Raises CudaError for what the library refuses."""
+        self._check_place(y, x)
+        if len(segments) == 0 or x.shape[0] == 0:
+            return
+        tiles = (choice or self.choose(y, x, segments, group)).on(self.library, DTYPES[group.dtype])
+        first = 0
+        # More waves than a call holds are later calls; the stream keeps their order.
+        most = 1 if heads else c.MAX_WAVES
+        for wave in range(0, len(segments.ends), most):
+            ends = segments.ends[wave : wave + most]
+            call = self._call(y, x, segments, group, first, ends, heads)
+            call.workspace_bytes = self.library.workspace_bytes(call, tiles)
+            call.workspace = self._workspace(call.workspace_bytes).data_ptr()
+            with self._here():
+                self.library.apply(call, tiles, self._stream())
+            first = ends[-1]
+
+    def _call(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        segments: DeviceSegments,
+        group: DeviceGroup,
+        first: int,
+        ends: Sequence[int],
+        heads: bool,
+    ) -> c.CallStruct:
+        call = c.CallStruct(
+            x=x.data_ptr(),
+            ldx=x.stride(0),
+            segments=segments.tensor.data_ptr() + first * ctypes.sizeof(c.SegmentStruct),
+            rows=x.shape[0],
+            d_in=group.d_in,
+            slots=group.slots,
+            max_rank=group.max_rank,
+            type=c.TYPES[DTYPES[group.dtype]],
+            heads=int(heads),
+            shortest=segments.shortest,
+            longest=segments.longest,
+            waves=len(ends),
+            projection_count=len(group.d_outs),
+        )
+        call.wave_end[: len(ends)] = [end - first for end in ends]
+        column = 0
+        for i, (table, d_out) in enumerate(zip(group.tables, group.d_outs, strict=True)):
+            place = y.data_ptr() + column * y.element_size()
+            call.projections[i] = c.ProjectionStruct(
+                table.data_ptr(), place, y.stride(0), y.shape[1] if heads else d_out
+            )
+            column += d_out
+        return call
+
+    def merge(
+        self, out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int
+    ) -> None:
+        self._check_place(out, base)
+        MergedParts(self, updates)(out, base, sign)
+
+    # ---- faults and places ----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Wait for the device, then raise DeviceFault if it left something out since last time."""
+        self.synchronize()
+        for workspace in (*self._workspaces.values(), *self._grown):
+            word = workspace[:8].view(torch.int64)
+            if text := self.library.fault(int(word.item())):
+                word.zero_()
+                raise DeviceFault(f"ATMM for CUDA: {text}")
+
+    def synchronize(self) -> None:
+        if not self.library.emulated:
+            torch.cuda.synchronize(self.device)
+
+    def _workspace(self, size: int) -> torch.Tensor:
+        """Of the current stream; grows, and keeps the outgrown for graphs captured with them."""
+        stream = self._stream()
+        found = self._workspaces.get(stream)
+        if found is None or found.numel() < size:
+            if found is not None:
+                self._grown.append(found)
+                size = max(size, 2 * found.numel())
+            found = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self._workspaces[stream] = found
+        return found
+
+    def _check_place(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            if tensor.device.type != self.device.type:
+                raise ValueError(f"a tensor on {tensor.device}, the operator is on {self.device}")
+
+    def _stream(self) -> int:
+        return 0 if self.library.emulated else torch.cuda.current_stream(self.device).cuda_stream
+
+    def _here(self) -> Any:
+        return torch.cuda.device(self.device) if not self.library.emulated else _nowhere()
+
+
+class MergedParts:
+    """An adapter's merge, prepared: its table on the device, made once."""
+
+    def __init__(self, operator: Operator, updates: Sequence[MergeUpdate]) -> None:
+        self._operator = operator
+        self._keep = [update.pair for update in updates]
+        operator._check_place(*(tensor for pair in self._keep for tensor in pair))
+        merges = (c.MergeStruct * len(updates))()
+        for merge, (offset, (a, b)) in zip(merges, updates, strict=True):
+            merge.offset, merge.d_out, merge.d_in = offset, b.shape[0], a.shape[1]
+            merge.rank, merge.a, merge.b = a.shape[0], a.data_ptr(), b.data_ptr()
+        self._blocks = operator.library.merge_blocks(merges)
+        table = torch.frombuffer(bytearray(merges), dtype=torch.uint8) if updates else None
+        self._table = None if table is None else table.to(operator.device)
+
+    def __call__(self, out: torch.Tensor, base: torch.Tensor, sign: int = 1) -> None:
+        """out = base + sign · B A at every update, on the current stream."""
+        if self._table is None:
+            return
+        operator = self._operator
+        call = c.MergeCallStruct(
+            out.data_ptr(),
+            base.data_ptr(),
+            self._table.data_ptr(),
+            self._blocks,
+            len(self._keep),
+            c.TYPES[DTYPES[out.dtype]],
+            sign,
+        )
+        with operator._here():
+            operator.library.merge(call, operator._stream())
+
+
+@contextmanager
+def _nowhere() -> Iterator[None]:
+    yield
+
+
+def _on_16_bytes(y: torch.Tensor, x: torch.Tensor, d_outs: Sequence[int]) -> bool:
+    elements = c.ALIGNMENT // x.element_size()
+    return (
+        x.data_ptr() % c.ALIGNMENT == y.data_ptr() % c.ALIGNMENT == 0
+        and all(n % elements == 0 for n in (x.stride(0), y.stride(0), x.shape[1], *d_outs))
+    )
+
+
+_using: list[Operator] = []
+
+
+@contextmanager
+def using(operator: Operator) -> Iterator[Operator]:
+    """Serve the backend "cuda" by this operator for a while."""
+    _using.append(operator)
+    try:
+        yield operator
+    finally:
+        _using.pop()
+
+
+def current() -> Operator:
+    """The operator that serves the backend "cuda": torch's current device.
+
+    Raises ImportError without a library or a device, with the reason.
+    """
+    return _using[-1] if _using else _on_device(torch.cuda.current_device() if _has_device() else -1)
+
+
+def _has_device() -> bool:
+    return torch.cuda.is_available()
+
+
+@cache
+def _on_device(index: int) -> Operator:
+    if index < 0:
+        raise ImportError("ATMM for CUDA needs a GPU that torch can use")
+    operator = Operator(Library(c.find_library()), torch.device("cuda", index))
+    path = table_path(operator.name)
+    if path.exists():
+        operator.table = Table.load(path, operator.library)
+    log.info(
+        "ATMM: compiled for CUDA, %s, %d tiles, %s",
+        operator.name,
+        len(operator.library.tiles),
+        f"{path.name} ({len(operator.table)})" if path.exists() else "no tile table",
+    )
+    return operator
+
+
+def table_path(device: str, folder: Path = TABLES) -> Path:
+    """One file for each device's name: all types."""
+    words = device.lower().replace("-", " ").split()
+    return folder / f"cuda-{'-'.join(words)}.json"

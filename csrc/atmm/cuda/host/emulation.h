@@ -1,0 +1,262 @@
+// Runs CUDA kernels on the host, one block after another in a shuffled order, each thread of a block
+// on a stack of its own. A thread runs until it waits: for its warp (sum_lanes) or for its block
+// (__syncthreads). What would hang or be undefined on a device stops the program: lanes that do not
+// all reach their warp's sum, threads that wait for a block whose others wait elsewhere.
+//
+// Not emulated: threads of different blocks at the same time, memory ordering, tensor cores, streams
+// (a launch is done when it returns). Nothing of ATMM here.
+#pragma once
+
+#include <csetjmp>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include <ucontext.h>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static  // blocks do not overlap
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+using cudaStream_t = void *;
+enum cudaError_t { cudaSuccess = 0 };
+inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
+inline cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
+
+namespace emulation {
+
+// The storage types, rounding to nearest even as the device's conversions do.
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat {
+  uint16_t bits;
+};
+inline float to_float(float v) { return v; }
+inline float to_float(Bfloat v) {
+  const uint32_t bits = uint32_t(v.bits) << 16;
+  float f;
+  return std::memcpy(&f, &bits, 4), f;
+}
+inline float to_float(Half v) {
+  _Float16 h;
+  return std::memcpy(&h, &v, 2), float(h);
+}
+template <typename T>
+T from_float(float v);
+template <>
+inline float from_float<float>(float v) {
+  return v;
+}
+template <>
+inline Half from_float<Half>(float v) {
+  const _Float16 h = _Float16(v);
+  Half to;
+  return std::memcpy(&to, &h, 2), to;
+}
+template <>
+inline Bfloat from_float<Bfloat>(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  if (v != v) return {uint16_t(bits >> 16 | 0x40)};
+  return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+constexpr int kLanes = 32;
+constexpr size_t kStack = 64 << 10, kSharedBytes = 228 << 10;
+
+enum class State { kReady, kWarp, kBlock, kDone };
+
+struct Thread {
+  jmp_buf at;
+  ucontext_t start;
+  std::unique_ptr<char[]> stack;
+  State state = State::kDone;
+  dim3 index;
+  float *values = nullptr;  // of sum_lanes
+  int count = 0, lanes = 0;
+};
+
+class Block {
+ public:
+  static Block &here() {
+    static thread_local Block block;
+    return block;
+  }
+
+  void run(dim3 grid, int threads, const std::function<void()> &body) {
+    grid_ = grid, size_ = dim3(unsigned(threads)), body_ = &body;
+    while (int(threads_.size()) < threads) threads_.push_back(std::make_unique<Thread>());
+    const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
+    // A bijection of the blocks: an odd step around a power of two, what lies beyond left out.
+    uint64_t ring = 1;
+    while (ring < blocks) ring *= 2;
+    random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+    const uint64_t step = random_ >> 20 | 1, first = random_ >> 40;
+    for (uint64_t i = 0; i < ring; ++i) {
+      const uint64_t at = (first + i * step) & (ring - 1);
+      if (at >= blocks) continue;
+      index_ = dim3(unsigned(at % grid.x), unsigned(at / grid.x % grid.y),
+                    unsigned(at / grid.x / grid.y));
+      one(threads);
+    }
+  }
+
+  // Called by the thread that runs: on with the others until what it waits for has come.
+  void wait(State what) {
+    Thread &own = *current_;
+    own.state = what;
+    if (_setjmp(own.at) == 0) _longjmp(scheduler_, 1);
+  }
+
+  Thread &current() { return *current_; }
+  const dim3 &index() const { return index_; }
+  const dim3 &size() const { return size_; }
+  const dim3 &grid() const { return grid_; }
+  uint4 *shared() { return shared_.data(); }
+
+ private:
+  void one(int threads) {
+    for (int t = 0; t < threads; ++t) {
+      threads_[size_t(t)]->index = dim3(unsigned(t), 0, 0);
+      threads_[size_t(t)]->state = State::kReady;
+    }
+    for (;;) {
+      bool ran = false;
+      for (int t = 0; t < threads; ++t) {
+        if (threads_[size_t(t)]->state != State::kReady) continue;
+        ran = true;
+        resume(*threads_[size_t(t)]);
+        if ((t + 1) % kLanes == 0 || t + 1 == threads)
+          if (sum(t / kLanes * kLanes, threads)) t = t / kLanes * kLanes - 1;  // that warp again
+      }
+      if (ran) continue;
+      int waiting = 0, done = 0;
+      for (int t = 0; t < threads; ++t) {
+        waiting += threads_[size_t(t)]->state == State::kBlock;
+        done += threads_[size_t(t)]->state == State::kDone;
+      }
+      if (done == threads) return;
+      if (waiting + done != threads) stop("some threads wait for their block, some for their warp");
+      for (int t = 0; t < threads; ++t)
+        if (threads_[size_t(t)]->state == State::kBlock) threads_[size_t(t)]->state = State::kReady;
+    }
+  }
+
+  // The xor tree of the device's shuffles, in its order. False: not all lanes are there.
+  bool sum(int first, int threads) {
+    Thread &leader = *threads_[size_t(first)];
+    int arrived = 0;
+    for (int l = first; l < first + kLanes && l < threads; ++l)
+      arrived += threads_[size_t(l)]->state == State::kWarp;
+    if (arrived == 0) return false;
+    if (arrived != kLanes) stop("not all lanes of a warp reach its sum");
+    for (int l = 0; l < kLanes; ++l) {
+      const Thread &lane = *threads_[size_t(first + l)];
+      if (lane.count != leader.count || lane.lanes != leader.lanes) stop("lanes differ in their sums");
+    }
+    for (int step = leader.lanes / 2; step > 0; step /= 2)
+      for (int i = 0; i < leader.count; ++i) {
+        float before[kLanes];
+        for (int l = 0; l < kLanes; ++l) before[l] = threads_[size_t(first + l)]->values[i];
+        for (int l = 0; l < kLanes; ++l)
+          threads_[size_t(first + l)]->values[i] = before[l] + before[l ^ step];
+      }
+    for (int l = 0; l < kLanes; ++l) threads_[size_t(first + l)]->state = State::kReady;
+    return true;
+  }
+
+  void resume(Thread &thread) {
+    current_ = &thread;
+    if (_setjmp(scheduler_) != 0) return;
+    if (thread.stack) _longjmp(thread.at, 1);
+    thread.stack.reset(new char[kStack]);
+    getcontext(&thread.start);
+    thread.start.uc_stack.ss_sp = thread.stack.get();
+    thread.start.uc_stack.ss_size = kStack;
+    thread.start.uc_link = nullptr;
+    makecontext(&thread.start, &Block::enter, 0);
+    setcontext(&thread.start);
+  }
+
+  // Every thread's whole life: the bodies of block after block.
+  static void enter() {
+    for (;;) {
+      Block &block = here();
+      (*block.body_)();
+      block.wait(State::kDone);
+    }
+  }
+
+  [[noreturn]] static void stop(const char *why) {
+    std::fprintf(stderr, "emulated kernel: %s\n", why);
+    std::abort();
+  }
+
+  std::vector<std::unique_ptr<Thread>> threads_;
+  std::vector<uint4> shared_ = std::vector<uint4>(kSharedBytes / sizeof(uint4));
+  const std::function<void()> *body_ = nullptr;
+  Thread *current_ = nullptr;
+  jmp_buf scheduler_;
+  dim3 grid_, size_, index_;
+  uint64_t random_ = 1;
+};
+
+inline void *shared() { return Block::here().shared(); }
+
+template <typename... P, typename... A>
+cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, cudaStream_t,
+                   A... args) {
+  if (shared_bytes > kSharedBytes) std::abort();
+  Block::here().run(grid, threads, [&] { kernel(args...); });
+  return cudaSuccess;
+}
+
+template <typename... P>
+cudaError_t warm(void (*)(P...), int, int, int *resident) {
+  *resident = 5;  // few, so that blocks take several turns
+  return cudaSuccess;
+}
+
+template <int N>
+void sum_lanes(float (&values)[N], int lanes) {
+  Thread &own = Block::here().current();
+  own.values = values, own.count = N, own.lanes = lanes;
+  Block::here().wait(State::kWarp);
+}
+
+}  // namespace emulation
+
+#define threadIdx (::emulation::Block::here().current().index)
+#define blockIdx (::emulation::Block::here().index())
+#define blockDim (::emulation::Block::here().size())
+#define gridDim (::emulation::Block::here().grid())
+
+inline void __syncthreads() { emulation::Block::here().wait(emulation::State::kBlock); }
+
+template <typename T>
+T __ldg(const T *p) {
+  return *p;
+}
+
+inline uint64_t atomicCAS(unsigned long long *at, unsigned long long expected,
+                          unsigned long long value) {
+  const unsigned long long before = *at;
+  if (before == expected) *at = value;
+  return before;
+}

@@ -1,0 +1,56 @@
+// Stands in for the compiled tiles where the kernels are emulated: the same walk over the same
+// problem arrays, one thread a block, the product by plain loops.
+#include "../kernels.h"
+
+namespace vlora {
+namespace {
+
+template <typename T, bool Expand>
+__global__ void grouped_kernel(Group group, int begin, int end) {
+  const int last = group.first[end];
+  for (int at = group.first[begin] + int(blockIdx.x); at < last; at += int(gridDim.x)) {
+    const Tile t = tile_at(group, begin, end, at);
+    const Problem &p = group.problems[t.problem];
+    const T *const a = static_cast<const T *>(p.a) + t.from;
+    const T *const b = static_cast<const T *>(p.b) + t.from;
+    for (int i = t.row; i < p.m && i < t.row + group.block_rows; ++i)
+      for (int j = t.column; j < p.n && j < t.column + group.block_columns; ++j) {
+        float sum = 0;
+        for (int k = 0; k < t.depth; ++k)
+          sum += to_float(a[i * p.lda + k]) * to_float(b[j * p.ldb + k]);
+        const int64_t place = t.offset + i * p.ldc + j;
+        if (Expand) {
+          T *const c = static_cast<T *>(p.c) + place;
+          *c = from_float<T>(p.alpha * sum + to_float(*c));
+        } else {
+          static_cast<float *>(p.c)[place] = p.alpha * sum;
+        }
+      }
+  }
+}
+
+template <typename T, bool Expand>
+Instance instance(int type, int rows, int columns) {
+  return {{{rows, columns, 32}, {rows, columns, 32}, 2, type, Expand, kWarp, 0},
+          [](int *resident) { return warm(grouped_kernel<T, Expand>, 1, 0, resident); },
+          [](const Group &group, int begin, int end, int blocks, cudaStream_t stream) {
+            return launch(grouped_kernel<T, Expand>, dim3(unsigned(blocks)), 1, 0, stream, group,
+                          begin, end);
+          }};
+}
+
+const Instance kTable[] = {
+    instance<Half, false>(VLORA_FP16, 16, 32),    instance<Half, true>(VLORA_FP16, 16, 32),
+    instance<Bfloat, false>(VLORA_BF16, 16, 32),  instance<Bfloat, true>(VLORA_BF16, 16, 32),
+    instance<Half, false>(VLORA_FP16, 64, 32),    instance<Half, true>(VLORA_FP16, 64, 128),
+    instance<Bfloat, false>(VLORA_BF16, 64, 32),  instance<Bfloat, true>(VLORA_BF16, 64, 128),
+};
+
+}  // namespace
+
+extern const Instance *const kInstances;
+extern const int kInstanceCount;
+const Instance *const kInstances = kTable;
+const int kInstanceCount = sizeof kTable / sizeof *kTable;
+
+}  // namespace vlora

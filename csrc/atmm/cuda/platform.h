@@ -1,0 +1,120 @@
+// What the kernels need of their compiler: nvcc, or any C++17 compiler with the emulation, which
+// runs the same kernels on the host, thread by thread (host/emulation.h). Nothing of ATMM here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#else
+#include "host/emulation.h"
+#endif
+
+#define VLORA_HD __host__ __device__ inline
+
+namespace vlora {
+
+constexpr int kWarp = 32;
+
+template <typename T>
+struct Same {
+  using Type = T;
+};
+
+#ifdef __CUDACC__
+
+using Half = __half;
+using Bfloat = __nv_bfloat16;
+
+VLORA_HD float to_float(float v) { return v; }
+VLORA_HD float to_float(Half v) { return __half2float(v); }
+VLORA_HD float to_float(Bfloat v) { return __bfloat162float(v); }
+template <typename T>
+VLORA_HD T from_float(float v);
+template <>
+VLORA_HD float from_float<float>(float v) { return v; }
+template <>
+VLORA_HD Half from_float<Half>(float v) { return __float2half_rn(v); }
+template <>
+VLORA_HD Bfloat from_float<Bfloat>(float v) { return __float2bfloat16_rn(v); }
+
+// The error of this launch alone. An error of ours is taken off the thread's record, so that
+// whoever looks there next does not find it; those of others are left for them.
+template <typename... P>
+cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                   cudaStream_t stream, typename Same<P>::Type... args) {
+  void *pointers[] = {const_cast<void *>(static_cast<const void *>(&args))...};
+  const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void *>(kernel), grid,
+                                             dim3(threads), pointers, shared, stream);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
+template <typename... P>
+cudaError_t warm(void (*kernel)(P...), int threads, int shared, int *resident) {
+  const void *function = reinterpret_cast<const void *>(kernel);
+  cudaFuncAttributes found;
+  int device = 0, sms = 0, per_sm = 0;
+  cudaError_t error = cudaFuncGetAttributes(&found, function);  // loads the module
+  if (error == cudaSuccess && shared > 48 * 1024)
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, function, threads, shared);
+  if (error == cudaSuccess && per_sm == 0) error = cudaErrorLaunchOutOfResources;
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  *resident = per_sm * sms;
+  return error;
+}
+
+// values[i] becomes its sum over each group of `lanes` (a power of two) neighbouring lanes.
+template <int N>
+__device__ __forceinline__ void sum_lanes(float (&values)[N], int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] += __shfl_xor_sync(0xffffffffu, values[i], step);
+  }
+}
+
+#define VLORA_SHARED(type, name)                                        \
+  extern __shared__ __align__(16) unsigned char vlora_dynamic_shared[]; \
+  type *const name = reinterpret_cast<type *>(vlora_dynamic_shared)
+
+#else
+
+using Half = emulation::Half;
+using Bfloat = emulation::Bfloat;
+using emulation::from_float;
+using emulation::launch;
+using emulation::sum_lanes;
+using emulation::to_float;
+using emulation::warm;
+
+#define VLORA_SHARED(type, name) type *const name = static_cast<type *>(emulation::shared())
+
+#endif
+
+// Elements of 16 bytes.
+template <typename T>
+constexpr int kVector = 16 / int(sizeof(T));
+
+template <typename T>
+__device__ __forceinline__ void load16(const T *from, float (&to)[kVector<T>]) {
+  const uint4 raw = __ldg(reinterpret_cast<const uint4 *>(from));
+  T elements[kVector<T>];
+  memcpy(elements, &raw, sizeof raw);
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) to[i] = to_float(elements[i]);
+}
+
+VLORA_HD bool aligned16(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+VLORA_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+VLORA_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+}  // namespace vlora
