@@ -75,13 +75,13 @@ class Instance:
 
 def instances(limit: int | None = None, dtypes: tuple[str, ...] = tuple(TYPES)) -> list[Instance]:
     """All of them, or the first `limit`, shared out evenly among kinds and types."""
-    rounds = max(len(tiles(kind)) for kind in KINDS)
+    known = {kind: tiles(kind) for kind in KINDS}
     found = [
-        Instance(tiles(kind)[i], kind, dtype)
-        for i in range(rounds)
+        Instance(known[kind][i], kind, dtype)
+        for i in range(max(map(len, known.values())))
         for dtype in dtypes
         for kind in KINDS
-        if i < len(tiles(kind))
+        if i < len(known[kind])
     ]
     return found[:limit]
 
@@ -228,7 +228,7 @@ def _stale(target: Path, sources: list[Path]) -> bool:
     """Whether a source, or any header of the operator, is newer."""
     if not target.exists():
         return True
-    headers = [*SOURCES.rglob("*.h"), *SOURCES.glob("*.cuh"), *SOURCES.parent.glob("include/*/*.h")]
+    headers = [*SOURCES.rglob("*.*h"), *SOURCES.parent.glob("include/*/*.h")]
     return target.stat().st_mtime < max(p.stat().st_mtime for p in [*sources, *headers])
 
 

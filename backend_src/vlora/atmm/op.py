@@ -1,7 +1,8 @@
 """The one LoRA operator; which implementation serves it is decided here and nowhere else.
 
 Backends: "cpu" (csrc/atmm, compiled), "cuda" (csrc/atmm/cuda) and "reference" (plain torch, the
-oracle). The default follows the tensors' device and is resolved once (`backends.default`); every function takes `backend` to override it for one call.
+oracle). The default follows the tensors' device and is resolved once (`backends.default`); every
+function takes `backend` to override it for one call.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def apply(
     if (y_column != 1 and width > 1) or (x_column != 1 and group.d_in > 1):
         raise ValueError("the columns of x and y must lie side by side")
     if chosen == "cuda":
+        if config is not None:
+            raise ValueError("config is an index of the CPU's; see vlora.atmm.cuda.choice")
         device = operator.current()
         device.apply(y, x, device.segments(segments), device.group(group))
         return

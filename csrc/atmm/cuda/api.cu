@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "atmm/segments.h"
-#include "kernels.h"
+#include "kernels.cuh"
 
 namespace vlora {
 namespace {

@@ -10,7 +10,7 @@
 #include <cutlass/gemm/threadblock/threadblock_swizzle.h>
 #include <cutlass/half.h>
 
-#include "kernels.h"
+#include "kernels.cuh"
 
 namespace vlora {
 

@@ -1,7 +1,7 @@
 // out = base + sign * B A for all matrices of a switch, in one launch: fp32 products and sums, one
 // rounding. Blocks of 128 x 128 with 8 x 8 sums a thread, four by four in two halves, so that
 // neighbouring lanes read neighbouring addresses everywhere.
-#include "kernels.h"
+#include "kernels.cuh"
 
 namespace vlora {
 namespace {

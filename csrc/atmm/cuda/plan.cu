@@ -1,5 +1,5 @@
 // Fills the problem arrays of the grouped products; sums the depth slices of the shrink.
-#include "kernels.h"
+#include "kernels.cuh"
 
 namespace vlora {
 namespace {

@@ -3,7 +3,7 @@
 // both kernels read each adapter byte once for every R rows, in 16-byte loads that neighbouring
 // lanes coalesce, and the depth of the shrink is cut in slices so that few segments still fill the
 // device. The slices are summed where the expand reads them, in order.
-#include "kernels.h"
+#include "kernels.cuh"
 
 namespace vlora {
 namespace {

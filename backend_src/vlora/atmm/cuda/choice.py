@@ -144,9 +144,10 @@ def shrink_cost(shape: Shape, tile: LoadedTile, slices: int, multiprocessors: in
     blocks = _blocks(shape.rows, shape.rank, tile) * slices * shape.projections
     # Every slice is written and read once more in fp32.
     reduced = slices * shape.rows * shape.rank * shape.segments * shape.projections * 8
-    return _turns(blocks * shape.segments, multiprocessors) * _block_cost(
-        tile, depth
-    ) + reduced * MULTIPLY_ADDS_PER_BYTE / multiprocessors
+    return (
+        _turns(blocks * shape.segments, multiprocessors) * _block_cost(tile, depth)
+        + reduced * MULTIPLY_ADDS_PER_BYTE / multiprocessors
+    )
 
 
 def expand_cost(shape: Shape, tile: LoadedTile, multiprocessors: int) -> float:

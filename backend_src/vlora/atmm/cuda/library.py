@@ -196,7 +196,7 @@ class Library:
         """(start, length, slot, sign) in waves: the segments that are not empty, and the end of
         each wave among them."""
         count = len(segments)
-        given = (SegmentStruct * count)(*segments)
+        given = (SegmentStruct * count)(*(SegmentStruct(*one) for one in segments))
         out, ends = (SegmentStruct * count)(), (ctypes.c_int32 * count)()
         waves = self._lib.vlora_cuda_arrange(given, count, out, ends)
         if waves < 0:
@@ -212,9 +212,7 @@ class Library:
 
     def apply(self, call: CallStruct | None, tiles: TilesStruct, stream: int) -> None:
         given = None if call is None else ctypes.byref(call)
-        self._check(
-            self._lib.vlora_cuda_apply(given, ctypes.byref(tiles), ctypes.c_void_p(stream))
-        )
+        self._check(self._lib.vlora_cuda_apply(given, ctypes.byref(tiles), ctypes.c_void_p(stream)))
 
     def merge_blocks(self, merges: ctypes.Array[MergeStruct]) -> int:
         """Number the blocks of every merge; returns their sum."""

@@ -1,8 +1,8 @@
 """ATMM on one device: adapters' tables, workspaces, and the three calls of `vlora.atmm.op`.
 
-Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first. fp32 is
-served by the row kernels (no tensor cores, so no TF32 either); fp16 and bf16 by tiles where
-everything lies on 16 bytes, by the row kernels elsewhere.
+Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first. fp32
+goes through the row kernels (no tensor cores, so no TF32 either); fp16 and bf16 through tiles where
+everything lies on 16 bytes, through the row kernels elsewhere.
 Knows devices and streams; nothing of names, files or pools.
 """
 
@@ -55,7 +55,7 @@ class DeviceGroup:
     """Adapters of the projections that share an input, as the kernels read them.
 
     tables[output]: [slots, 3] int64 of (address of A, of B, rank). Ranks are padded to RANK_STEP
-    with zero rows; what is padded, not contiguous or elsewhere is copied, the rest is used in place.
+    with zero rows; what is padded, not contiguous or elsewhere is copied, the rest used in place.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class Operator:
         prepared = Segments.of(segments).prepared
         if (found := prepared.get(self)) is None:
             found = prepared[self] = self._segments(segments)
-        return found  # type: ignore[no-any-return]
+        assert isinstance(found, DeviceSegments)
+        return found
 
     def _segments(self, segments: Sequence[Segment]) -> DeviceSegments:
         given = [(s.start, s.length, s.slot, s.sign) for s in segments]
@@ -144,7 +145,6 @@ class Operator:
         """The group's adapters on this device, brought up to date with slots added since."""
         found = self._groups.get(group)
         if found is None:
-            heads = isinstance(group, HeadGroup)
             found = DeviceGroup(
                 group.d_in,
                 [1] if isinstance(group, HeadGroup) else group.d_outs,
@@ -152,7 +152,6 @@ class Operator:
                 self.device,
             )
             self._groups[group] = found
-            assert heads or isinstance(group, LoraGroup)
         for slot in range(found.slots, len(group)):
             if isinstance(group, HeadGroup):
                 found.append_head(group.heads[slot])
@@ -176,9 +175,7 @@ class Operator:
         )
         choice = self.forced or self.table.find(shape)
         if choice is None or (choice.shrink is not None and not tensor_cores):
-            choice = built_in(
-                shape, self.library, self.multiprocessors, tensor_cores=tensor_cores
-            )
+            choice = built_in(shape, self.library, self.multiprocessors, tensor_cores=tensor_cores)
         return choice
 
     # ---- the calls of `op` ----------------------------------------------------------------------
@@ -330,9 +327,8 @@ def _nowhere() -> Iterator[None]:
 
 def _on_16_bytes(y: torch.Tensor, x: torch.Tensor, d_outs: Sequence[int]) -> bool:
     elements = c.ALIGNMENT // x.element_size()
-    return (
-        x.data_ptr() % c.ALIGNMENT == y.data_ptr() % c.ALIGNMENT == 0
-        and all(n % elements == 0 for n in (x.stride(0), y.stride(0), x.shape[1], *d_outs))
+    return x.data_ptr() % c.ALIGNMENT == y.data_ptr() % c.ALIGNMENT == 0 and all(
+        n % elements == 0 for n in (x.stride(0), y.stride(0), x.shape[1], *d_outs)
     )
 
 
@@ -354,11 +350,9 @@ def current() -> Operator:
 
     Raises ImportError without a library or a device, with the reason.
     """
-    return _using[-1] if _using else _on_device(torch.cuda.current_device() if _has_device() else -1)
-
-
-def _has_device() -> bool:
-    return torch.cuda.is_available()
+    if _using:
+        return _using[-1]
+    return _on_device(torch.cuda.current_device() if torch.cuda.is_available() else -1)
 
 
 @cache

@@ -1,6 +1,6 @@
 // Stands in for the compiled tiles where the kernels are emulated: the same walk over the same
 // problem arrays, one thread a block, the product by plain loops.
-#include "../kernels.h"
+#include "../kernels.cuh"
 
 namespace vlora {
 namespace {

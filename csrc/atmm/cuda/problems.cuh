@@ -7,7 +7,7 @@
 #pragma once
 
 #include "atmm_cuda.h"
-#include "platform.h"
+#include "platform.cuh"
 
 namespace vlora {
 
@@ -142,8 +142,15 @@ VLORA_HD uint64_t fault_word(int code, int projection, int segment, int64_t valu
          uint32_t(value);
 }
 
-VLORA_HD bool inside(const VloraCall &call, const VloraSegment &s) {
-  return s.start >= 0 && s.length >= 0 && int64_t(s.start) + s.length <= call.rows;
+// What is wrong with a segment by itself, 0 if nothing.
+VLORA_HD uint64_t fault_of(const VloraCall &call, const VloraSegment &s, int index) {
+  if (s.start < 0 || s.length < 0 || int64_t(s.start) + s.length > call.rows)
+    return fault_word(VLORA_FAULT_ROWS, 0, index, s.start);
+  if (s.length == 0) return 0;
+  if (s.length < call.shortest || s.length > call.longest)
+    return fault_word(VLORA_FAULT_LENGTH, 0, index, s.length);
+  if (s.slot < 0 || s.slot >= call.slots) return fault_word(VLORA_FAULT_SLOT, 0, index, s.slot);
+  return s.sign == 1 || s.sign == -1 ? 0 : fault_word(VLORA_FAULT_SIGN, 0, index, s.sign);
 }
 
 // A segment as the kernels may use it: length 0 where it is empty or not sound, the latter with a
@@ -156,19 +163,12 @@ struct CheckedSegment {
 VLORA_HD CheckedSegment segment_at(const VloraCall &call, int wave, int index) {
   VloraSegment s = call.segments[index];
   if (s.length == 0) return {s, 0};
-  uint64_t fault = 0;
-  if (!inside(call, s)) {
-    fault = fault_word(VLORA_FAULT_ROWS, 0, index, s.start);
-  } else if (s.length < call.shortest || s.length > call.longest) {
-    fault = fault_word(VLORA_FAULT_LENGTH, 0, index, s.length);
-  } else if (s.slot < 0 || s.slot >= call.slots) {
-    fault = fault_word(VLORA_FAULT_SLOT, 0, index, s.slot);
-  } else if (s.sign != 1 && s.sign != -1) {
-    fault = fault_word(VLORA_FAULT_SIGN, 0, index, s.sign);
-  } else {
-    // The one before, or the nearest before that could be computed at all.
+  uint64_t fault = fault_of(call, s, index);
+  if (fault == 0) {
+    // The nearest before it that is not itself left out.
     int before = index - 1;
-    while (before >= wave_begin(call, wave) && !inside(call, call.segments[before])) --before;
+    while (before >= wave_begin(call, wave) && fault_of(call, call.segments[before], before))
+      --before;
     if (before >= wave_begin(call, wave)) {
       const VloraSegment &b = call.segments[before];
       if (b.length == 0 || b.start + b.length > s.start)

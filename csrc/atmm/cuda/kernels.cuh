@@ -1,7 +1,7 @@
 // The launches behind the interface, and the table of tile instances.
 #pragma once
 
-#include "problems.h"
+#include "problems.cuh"
 
 namespace vlora {
 

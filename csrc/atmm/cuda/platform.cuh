@@ -1,5 +1,5 @@
 // What the kernels need of their compiler: nvcc, or any C++17 compiler with the emulation, which
-// runs the same kernels on the host, thread by thread (host/emulation.h). Nothing of ATMM here.
+// runs the same kernels on the host, thread by thread (host/emulation.cuh). Nothing of ATMM here.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #else
-#include "host/emulation.h"
+#include "host/emulation.cuh"
 #endif
 
 #define VLORA_HD __host__ __device__ inline

@@ -1,0 +1,395 @@
+"""ATMM's CUDA kernels beneath `vlora.atmm.op`: every tile, hostile segments and adapters, faults.
+
+Each test runs on the emulation (the same kernels compiled for the host, tensor cores replaced by
+loops), and on a GPU where there is one and `make cuda` has been run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.atmm.problems import emulation
+from vlora.atmm.cuda import library as c
+from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in, by_rows
+from vlora.atmm.cuda.library import CudaError, Library
+from vlora.atmm.cuda.operator import (
+    DTYPES,
+    DeviceFault,
+    DeviceGroup,
+    DeviceSegments,
+    Operator,
+    current,
+    table_path,
+)
+from vlora.atmm.types import LoraPair, MergeUpdate, Segment
+
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
+"""Of the largest true value: the intermediate and y are rounded to the storage type."""
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(scope="module", params=["emulated", "cuda"])
+def operator(request: pytest.FixtureRequest) -> Iterator[Operator]:
+    if request.param == "emulated":
+        yield Operator(emulation(), torch.device("cpu"))
+        return
+    try:
+        yield current()
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def fresh_numbers() -> None:
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+
+
+class Case:
+    """Fresh random data of mixed ranks, and what float64 makes of any segments."""
+
+    ranks = (8, 64, 5, 128, None, 33)
+
+    def __init__(
+        self,
+        operator: Operator,
+        dtype: torch.dtype,
+        rows: int,
+        d_in: int = 136,
+        d_outs: Sequence[int] = (72, 264),
+    ) -> None:
+        self.operator, self.dtype, self.d_outs = operator, dtype, d_outs
+        self.group = DeviceGroup(d_in, d_outs, dtype, operator.device)
+        self.pairs: list[list[LoraPair | None]] = []
+        for rank in self.ranks:
+            pairs = [
+                None if rank is None else LoraPair(self.draw(rank, d_in), self.draw(d_out, rank))
+                for d_out in d_outs
+            ]
+            self.pairs.append(pairs)
+            self.group.append(pairs)
+        self.group.ready()
+        self.x = self.draw(rows, d_in) * d_in**0.5
+        self.before = self.draw(rows, sum(d_outs))
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        values = torch.randn(*shape) / shape[-1] ** 0.5
+        return values.to(self.operator.device, self.dtype)
+
+    def run(
+        self, segments: Sequence[Segment] | DeviceSegments, choice: Choice | None = None
+    ) -> torch.Tensor:
+        if not isinstance(segments, DeviceSegments):
+            segments = self.operator.segments(segments)
+        for workspace in self.operator._workspaces.values():
+            workspace[16:] = 0xFF  # NaN in every type: nothing may count on what lay there
+        y = self.before.clone()
+        self.operator.apply(y, self.x, segments, self.group, choice)
+        self.operator.synchronize()
+        return y
+
+    def check(self, y: torch.Tensor, segments: Sequence[Segment]) -> None:
+        want, column = self.before.double(), 0
+        for output, d_out in enumerate(self.d_outs):
+            for s in segments:
+                pair, rows = self.pairs[s.slot][output], slice(s.start, s.start + s.length)
+                if pair is not None:
+                    low = self.x[rows].double() @ pair.a.double().T
+                    part = want[rows, column : column + d_out]
+                    part += s.sign * low @ pair.b.double().T
+            column += d_out
+        error = (y.double() - want).abs().max() / want.abs().max()
+        assert error < TOLERANCE[self.dtype]
+
+
+def in_turn(lengths: Sequence[int]) -> list[Segment]:
+    """One after another, slots and signs in turn."""
+    found, start = [], 0
+    for i, length in enumerate(lengths):
+        found.append(Segment(start, length, i % len(Case.ranks), -1 if i % 3 == 1 else 1))
+        start += length
+    return found
+
+
+def by_tiles(library: Library, dtype: torch.dtype, rows_up_to: int = 0) -> list[Choice]:
+    """Every tile of the type at least once, with different slices."""
+    shrinks = list(library.tiles_of("shrink", DTYPES[dtype]))
+    expands = list(library.tiles_of("expand", DTYPES[dtype]))
+    return [
+        Choice(
+            shrinks[i % len(shrinks)],
+            expands[i % len(expands)],
+            slices=(1, 2, 7)[i % 3],
+            rows_up_to=rows_up_to,
+        )
+        for i in range(max(len(shrinks), len(expands)))
+    ]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("lengths", [(1,) * 9, (1, 0, 17, 130, 3), (200,)])
+def test_every_tile_equals_float64(
+    operator: Operator, dtype: torch.dtype, lengths: tuple[int, ...]
+) -> None:
+    case, segments = Case(operator, dtype, sum(lengths)), in_turn(lengths)
+    for choice in by_tiles(operator.library, dtype):
+        case.check(case.run(segments, choice), segments)
+
+
+@pytest.mark.parametrize("dtype", [*SIXTEEN_BITS, torch.float32])
+@pytest.mark.parametrize("row_block", c.ROW_BLOCKS)
+@pytest.mark.parametrize("slices", [1, 3, 32])
+def test_the_row_kernels_equal_float64_however_the_depth_is_cut(
+    operator: Operator, dtype: torch.dtype, row_block: int, slices: int
+) -> None:
+    case, segments = Case(operator, dtype, 24, d_in=1096), in_turn((1, 1, 2, 5, 1, 14))
+    choice = Choice(row_block=row_block, row_slices=slices)
+    case.check(case.run(segments, choice), segments)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_short_and_long_segments_of_one_call_go_through_their_own_kernels(
+    operator: Operator, dtype: torch.dtype
+) -> None:
+    lengths = (1, 40, 1, 1, 8, 9, 70, 3)
+    segments = in_turn(lengths)
+    segments += [Segment(0, sum(lengths), 1, -1), Segment(5, 20, 3)]
+    case = Case(operator, dtype, sum(lengths))
+    for choice in by_tiles(operator.library, dtype, rows_up_to=8):
+        case.check(case.run(segments, choice), segments)
+
+
+@pytest.mark.parametrize("by", ["rows", "tiles"])
+def test_own_and_live_segments_of_the_same_rows_add_up_in_their_order(
+    operator: Operator, by: str
+) -> None:
+    segments = [Segment(0, 33, slot, sign) for slot, sign in ((0, 1), (1, -1), (3, 1))] * 4
+    segments += [Segment(20, 13, 2), Segment(33, 4, 5)]
+    case = Case(operator, torch.bfloat16, 40)
+    choice = Choice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
+    y = case.run(segments, choice)
+    case.check(y, segments)
+    assert len(operator.segments(segments).ends) > c.MAX_WAVES  # more than one call holds
+    assert torch.equal(y, case.run(segments, choice))
+
+
+def test_a_table_of_hundreds_of_empty_segments_is_no_different(operator: Operator) -> None:
+    case, segments = Case(operator, torch.bfloat16, 40), in_turn((1, 30, 9))
+    real = operator.segments(segments)
+    empty = torch.zeros(700, 4, dtype=torch.int32, device=operator.device)
+    padded = DeviceSegments(torch.cat((real.tensor, empty)), (703,), 1, 40)
+    for choice in (Choice(), Choice(row_block=4), *by_tiles(operator.library, torch.bfloat16, 1)):
+        assert torch.equal(case.run(padded, choice), case.run(real, choice))
+    operator.check()
+
+
+# ---- what is not sound ---------------------------------------------------------------------------
+
+SOUND = [Segment(0, 3, 0), Segment(20, 12, 1)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ((10, 5, 6, 1), "unknown slot 6"),
+        ((10, 5, -1, 1), "unknown slot -1"),
+        ((10, 5, 2**31 - 1, 1), "unknown slot 2147483647"),
+        ((30, 11, 1, 1), "starts at row 30, outside"),
+        ((2**31 - 1, 5, 1, 1), "starts at row 2147483647, outside"),
+        ((-1, 5, 1, 1), "starts at row -1, outside"),
+        ((10, -5, 1, 1), "outside"),
+        ((10, 25, 1, 1), "has 25 rows"),
+        ((10, 5, 1, 2), "the sign 2"),
+        ((2, 5, 1, 1), "starts at row 2: it overlaps"),
+    ],
+)
+@pytest.mark.parametrize("by", ["rows", "tiles"])
+def test_a_segment_that_is_not_sound_is_left_out_alone_and_told_at_the_next_check(
+    operator: Operator, by: str, bad: tuple[int, int, int, int], says: str
+) -> None:
+    case = Case(operator, torch.bfloat16, 40)
+    rows = [(s.start, s.length, s.slot, s.sign) for s in SOUND]
+    tensor = torch.tensor([rows[0], bad, rows[1]], dtype=torch.int32, device=operator.device)
+    choice = Choice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
+    case.check(case.run(DeviceSegments(tensor, (3,), 3, 20), choice), SOUND)
+    with pytest.raises(DeviceFault, match=f"segment 1 .*{says}.* left out"):
+        operator.check()
+    operator.check()  # told once
+
+
+@pytest.mark.parametrize(
+    ("damage", "says", "tiles_only"),
+    [
+        (lambda a, b, rank: (a, 0, rank), "A without B", False),
+        (lambda a, b, rank: (a, b, 136), "rank 136", False),
+        (lambda a, b, rank: (a, b, -8), "rank -8", False),
+        (lambda a, b, rank: (a, b, 63), "rank 63, not padded", True),
+        (lambda a, b, rank: (a + 2, b, 56), "16 bytes", True),
+        (lambda a, b, rank: (a, b + 2, 56), "16 bytes", True),
+    ],
+)
+@pytest.mark.parametrize("by", ["rows", "tiles"])
+def test_an_adapter_that_is_not_sound_is_left_out_alone(
+    operator: Operator, by: str, damage, says: str, tiles_only: bool
+) -> None:
+    if by == "rows" and tiles_only:
+        pytest.skip("the row kernels take it")
+    case = Case(operator, torch.float16, 40)
+    table = case.group.tables[1]
+    table[1] = torch.tensor(damage(*table[1].tolist()), dtype=torch.int64)
+    case.pairs[1][1] = None
+    choice = Choice() if by == "rows" else by_tiles(operator.library, torch.float16)[0]
+    case.check(case.run(SOUND, choice), SOUND)
+    with pytest.raises(DeviceFault, match=f"segment 1 in projection 1 .*{says}"):
+        operator.check()
+
+
+def test_rows_and_widths_that_tensor_cores_cannot_take_are_refused_by_tiles_and_served_by_rows(
+    operator: Operator,
+) -> None:
+    case, segments = Case(operator, torch.float16, 30, 131, (67,)), in_turn((1, 20, 9))
+    with pytest.raises(CudaError, match="not a multiple of 16 bytes"):
+        case.run(segments, by_tiles(operator.library, torch.float16)[0])
+    case.check(case.run(segments), segments)
+
+
+def test_a_wrong_call_is_refused_before_a_device_is_touched(operator: Operator) -> None:
+    library = operator.library
+    tiles = c.TilesStruct(c.ROWS, c.ROWS, 1, 8, 1, 1)
+    for call, says in (
+        (None, "a null argument"),
+        (c.CallStruct(rows=1, d_in=8), "max_rank"),
+        (c.CallStruct(rows=1, d_in=8, max_rank=8), "projection_count 0"),
+        (c.CallStruct(rows=1, d_in=8, max_rank=8, projection_count=1), "waves 0"),
+    ):
+        with pytest.raises(CudaError, match=says):
+            library.apply(call, tiles, 0)
+
+
+def test_nothing_is_launched_before_the_kernels_are_loaded(tmp_path: Path) -> None:
+    warm = emulation()
+    copy = tmp_path / warm.path.name  # another file: another copy of the library's state
+    shutil.copyfile(warm.path, copy)
+    cold = Library(copy)
+    merges = (c.MergeStruct * 1)()
+    merges[0].d_out = merges[0].d_in = merges[0].rank = 1
+    values = torch.ones(1)
+    call = c.MergeCallStruct(
+        values.data_ptr(), values.data_ptr(), 1, cold.merge_blocks(merges), 1, c.TYPES["fp32"], 1
+    )
+    with pytest.raises(CudaError, match="call vlora_cuda_warm_up"):
+        cold.merge(call, 0)
+
+
+def test_a_merge_of_half_precision_weights_rounds_once(operator: Operator) -> None:
+    base = torch.randn(300 * 140).to(operator.device, torch.float16)
+    pair = LoraPair(torch.randn(37, 140), torch.randn(300, 37))
+    pair = LoraPair(*(part.to(operator.device) for part in pair))
+    out = torch.empty_like(base)
+    operator.merge(out, base, [MergeUpdate(0, pair)], -1)
+    want = base.double() - (pair.b.double() @ pair.a.double()).flatten()
+    torch.testing.assert_close(out.double(), want, rtol=2**-11 * 1.01, atol=1e-5)
+
+
+def test_slots_added_later_are_served(operator: Operator) -> None:
+    case = Case(operator, torch.bfloat16, 12)
+    pairs: list[LoraPair | None] = [
+        LoraPair(case.draw(200, 136), case.draw(d_out, 200)) for d_out in case.d_outs
+    ]
+    case.pairs.append(pairs)
+    case.group.append(pairs)
+    case.group.ready()
+    segments = [Segment(0, 12, len(case.pairs) - 1)]
+    case.check(case.run(segments), segments)
+
+
+def test_a_replayed_graph_serves_other_segments(operator: Operator) -> None:
+    if operator.library.emulated:
+        pytest.skip("graphs need a GPU")
+    case = Case(operator, torch.bfloat16, 40)
+    capacity = torch.zeros(8, 4, dtype=torch.int32, device=operator.device)
+    segments = DeviceSegments(capacity, (8,), 1, 40)
+    y = case.before.clone()
+    for choice in (Choice(), by_tiles(operator.library, torch.bfloat16, rows_up_to=8)[0]):
+        operator.apply(y, case.x, segments, case.group, choice)
+        operator.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            operator.apply(y, case.x, segments, case.group, choice)
+        for lengths in ((5, 9, 2), (1,) * 8, (40,), (1, 30, 1)):
+            given = in_turn(lengths)
+            rows = [(s.start, s.length, s.slot, s.sign) for s in given]
+            capacity.zero_()
+            capacity[: len(rows)] = torch.tensor(rows, dtype=torch.int32, device=y.device)
+            y.copy_(case.before)
+            graph.replay()
+            operator.check()
+            case.check(y, given)
+
+
+# ---- which kernels -------------------------------------------------------------------------------
+
+SHAPES = [
+    Shape("bf16", rows, 4096, 12288, 64, segments, 3)
+    for rows in (1, 4, 16, 512, 4096)
+    for segments in (1, 8, 64)
+]
+
+
+def test_a_choice_is_read_back_from_its_name() -> None:
+    for choice in (
+        Choice(),
+        Choice(row_block=4, row_slices=16),
+        Choice("64x64x32_32x32x32_3", "128x64x32_64x32x32_2", 7, 4, 4, 2),
+    ):
+        assert Choice.parse(choice.name) == (
+            choice
+            if choice.shrink
+            else Choice(None, None, 1, 8, choice.row_block, choice.row_slices)
+        )
+    for wrong in ("", "rows", "rows b1", "tiles b1 s1", "a b s1; up to rows b1 s1"):
+        with pytest.raises(ValueError, match="no configuration"):
+            Choice.parse(wrong)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.key)
+def test_without_a_table_arithmetic_chooses_what_the_library_has(shape: Shape) -> None:
+    library = emulation()
+    choice = built_in(shape, library, 132, tensor_cores=True)
+    choice.on(library, shape.dtype)
+    assert (choice.shrink is None) == (shape.rows <= 8)
+    assert built_in(shape, library, 132, tensor_cores=False).shrink is None
+
+
+def test_few_segments_of_one_row_are_cut_in_depth_so_that_no_multiprocessor_idles() -> None:
+    one = by_rows(Shape("bf16", 1, 4096, 4096, 64, 1), 132)
+    many = by_rows(Shape("bf16", 1, 4096, 12288, 64, 64, 3), 132)
+    assert one.row_slices == 8
+    assert many.row_slices == 1
+
+
+def test_a_table_serves_its_keys_and_passes_over_tiles_of_another_build(tmp_path: Path) -> None:
+    library, path = emulation(), tmp_path / "table.json"
+    known, gone = SHAPES[0], SHAPES[-1]
+    rows = Choice(row_slices=4)
+    entries = {
+        known.key: {"config": rows.name, "hot_us": 3.1, "cold_us": 7.0},
+        gone.key: {"config": Choice("1x1x1_1x1x1_9", "1x1x1_1x1x1_9").name},
+    }
+    path.write_text(json.dumps({"version": 2, "entries": entries}))
+    table = Table.load(path, library)
+    assert table.find(known) == rows
+    assert table.find(gone) is None
+    path.write_text(json.dumps({"version": 1, "entries": {}}))
+    with pytest.raises(ValueError, match="version 1"):
+        Table.load(path, library)
+
+
+def test_a_device_s_table_is_named_after_it() -> None:
+    assert table_path("NVIDIA A100-SXM4-80GB").name == "cuda-nvidia-a100-sxm4-80gb.json"
