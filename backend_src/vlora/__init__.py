@@ -1,3 +1,7 @@
 """V-LoRA: one large multimodal model, many LoRA adapters, served to vision applications."""
 
 __version__ = "0.1.0"
+
+from vlora import waiting
+
+waiting.set_policy()

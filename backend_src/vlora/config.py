@@ -11,13 +11,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Final, Literal, get_type_hints
 
 from vlora.errors import InvalidArgument, nearest
 
 MODEL_VARIABLE = "VLORA_MODEL"
 ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
 """Environment variables by which `vlora serve --model/--adapters` overrides `model.json`."""
+
+AUTO: Final = "auto"
+Threads = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Options:
     max_num_seqs: requests running at once. max_num_batched_tokens: rows of one step.
     max_num_waiting: queue length at which requests are refused with UNAVAILABLE.
     block_size: tokens per KV page. kv_cache_tokens: capacity of the page pool in tokens.
-    engine_threads, encoder_threads: torch threads of the two processes.
+    engine_threads, encoder_threads: threads of the two processes; "auto" shares out the cores that
+        this process may use (`cores.share`).
     feature_cache_bytes: budget of the encoder's image feature cache; 0 turns it off.
     """
 
@@ -54,8 +58,8 @@ class Options:
     max_num_waiting: int = 1024
     block_size: int = 16
     kv_cache_tokens: int = 32768
-    engine_threads: int = 1
-    encoder_threads: int = 1
+    engine_threads: Threads = AUTO
+    encoder_threads: Threads = AUTO
     feature_cache_bytes: int = 256 * 1024 * 1024
     limits: Limits = field(default_factory=Limits)
 
@@ -184,7 +188,13 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
         return value
     if hint is str and isinstance(value, str):
         return value
-    if hint in (int, int | None) and isinstance(value, int) and not isinstance(value, bool):
+    if hint == Threads and value == AUTO:
+        return AUTO
+    if (
+        hint in (int, int | None, Threads)
+        and isinstance(value, int)
+        and not isinstance(value, bool)
+    ):
         least = 0 if what.endswith("bytes'") else 1
         if value >= least:
             return value
@@ -198,5 +208,6 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
         float: "a positive number",
         str: "a string",
     }
+    names |= {Threads: 'a positive whole number or "auto"'}
     names |= {Path: "a folder's path", Limits: "an object", int | None: "a positive whole number"}
     raise InvalidArgument(f"{what} must be {names.get(hint, str(hint))}, not {json.dumps(value)}")

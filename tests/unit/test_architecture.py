@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2] / "backend_src" / "vlora"
 
 LAYERS = [
     {"atmm", "metrics", "errors"},
-    {"memory", "request", "sampling", "config"},
+    {"memory", "request", "sampling", "config", "cores", "waiting"},
     {"lora"},
     {"model"},
     {"engine", "generation", "vision"},

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from vlora import cores
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.request_state import RequestState
@@ -55,7 +56,7 @@ class EngineLoop:
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
         """Loads checkpoint and adapters and starts. adapter_names: as in `multi_lora.json`."""
-        torch.set_num_threads(options.engine_threads)
+        torch.set_num_threads(cores.of(options).engine)
         return cls(Engine(options, adapter_names), options.max_num_waiting)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from vlora import cores
 from vlora.errors import VLoraError
 from vlora.serving import glue
 from vlora.serving.exporter import EncoderExporter, Refresher
@@ -17,7 +18,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         glue.set_up_logging(args["model_name"])
         options = glue.options(args)
-        encoder = VisionEncoder(options.model, options.encoder_threads)
+        encoder = VisionEncoder(options.model, cores.of(options).encoder)
         service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
         exporter = glue.exporter(
             lambda registry: EncoderExporter(

@@ -1,0 +1,90 @@
+"""How many threads the two processes get: affinity, containers' quotas, what was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vlora.cores import Split, cpu_quota, share, usable
+
+
+@pytest.mark.parametrize(("cores", "split"), [(1, (1, 1)), (2, (2, 1)), (4, (4, 1)), (16, (16, 4))])
+def test_the_engine_may_use_every_core_and_the_encoder_a_quarter(
+    cores: int, split: tuple[int, int]
+) -> None:
+    assert share(usable(cores, None)) == Split(*split)
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "threads"),
+    [
+        (16, 4.0, 4),
+        (2, 4.0, 2),
+        (16, 0.25, 1),
+        (16, 0.5, 1),
+        (16, 1.4, 1),
+        (16, 1.5, 2),
+        (16, 2.1, 2),
+        (4, 3.75, 4),
+        (0, None, 1),
+    ],
+)
+def test_a_quota_counts_by_the_nearest_whole_core_and_never_below_one(
+    affinity: int, quota: float | None, threads: int
+) -> None:
+    assert usable(affinity, quota) == threads
+
+
+def test_a_number_that_was_asked_for_is_kept_beside_an_automatic_one() -> None:
+    assert share(4, engine=3) == Split(3, 1)
+    assert share(16, encoder=7) == Split(16, 7)
+    assert share(1, engine=5, encoder=6) == Split(5, 6)
+
+
+def groups(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:
+    (tmp_path / "self").write_text(lines)
+    for name, text in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return cpu_quota(tmp_path / "self", tmp_path / "cgroup")
+
+
+def test_a_quota_of_cgroup_version_2_is_read(tmp_path: Path) -> None:
+    found = groups(tmp_path, "0::/pod/a\n", {"pod/a/cpu.max": "150000 100000\n"})
+    assert found == 1.5
+
+
+def test_the_tightest_group_above_the_process_decides(tmp_path: Path) -> None:
+    files = {"pod/a/cpu.max": "max 100000", "pod/cpu.max": "50000 100000", "cpu.max": "400000 1000"}
+    assert groups(tmp_path, "0::/pod/a\n", files) == 0.5
+
+
+def test_inside_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
+    lines = "0::/docker/of-the-host\n"
+    assert groups(tmp_path, lines, {"cpu.max": "200000 100000\n"}) == 2.0
+
+
+@pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
+def test_a_quota_of_cgroup_version_1_is_read(tmp_path: Path, mount: str) -> None:
+    files = {f"{mount}/a/cpu.cfs_quota_us": "250000", f"{mount}/a/cpu.cfs_period_us": "100000"}
+    lines = "4:cpu,cpuacct:/a\n3:memory:/a\n0::/\n" if "," in mount else "4:cpu:/a\n0::/\n"
+    assert groups(tmp_path, lines, files) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("lines", "files"),
+    [
+        ("0::/a\n", {"a/cpu.max": "max 100000"}),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}),
+        ("0::/a\n", {"a/cpu.max": "nonsense"}),
+        ("", {}),
+    ],
+)
+def test_without_a_quota_there_is_none(tmp_path: Path, lines: str, files: dict[str, str]) -> None:
+    assert groups(tmp_path, lines, files) is None
+
+
+def test_a_kernel_without_control_groups_has_no_quota(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path / "none", tmp_path) is None
