@@ -1,4 +1,4 @@
-"""`vlora bench kernels` and `vlora bench switch`; torch is imported when one runs."""
+"""`vlora bench`: the operator's commands, and the others'; torch is imported when one runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
+
+from vlora.bench.options import JsonOption, QuickOption, TypesOption, console, types
+from vlora.bench.step_cli import step
 
 if TYPE_CHECKING:
     from vlora.bench.kernels import Result
@@ -18,15 +20,10 @@ if TYPE_CHECKING:
 bench_app = typer.Typer(help="Measure; every bench prints a table and writes JSON.")
 
 ThreadsOption = Annotated[str, typer.Option(help="Thread counts, one run each.")]
-TypesOption = Annotated[str, typer.Option(help="Storage types: fp32, bf16.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Within 50 s on two cores.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write meta, rows, summary here.")]
 
 SWITCH_ROUNDS, SWITCH_QUICK_ROUNDS = 7, 5
 TORCH_ISAS = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512")}
 """Our instruction sets, in the words of ATen, MKL and oneDNN."""
-WIDE = 150
-"""Columns of the table where the output is no terminal."""
 
 
 @bench_app.callback()
@@ -53,16 +50,16 @@ def kernels(
     from vlora.bench import kernels as bench
     from vlora.bench.cells import GRIDS, load_grid
 
-    console = _console()
+    shown = console()
     if isa is not None:
         atmm.use_isa(isa)
     path = grid or GRIDS / "kernels.json"
-    cells = load_grid(path, _types(dtypes), quick=quick)
+    cells = load_grid(path, types(dtypes), quick=quick)
     counts = _counts(threads)
     described = report.meta("bench kernels", quick) | {"grid": path.name, **atmm.describe()}
     results: list[Result] = []
     table = report.kernel_table()
-    with suppress(KeyboardInterrupt), Progress(console=console, transient=True) as progress:
+    with suppress(KeyboardInterrupt), Progress(console=shown, transient=True) as progress:
         # Ctrl-C: what has been measured until then is reported.
         task = progress.add_task("measuring", total=len(cells) * len(counts))
         limits = atmm.LimitsByThreads()
@@ -80,15 +77,15 @@ def kernels(
     atmm.set_threads(counts[0])
     steady = bench.stability(bench.stability_cells(cells, quick=quick))
     summary = bench.summarize(results) | bench.summarize_stability(steady)
-    console.print(table)
-    report.show_left_out(console, results)
-    console.print(report.stability_table(steady))
-    console.print(report.summary_table(summary, f"geometric means over threads {threads}"))
+    shown.print(table)
+    report.show_left_out(shown, results)
+    shown.print(report.stability_table(steady))
+    shown.print(report.summary_table(summary, f"geometric means over threads {threads}"))
     described |= {"limits": limits.as_meta()}
     if json is not None:
         rows = [result.as_row() for result in results] + [{"stability": row} for row in steady]
         report.write_json(json, described, rows, summary)
-        console.print(f"written: {json}", soft_wrap=True)
+        shown.print(f"written: {json}", soft_wrap=True)
     if plot is not None:
         report.plot_speed_ups(results, plot)
 
@@ -105,25 +102,28 @@ def switch(
     from vlora.bench import switch as bench
     from vlora.bench.cells import GRIDS
 
-    console = _console()
-    models = bench.load_models(GRIDS / "switch.json", _types(dtypes), quick=quick)
+    shown = console()
+    models = bench.load_models(GRIDS / "switch.json", types(dtypes), quick=quick)
     described = report.meta("bench switch", quick) | {"grid": "switch.json", **atmm.describe()}
     results: list[SwitchResult] = []
     limits = atmm.LimitsByThreads()
     counts = _counts(threads)
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=shown, transient=True) as progress:
         task = progress.add_task("merging", total=len(models) * len(counts))
         rounds = SWITCH_QUICK_ROUNDS if quick else SWITCH_ROUNDS
         for result in bench.run(models, counts, rounds, limits, atmm.set_threads):
             results.append(result)
             progress.update(task, advance=1, description=result.model.name)
     summary = bench.summarize(results)
-    console.print(report.switch_table(results))
-    console.print(report.summary_table(summary, f"geometric means over threads {threads}"))
+    shown.print(report.switch_table(results))
+    shown.print(report.summary_table(summary, f"geometric means over threads {threads}"))
     described |= {"limits": limits.as_meta()}
     if json is not None:
         report.write_json(json, described, [result.as_row() for result in results], summary)
-        console.print(f"written: {json}", soft_wrap=True)
+        shown.print(f"written: {json}", soft_wrap=True)
+
+
+bench_app.command()(step)
 
 
 def _hold_torch_to(isa: str) -> None:
@@ -136,11 +136,6 @@ def _hold_torch_to(isa: str) -> None:
     os.environ["ONEDNN_MAX_CPU_ISA"] = library if isa == "avx2" else "AVX512_CORE"
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDE)
-
-
 def _counts(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
@@ -149,12 +144,3 @@ def _counts(text: str) -> list[int]:
     if not counts or min(counts) < 1:
         raise typer.BadParameter(f"--threads {text!r} is not a list such as 1,2")
     return counts
-
-
-def _types(text: str) -> list[str]:
-    from vlora.bench.cells import DTYPES
-
-    types = text.split(",")
-    if not set(types) <= set(DTYPES):
-        raise typer.BadParameter(f"--dtypes {text!r}: known are {', '.join(DTYPES)}")
-    return types

@@ -1,0 +1,292 @@
+"""Random-weight LLaVA checkpoints with their adapters, for the benches of whole steps.
+
+Made once into a cache folder, the same bytes on every machine: seeded, normally distributed (never
+zeros, which caches and branch predictors like too much), stored as bfloat16, with a tokenizer in
+which a prompt of n words has n tokens and one more for the begin of text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Of what is made here: another version makes another folder."""
+
+SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
+CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
+WEIGHT_STD, FACTOR_STD = 0.02, 0.02
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A decoder of the Llama family and a CLIP tower. kv_heads < heads: grouped queries."""
+
+    layers: int = 14
+    hidden: int = 1024
+    heads: int = 16
+    kv_heads: int = 16
+    inner: int = 2816
+    vocabulary: int = 16384
+    context: int = 2048
+    tower_layers: int = 6
+    tower_hidden: int = 384
+    tower_heads: int = 6
+    tower_inner: int = 1536
+    image: int = 224
+    patch: int = 14
+    adapters: int = 16
+    ranks: tuple[int, ...] = (8, 16, 32, 64)
+    """Of the adapters, in turn; on q, k, v and o of every layer."""
+
+    @property
+    def image_tokens(self) -> int:
+        return (self.image // self.patch) ** 2
+
+    @property
+    def name(self) -> str:
+        digest = hashlib.sha256(json.dumps([VERSION, asdict(self)]).encode()).hexdigest()
+        return f"llava-{self.layers}x{self.hidden}-{self.heads}-{self.kv_heads}-{digest[:8]}"
+
+
+def tiny(sizes: Sizes) -> Sizes:
+    """As many layers and adapters with next to nothing in them: what is left of a step is what
+    does not shrink with the model."""
+    return replace(
+        sizes,
+        hidden=64,
+        heads=1,
+        kv_heads=1,
+        inner=64,
+        vocabulary=512,
+        tower_layers=2,
+        tower_hidden=64,
+        tower_heads=1,
+        tower_inner=64,
+        image=28,
+        ranks=(8,),
+    )
+
+
+MODELS: Mapping[str, Sizes] = {"whole": Sizes(), "grouped": Sizes(kv_heads=4)}
+"""whole: each query head has keys and values of its own; grouped: four share theirs."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """folder: as transformers and vlora read it. adapters: a folder for each, `r<rank>-<index>`."""
+
+    folder: Path
+    adapters: Path
+    sizes: Sizes
+
+    @property
+    def adapter_names(self) -> list[str]:
+        ranks = self.sizes.ranks
+        return [f"a{i:02}-r{ranks[i % len(ranks)]}" for i in range(self.sizes.adapters)]
+
+
+def cache_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vlora" / "bench"
+
+
+def make(sizes: Sizes, root: Path | None = None) -> Checkpoint:
+    """The checkpoint of these sizes, from the cache where it is there already."""
+    folder = (root or cache_root()) / sizes.name
+    made = Checkpoint(folder / "checkpoint", folder / "adapters", sizes)
+    described = json.dumps(asdict(sizes))
+    if (folder / "sizes.json").is_file() and (folder / "sizes.json").read_text() == described:
+        return made
+    log.info("making %s (once)", folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        whole = Path(scratch) / "whole"
+        _save_checkpoint(whole / "checkpoint", sizes)
+        for index, name in enumerate(made.adapter_names):
+            _save_adapter(whole / "adapters" / name, sizes, index)
+        (whole / "sizes.json").write_text(described)
+        shutil.rmtree(folder, ignore_errors=True)
+        whole.rename(folder)
+    return made
+
+
+def prompt(words: int, seed: int, sizes: Sizes) -> str:
+    """A text of `words` tokens behind the begin of text."""
+    drawn = np.random.default_rng(seed).choice(_words(sizes), words)
+    return "".join(drawn.tolist())
+
+
+def picture(seed: int, sizes: Sizes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """[side, side, 3] RGB, smooth noise: no two alike."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    side = (sizes.image, sizes.image)
+    return np.asarray(Image.fromarray(coarse).resize(side, Image.Resampling.BICUBIC))
+
+
+def _words(sizes: Sizes) -> Sequence[str]:
+    """The words, each with the space before it, that are one token: two syllables."""
+    syllables = [c + v for c in CONSONANTS for v in VOWELS]
+    room = sizes.vocabulary - len(SPECIAL) - 256 - 2 * len(syllables)
+    return [f" {first}{second}" for first in syllables for second in syllables][: max(room, 0)]
+
+
+def _tokenizer(sizes: Sizes) -> Any:
+    """Byte-level BPE, its merges written down: syllables, a space before one, two of them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    syllables = [c + v for c in CONSONANTS for v in VOWELS]
+    merges = [(s[0], s[1]) for s in syllables] + [("Ġ", s) for s in syllables]
+    merges += [(f"Ġ{word[1:3]}", word[3:]) for word in _words(sizes)]
+    merges += [
+        (f"Ġ{first}{second}", third)
+        for first in syllables
+        for second in syllables
+        for third in syllables[:2]
+    ]
+    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    merges = merges[: sizes.vocabulary - len(pieces)]
+    pieces += [first + second for first, second in merges]
+    if len(pieces) != sizes.vocabulary:
+        raise ValueError(f"a vocabulary of {sizes.vocabulary} cannot be spelled: {len(pieces)}")
+    core = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", pieces.index("<s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image>"},
+        clean_up_tokenization_spaces=False,
+        model_max_length=sizes.context,
+        padding_side="left",
+    )
+
+
+def _save_checkpoint(folder: Path, sizes: Sizes) -> None:
+    from transformers import (
+        CLIPVisionConfig,
+        GenerationConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = _tokenizer(sizes)
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = CLIPVisionConfig(
+        hidden_size=sizes.tower_hidden,
+        intermediate_size=sizes.tower_inner,
+        num_hidden_layers=sizes.tower_layers,
+        num_attention_heads=sizes.tower_heads,
+        image_size=sizes.image,
+        patch_size=sizes.patch,
+        projection_dim=sizes.tower_hidden,
+    )
+    text = LlamaConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=sizes.context,
+        tie_word_embeddings=False,
+        **ids,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-2,
+        image_seq_length=sizes.image_tokens,
+        tie_word_embeddings=False,
+    )
+    generator = torch.Generator().manual_seed(0)
+    model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            mean = 1.0 if weight.dim() == 1 and name.endswith("norm.weight") else 0.0
+            drawn = torch.empty(weight.shape).normal_(mean, WEIGHT_STD, generator=generator)
+            weight.copy_(drawn)
+    model.generation_config = GenerationConfig(do_sample=False, **ids)
+    model.save_pretrained(folder)
+    images = CLIPImageProcessorPil(
+        size={"shortest_edge": sizes.image},
+        crop_size={"height": sizes.image, "width": sizes.image},
+    )
+    LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=sizes.patch,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    images.save_pretrained(folder)
+
+
+def _save_adapter(folder: Path, sizes: Sizes, index: int) -> None:
+    """As PEFT saves one, on q, k, v and o of every layer of the language model."""
+    rank = sizes.ranks[index % len(sizes.ranks)]
+    head = sizes.hidden // sizes.heads
+    outs = {
+        "q_proj": sizes.hidden,
+        "k_proj": sizes.kv_heads * head,
+        "v_proj": sizes.kv_heads * head,
+        "o_proj": sizes.hidden,
+    }
+    generator = torch.Generator().manual_seed(1 + index)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        values = torch.empty(shape).normal_(0.0, FACTOR_STD, generator=generator)
+        return values.to(torch.bfloat16)
+
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(sizes.layers):
+        for target, d_out in outs.items():
+            path = f"base_model.model.model.language_model.layers.{layer}.self_attn.{target}"
+            tensors[f"{path}.lora_A.weight"] = drawn(rank, sizes.hidden)
+            tensors[f"{path}.lora_B.weight"] = drawn(d_out, rank)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    names = "|".join(outs)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": rf".*language_model.*\.({names})",
+        "bias": "none",
+        "task_type": None,
+        "base_model_name_or_path": sizes.name,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))

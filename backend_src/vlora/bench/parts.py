@@ -1,0 +1,49 @@
+"""Which part of a step takes how long: products, attention, LoRA, the rest.
+
+The clock is put round the functions that do the work, for as long as it is asked for, so that
+serving carries none of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from vlora.atmm import op
+from vlora.model.attention import AttentionPlan
+
+PRODUCTS, ATTENTION, LORA = "products", "attention", "lora"
+PARTS = (PRODUCTS, ATTENTION, LORA)
+
+_PLACES: tuple[tuple[object, str, str], ...] = (
+    (torch.nn.functional, "linear", PRODUCTS),
+    (AttentionPlan, "attend", ATTENTION),
+    (op, "apply", LORA),
+)
+"""(owner, function, part) of all that is timed; none of them calls another."""
+
+
+@contextmanager
+def clocked() -> Iterator[dict[str, float]]:
+    """Seconds spent in each part since it was entered; for one thread."""
+    spent = dict.fromkeys(PARTS, 0.0)
+
+    def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **more)
+            finally:
+                spent[part] += time.perf_counter() - started
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, part in _PLACES:
+            stack.enter_context(patch.object(owner, name, timed(getattr(owner, name), part)))
+        yield spent
