@@ -20,6 +20,7 @@ ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
 """Environment variables by which `vlora serve --model/--adapters` overrides `model.json`."""
 
 AUTO: Final = "auto"
+DTYPES = ("float32", "bfloat16", AUTO)
 Threads = int | Literal["auto"]
 
 
@@ -39,7 +40,9 @@ class Options:
     """Engine and encoder options.
 
     model, adapters: folders; a relative path is taken from the file's own folder.
-    dtype: of weights, KV and features; "float32" is the only one served so far.
+    dtype: in which weights, KV and the vision tower are stored: "float32", "bfloat16", or "auto",
+        bfloat16 for a checkpoint that is stored so and float32 for all others. Sums, norms,
+        softmax, logits and sampling are float32 always.
     max_model_len: context in tokens; None takes the checkpoint's.
     max_num_seqs: requests running at once. max_num_batched_tokens: rows of one step.
     max_num_waiting: queue length at which requests are refused with UNAVAILABLE.
@@ -158,12 +161,13 @@ def parse_options(given: Mapping[str, Any], where: str, folder: Path) -> Options
     if isinstance(values.get("limits"), dict):
         values["limits"] = Limits(**_checked(Limits, values["limits"], f"{where}: limits"))
     options = Options(**_checked(Options, values, where))
-    if options.dtype not in ("float32", "auto"):
-        raise InvalidArgument(f"{where}: 'dtype' = '{options.dtype}'; only 'float32' is served")
+    if options.dtype not in DTYPES:
+        raise InvalidArgument(
+            f"{where}: 'dtype' = '{options.dtype}' is not served; it may be {', '.join(DTYPES)}"
+        )
     adapters = options.adapters
     return replace(
         options,
-        dtype="float32",
         model=(folder / options.model).resolve(),
         adapters=None if adapters is None else (folder / adapters).resolve(),
     )

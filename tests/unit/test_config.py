@@ -69,7 +69,9 @@ def test_vllms_tokenizer_must_be_the_models() -> None:
         ("adapters", 5),
         ("limits", [1]),
         ("model", ""),
-        ("dtype", "bfloat16"),
+        ("dtype", "float16"),
+        ("engine_threads", 0),
+        ("encoder_threads", "all"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(key: str, value: Any) -> None:
@@ -94,3 +96,13 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) 
     (tmp_path / "model.json").write_text(content)
     with pytest.raises(InvalidArgument, match=r"model\.json"):
         load_options(tmp_path / "model.json", {})
+
+
+def test_types_and_threads_are_taken_as_they_are_named() -> None:
+    assert (Options().dtype, Options().engine_threads) == ("float32", "auto")
+    options = parse(dtype="bfloat16", engine_threads=3, encoder_threads="auto")
+    assert (options.dtype, options.engine_threads, options.encoder_threads) == (
+        *("bfloat16", 3),
+        "auto",
+    )
+    assert parse(dtype="auto").dtype == "auto"

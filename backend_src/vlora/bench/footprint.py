@@ -18,11 +18,12 @@ def footprint(folder: Path, dtype: str) -> dict[str, int]:
 
 
 def _load(folder: Path, dtype: str) -> dict[str, int]:
-    from vlora.model.loader import load_config, load_weights
+    from vlora.model.decoder_config import dtype_of, load_config
+    from vlora.model.loader import load_weights
 
     config = load_config(folder)
     before = _status("VmRSS")
-    weights = load_weights(folder, config)
+    weights = load_weights(folder, config, dtype_of(dtype, folder))
     tensors = [weights.slab.base, weights.embedding, weights.lm_head, weights.final_norm]
     tensors += [*weights.norms.values(), *weights.biases.values()]
     held = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}

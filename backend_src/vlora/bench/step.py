@@ -12,7 +12,7 @@ from typing import Any
 
 from vlora.bench import llava, work
 from vlora.bench.atmm import Beside
-from vlora.bench.bed import TestBed
+from vlora.bench.bed import NAMES, TestBed
 from vlora.bench.footprint import footprint
 from vlora.bench.limits import Limits
 from vlora.bench.neighbour import slow_down
@@ -244,7 +244,7 @@ def surroundings(cells: Sequence[Cell], effort: Effort, root: Path | None = None
         bed.stage(cell.rows, cell.known(0), cell.context)
         step = bed.step(bed.mix(cell.rows, 0))
         slower.append(slow_down(step, rounds=effort.rounds, budget=effort.budget))
-        found[f"memory_mib_{dtype}"] = footprint(checkpoint.folder, dtype)
+        found[f"memory_mib_{dtype}"] = footprint(checkpoint.folder, NAMES[dtype])
     return {"busy_neighbour": round(max(slower), 3)} | found
 
 

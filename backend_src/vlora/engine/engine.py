@@ -18,7 +18,7 @@ from vlora.lora.store import AdapterStore, find_folders
 from vlora.memory.kv import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.metrics import EngineStats
-from vlora.model.decoder_config import load_config
+from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import load_weights
 from vlora.model.runner import Runner, StepResult
@@ -46,7 +46,7 @@ class Engine:
             )
         self._clock = clock
         self.config = load_config(options.model)
-        weights = load_weights(options.model, self.config)
+        weights = load_weights(options.model, self.config, dtype_of(options.dtype, options.model))
         self.slab = weights.slab
         self.adapters = AdapterStore(self.config.adapter_shape(lambda: weights.lm_head))
         self.adapters.load(find_folders(options.adapters, adapter_names or {}))

@@ -111,7 +111,7 @@ class AdapterInfo:
 class ModelShape:
     """What an adapter has to fit: target → (d_out, d_in), the same in every layer.
 
-    lm_head: gives the base model's, fp32; called only for an adapter that holds a copy of it.
+    lm_head: gives the base model's; called only for an adapter that holds a copy of it.
     """
 
     layers: int
@@ -243,7 +243,7 @@ def _sort(
         which = match["which"]
         if which is None:
             base = model.lm_head()
-            if tensor.shape != base.shape or not torch.equal(tensor.float(), base):
+            if tensor.shape != base.shape or not torch.equal(tensor.to(base.dtype), base):
                 raise refuse(f"holds '{key}', which differs from the base model's own lm_head")
             continue
         place = (-1, LM_HEAD)

@@ -35,8 +35,18 @@ class LoraLinear:
         self.widths = [slab.shapes[target][0] for target in group]
 
     def __call__(self, x: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
-        """x: [T, d_in] → [T, sum of the group's d_out]."""
-        y = F.linear(x, self._place.view(self._slab.active), self._bias)
+        """x: [T, d_in] fp32 → [T, sum of the group's d_out] fp32."""
+        y = product(x, self._place.view(self._slab.active), self._bias)
         if segments:
             op.apply(y, x, segments, self._lora)
         return y
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [T, d_in] fp32, weight: [d_out, d_in] fp32 or bf16 → x weightᵀ + bias, fp32.
+
+    bf16 is widened, one matrix at a time: no product ever rounds its rows.
+    """
+    return F.linear(x, weight.float(), bias)

@@ -42,10 +42,15 @@ class Place:
 class WeightSlab:
     """Owns the base weights; `active` is what forward passes read.
 
-    shapes: target → (d_out, d_in), the same in every layer.
+    shapes: target → (d_out, d_in), the same in every layer. dtype: in which they are stored.
     """
 
-    def __init__(self, layers: int, shapes: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        layers: int,
+        shapes: Mapping[str, tuple[int, int]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.layers = layers
         self.shapes = dict(shapes)
         self._places: dict[tuple[int, str], Place] = {}
@@ -55,7 +60,7 @@ class WeightSlab:
                 rows, columns = shapes[target]
                 self._places[layer, target] = Place(offset, rows, columns)
                 offset += rows * columns
-        self.base = torch.empty(offset, dtype=torch.float32)
+        self.base = torch.empty(offset, dtype=dtype)
         self.active = self.base
 
     def place(self, layer: int, *targets: str) -> Place:
@@ -66,4 +71,4 @@ class WeightSlab:
 
     def digest(self) -> str:
         """SHA-256 of the base weights: the same before and after any work."""
-        return hashlib.sha256(self.base.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(self.base.view(torch.uint8).numpy().data).hexdigest()

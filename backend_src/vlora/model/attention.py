@@ -11,11 +11,20 @@ from vlora.model.chunk import Chunk
 
 
 class KVStore:
-    """The pages' bytes: [pages, layers, 2, block, kv_heads, head_dim] fp32, a page contiguous."""
+    """The pages' bytes: [pages, layers, 2, block, kv_heads, head_dim], a page contiguous; fp32 or
+    bf16."""
 
-    def __init__(self, pages: int, layers: int, block: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        pages: int,
+        layers: int,
+        block: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.block = block
-        self._data = torch.zeros(pages, layers, 2, block, kv_heads, head_dim)
+        self._data = torch.zeros(pages, layers, 2, block, kv_heads, head_dim, dtype=dtype)
 
     def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [pages, block, kv_heads, head_dim] of one layer."""
@@ -68,8 +77,8 @@ class AttentionPlan:
         Writes key and value to their pages, then lets every row see its sequence up to itself.
         """
         keys, values = self._store.keys_values(layer)
-        keys[self._write_page, self._write_offset] = key
-        values[self._write_page, self._write_offset] = value
+        keys[self._write_page, self._write_offset] = key.to(keys.dtype)
+        values[self._write_page, self._write_offset] = value.to(values.dtype)
         out = torch.empty_like(query)
         for chunk, pages, mask in self._long:
             rows = slice(chunk.row, chunk.row + chunk.length)
@@ -102,8 +111,8 @@ def _causal(chunk: Chunk) -> torch.Tensor | None:
 
 
 def _gather(store: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """[pages, block, kv_heads, dim] by [batch, n] → [batch, kv_heads, length, dim]."""
+    """[pages, block, kv_heads, dim] by [batch, n] → [batch, kv_heads, length, dim] fp32."""
     batch, count = pages.shape
     block, heads, dim = store.shape[1:]
     gathered = store[pages].view(batch, count * block, heads, dim)
-    return gathered[:, :length].transpose(1, 2)
+    return gathered[:, :length].transpose(1, 2).float()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from vlora.atmm import op
 from vlora.atmm.types import Segment
 from vlora.lora.adapter import LM_HEAD
-from vlora.lora.layers import LoraLinear
+from vlora.lora.layers import LoraLinear, product
 from vlora.lora.slab import GROUPS
 from vlora.lora.store import AdapterStore
 from vlora.model.attention import AttentionPlan
@@ -36,8 +36,8 @@ class Decoder:
         ]
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: [T] int64 → [T, hidden]."""
-        return F.embedding(tokens, self._weights.embedding)
+        """tokens: [T] int64 → [T, hidden] fp32."""
+        return F.embedding(tokens, self._weights.embedding).float()
 
     def forward(
         self, hidden: torch.Tensor, attention: AttentionPlan, segments: Sequence[Segment]
@@ -54,7 +54,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
         """hidden: [rows, hidden] after the final norm; segments over these rows → [rows, V]."""
-        logits = F.linear(hidden, self._weights.lm_head)
+        logits = product(hidden, self._weights.lm_head)
         if segments:
             op.apply(logits, hidden, segments, self._lm_head_lora)
         return logits

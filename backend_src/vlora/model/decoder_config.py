@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from vlora.config import AUTO
 from vlora.errors import InvalidArgument
 from vlora.lora.adapter import ModelShape
 from vlora.lora.slab import TARGETS
@@ -93,6 +94,16 @@ class DecoderConfig:
     def adapter_shape(self, lm_head: Callable[[], torch.Tensor]) -> ModelShape:
         """What adapters have to fit; `lm_head` is only called for one that holds a copy of it."""
         return ModelShape(self.layers, self.hidden, self.vocabulary, self.target_shapes, lm_head)
+
+
+def dtype_of(asked: str, folder: Path) -> torch.dtype:
+    """In which type the weights of a checkpoint are kept: `asked` as the options have it. `auto` is
+    bf16 for a checkpoint stored so, and fp32, which holds every other exactly."""
+    if asked == AUTO:
+        config = _read_config(folder)
+        stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        asked = "bfloat16" if stored in (torch.bfloat16, "bfloat16") else "float32"
+    return torch.bfloat16 if asked == "bfloat16" else torch.float32
 
 
 def load_config(folder: Path) -> DecoderConfig:

@@ -49,7 +49,8 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """fp32 weights; target matrices lie in the slab, all else beside it.
+    """Target matrices lie in the slab, all else beside it. Matrices are of one type, fp32 or bf16;
+    norms and biases are fp32.
 
     biases: (layer, target) → [d_out]. norms: (layer, name) → [hidden].
     inverse_frequencies: [head_dim / 2], with `rope_scale` on cos and sin.
@@ -65,21 +66,26 @@ class DecoderWeights:
     rope_scale: float
 
 
-def load_weights(folder: Path, config: DecoderConfig) -> DecoderWeights:
+def load_weights(
+    folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32
+) -> DecoderWeights:
     """Reads the folder's safetensors one tensor at a time, each straight to where it stays, so
-    that loading needs the memory of the model and of its largest tensor.
+    that loading needs the memory of the model and of its largest tensor. dtype: of matrices.
 
     Raises InvalidArgument naming the file and the tensor that is missing or does not fit.
     """
     holders = _holders(folder, config)
-    slab = WeightSlab(config.layers, config.target_shapes)
+    slab = WeightSlab(config.layers, config.target_shapes, dtype)
     rooms = {
         weight_of(layer, target): slab.place(layer, target).view(slab.base)
         for layer in range(config.layers)
         for target in TARGETS
     }
     beside = {name: shape for name, shape in config.weight_shapes.items() if name not in rooms}
-    rooms |= {name: torch.empty(shape, dtype=torch.float32) for name, shape in beside.items()}
+    rooms |= {
+        name: torch.empty(shape, dtype=dtype if len(shape) == 2 else torch.float32)
+        for name, shape in beside.items()
+    }
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for name, (file, key) in holders.items():
         by_file[file].append((name, key))

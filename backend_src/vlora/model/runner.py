@@ -43,7 +43,14 @@ class Runner:
     ) -> None:
         self._decoder = Decoder(config, weights, adapters)
         self._adapters = adapters
-        self._store = KVStore(pages, config.layers, block_size, config.kv_heads, config.head_dim)
+        self._store = KVStore(
+            pages,
+            config.layers,
+            block_size,
+            config.kv_heads,
+            config.head_dim,
+            weights.slab.base.dtype,
+        )
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], live: int = BASE) -> StepResult:

@@ -1,18 +1,17 @@
 """Pixels to image features: the stock vision tower and connector, without the decoder.
 
-Knows nothing of requests, caches and Triton. float32 on the CPU.
+Knows nothing of requests, caches and Triton. Computes in float32 on the CPU; the matrices may be
+stored in bfloat16.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, LlavaConfig
@@ -23,6 +22,7 @@ from transformers.models.llava.modeling_llava import (
 )
 
 from vlora.errors import InvalidArgument
+from vlora.lora.layers import product
 from vlora.model.loader import check_files
 from vlora.request import FloatArray
 from vlora.vision.images import DecodedImage
@@ -44,16 +44,24 @@ class _VisionPart(LlavaModel):  # type: ignore[misc]
         self.post_init()
 
 
+class _Stored(torch.nn.Linear):
+    """A stock linear layer whose matrix is stored in bf16 and multiplied in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return product(x, self.weight, self.bias)
+
+
 class VisionEncoder:
-    """The tower and connector of one checkpoint folder, in float32.
+    """The tower and connector of one checkpoint folder.
 
     hidden: width of a feature row. rows: feature rows of one image. grid: (h, w) of its patches.
     tower_digest: SHA-256 (hex) of all that features depend on besides the pixels: weights,
     architecture and preprocessing.
     """
 
-    def __init__(self, checkpoint: Path, threads: int) -> None:
-        """Load from `checkpoint`; sets torch's thread count for this process.
+    def __init__(self, checkpoint: Path, threads: int, dtype: torch.dtype = torch.float32) -> None:
+        """Load from `checkpoint`; sets torch's thread count for this process. dtype: in which the
+        matrices of linear layers are stored, float32 or bfloat16.
 
         Raises InvalidArgument where the folder holds no LLaVA tower with all its weights.
         """
@@ -90,7 +98,7 @@ class VisionEncoder:
                 f"{checkpoint} lacks {len(lacking)} weights of the vision tower, or has them in"
                 f" another shape; the first is {lacking[0]}"
             )
-        self._model = model.eval().requires_grad_(False)
+        self._model = _stored(model.eval().requires_grad_(False), dtype)
         side = config.vision_config.image_size // config.vision_config.patch_size
         self.hidden = int(config.text_config.hidden_size)
         self.grid = (side, side)
@@ -116,6 +124,15 @@ class VisionEncoder:
         return pixels.to(torch.float32)
 
 
+def _stored(model: torch.nn.Module, dtype: torch.dtype) -> Any:
+    """The model with the matrices of its linear layers in `dtype`."""
+    if dtype != torch.float32:
+        for layer in [module for module in model.modules() if type(module) is torch.nn.Linear]:
+            layer.weight = torch.nn.Parameter(layer.weight.to(dtype), requires_grad=False)
+            layer.__class__ = _Stored
+    return model
+
+
 def _digest(config: LlavaConfig, processor: Any, model: torch.nn.Module) -> str:
     whole = config.to_dict()
     matters = {key: value for key, value in whole.items() if key in _CONFIG_KEYS}
@@ -123,7 +140,7 @@ def _digest(config: LlavaConfig, processor: Any, model: torch.nn.Module) -> str:
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(np.ascontiguousarray(weight.numpy()).reshape(math.prod(weight.shape)).data)
+        digest.update(weight.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from vlora import cores
 from vlora.errors import VLoraError
+from vlora.model.decoder_config import dtype_of
 from vlora.serving import glue
 from vlora.serving.exporter import EncoderExporter, Refresher
 from vlora.serving.vision_encoder import encode_batch
@@ -18,7 +19,11 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         glue.set_up_logging(args["model_name"])
         options = glue.options(args)
-        encoder = VisionEncoder(options.model, cores.of(options).encoder)
+        encoder = VisionEncoder(
+            options.model,
+            cores.of(options).encoder,
+            dtype_of(options.dtype, options.model),
+        )
         service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
         exporter = glue.exporter(
             lambda registry: EncoderExporter(
