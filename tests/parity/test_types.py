@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,9 +47,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> llava.Checkpoint:
 
 
 @pytest.fixture(params=["demo", "random"])
-def subject(request: pytest.FixtureRequest, small: llava.Checkpoint) -> Iterator[tuple[Path, int]]:
+def subject(request: pytest.FixtureRequest, small: llava.Checkpoint) -> tuple[Path, int]:
     """A checkpoint and the side of its images."""
-    yield (DEMO, 64) if request.param == "demo" else (small.folder, SMALL.image)
+    return (DEMO, 64) if request.param == "demo" else (small.folder, SMALL.image)
 
 
 def ours(folder: Path, dtype: str, prompts: Sequence[str], images: Sequence[Any]) -> torch.Tensor:
@@ -101,10 +101,7 @@ def test_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_transformers(
     folder, side = subject
     rng = np.random.default_rng(5)
     prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(PROMPTS)]
-    images = [
-        DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8))
-        for _ in prompts
-    ]
+    images = [DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in prompts]
     exact = stock(folder, "float32", prompts, images)
     assert torch.allclose(ours(folder, "float32", prompts, images), exact, atol=2e-4)
     theirs = (stock(folder, "bfloat16", prompts, images) - exact).square().mean().sqrt()

@@ -27,7 +27,7 @@ PROFILED = 3
 """Steps whose parts are timed one by one."""
 SPARE = 64
 """Positions in the pages beyond what the cells need."""
-TYPICAL_ROWS = 16
+TYPICAL_ROWS, TYPICAL_CONTEXT = 16, 256
 """Of the decoding step that `elsewhere` and `python` are about."""
 
 
@@ -239,7 +239,9 @@ def surroundings(cells: Sequence[Cell], effort: Effort, root: Path | None = None
     found: dict[str, Any] = {}
     slower = []
     for dtype in dtypes:
-        cell = replace(first, phase="decode", rows=TYPICAL_ROWS, context=256, dtype=dtype)
+        cell = replace(
+            first, phase="decode", rows=TYPICAL_ROWS, context=TYPICAL_CONTEXT, dtype=dtype
+        )
         bed = bed_for([cell], checkpoint, dtype)
         bed.stage(cell.rows, cell.known(0), cell.context)
         step = bed.step(bed.mix(cell.rows, 0))

@@ -1,0 +1,108 @@
+"""`vlora bench step`: its arithmetic, and a tiny grid through the whole path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vlora.bench import footprint, llava, step, work
+from vlora.bench.cli import bench_app
+from vlora.bench.work import Rows
+
+KEYS = {
+    *("decode_fp32", "decode_bf16", "prefill_fp32", "prefill_bf16"),
+    *("lora_cost_1", "lora_cost_16", "lora_cost_1_over_bytes", "lora_cost_16_over_bytes"),
+    *("elsewhere", "python", "busy_neighbour", "memory_mib_fp32", "memory_mib_bf16"),
+}
+TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=128))
+
+
+@pytest.fixture(autouse=True)
+def _threads_put_back() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_steps_bytes_are_those_of_a_real_checkpoint(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    made = llava.make(TINY, tmp_path)
+    stored = load_file(made.folder / "model.safetensors")
+    matrices = sum(
+        tensor.numel()
+        for name, tensor in stored.items()
+        if tensor.dim() == 2 and "vision" not in name and "projector" not in name
+    )
+    todo = work.of_step([Rows(1, 7, adapter=0)], TINY, 2)
+    embedding = TINY.vocabulary * TINY.hidden
+    assert todo.weights == 2 * (matrices - embedding)
+    adapter = load_file(made.adapters / made.adapter_names[0] / "adapter_model.safetensors")
+    assert todo.adapters == sum(tensor.nbytes for tensor in adapter.values())
+    assert todo.kv == 2 * (7 + 2) * 2 * TINY.hidden * TINY.layers
+
+
+def test_adapters_count_once_however_many_rows_use_them() -> None:
+    alone = work.of_step([Rows(1, 7, adapter=3)], TINY, 4)
+    shared = work.of_step([Rows(1, 7, adapter=3)] * 5, TINY, 4)
+    assert shared.adapters == alone.adapters > 0
+    assert shared.weights == alone.weights
+    assert shared.kv == 5 * alone.kv
+    assert shared.flops == pytest.approx(5 * alone.flops)
+
+
+def test_a_prompt_of_n_words_has_n_tokens_and_the_begin_of_text(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    made = llava.make(TINY, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    text = llava.prompt(31, 5, TINY)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == 32
+    assert tokenizer.decode(ids[1:]) == text
+    odd = "An odd text: wörld, <3!"
+    assert tokenizer.decode(tokenizer(odd)["input_ids"][1:]) == odd
+
+
+def test_a_checkpoint_is_made_once_and_is_the_same_everywhere(tmp_path: Path) -> None:
+    first, second = llava.make(TINY, tmp_path / "a"), llava.make(TINY, tmp_path / "b")
+    weights = "model.safetensors"
+    assert (first.folder / weights).read_bytes() == (second.folder / weights).read_bytes()
+    before = (first.folder / weights).stat().st_mtime_ns
+    llava.make(TINY, tmp_path / "a")
+    assert (first.folder / weights).stat().st_mtime_ns == before
+
+
+def test_step_writes_the_keys_of_the_issue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llava, "MODELS", {"whole": TINY})
+    monkeypatch.setattr(step, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(step, "MULTIPLY_ROUNDS", 1000)
+    monkeypatch.setattr(step, "QUICK", step.Effort(rounds=3, budget=0.01))
+    monkeypatch.setattr(step, "TYPICAL_CONTEXT", 16)
+    monkeypatch.setattr(step, "footprint", footprint._load)  # without a process of its own
+    both = {"models": ["whole"], "adapters": [0, 1, 16], "quick": {}}
+    groups = [
+        {"phase": "decode", "rows": [1, 16], "contexts": [16], **both},
+        {"phase": "prefill", "rows": [32], "contexts": [0], **both},
+    ]
+    grid, out = tmp_path / "grid.json", tmp_path / "figures.json"
+    grid.write_text(json.dumps({"groups": groups}))
+    arguments = ["step", "--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
+    done = CliRunner().invoke(bench_app, [*arguments, "--root", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    written = json.loads(out.read_text())
+    assert set(written["summary"]) == KEYS
+    assert all(value is not None for value in written["summary"].values())
+    memory = written["summary"]
+    assert memory["memory_mib_fp32"]["weights"] >= memory["memory_mib_bf16"]["weights"]
+    assert len(written["rows"]) == 6
+    for row in written["rows"]:
+        assert set(row["ms"]) == {"0", "1", "16"}
+        assert row["shares"]["0"]["products"] > 0
+        assert row["shares"]["0"]["attention"] > 0
+        assert row["shares"]["0"]["lora"] == 0 < row["shares"]["16"]["lora"]
