@@ -1,11 +1,15 @@
-"""Imports point downward only, and only one file knows Triton."""
+"""Imports point downward only, only one file knows Triton, and the models' files are thin."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2] / "backend_src" / "vlora"
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 
 LAYERS = [
     {"atmm", "metrics", "errors"},
@@ -56,3 +60,17 @@ def test_the_scheduler_is_pure() -> None:
     for module in ("engine/scheduler", "engine/plan", "engine/sequence", "model/chunk"):
         names = imports_of(ROOT / f"{module}.py")
         assert not {"torch", "time", "numpy"} & names, module
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.parent.parent.name)
+def test_model_files_are_thin_and_reach_triton_through_the_glue(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 120
+    assert "triton_python_backend_utils" not in text
+
+
+def test_every_model_has_a_config_of_its_own_name() -> None:
+    configs = list(REPOSITORY.glob("*/config.pbtxt"))
+    assert len(configs) == 6
+    for config in configs:
+        assert f'name: "{config.parent.name}"' in config.read_text()

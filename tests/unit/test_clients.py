@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from clients import frames, video_analytics, visual_retrieval
 from clients.common import ClientError, sampling_parameters
 from clients.perf import inputs, sweep
 from tests.unit.fake_triton import FakeTriton, metadata_of
+from tests.waiting import until
 from tools.demo import show
 from tools.demo.show import is_right
 
@@ -150,8 +150,7 @@ def test_an_interrupted_client_leaves_no_shared_memory_and_sums_up(ending):
             # A shell that runs these tests in the background has its children ignore Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-        while not server.requests and client.poll() is None:
-            time.sleep(0.02)
+        until(lambda: server.requests or client.poll() is not None)
         assert shared_regions() > before
         client.send_signal(ending)
         shown, errors = client.communicate(timeout=20)

@@ -1,7 +1,6 @@
 """The feature cache and the service that fills it, with an encoder that counts its calls."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import until
 from vlora.errors import Internal, InvalidArgument
 from vlora.vision import features
 from vlora.vision.features import Counters, EncoderService, FeatureCache
@@ -24,15 +24,15 @@ class FakeEncoder:
     hidden = HIDDEN
     grid = (2, 2)
 
-    def __init__(self, tower_digest="tower", delay=0.0, failures=()):
+    def __init__(self, tower_digest="tower", failures=()):
         self.tower_digest = tower_digest
-        self.delay = delay
+        self.hold = lambda: None
         self.failures = list(failures)
         self.calls = []
 
     def encode(self, images):
         self.calls.append(len(images))
-        time.sleep(self.delay)
+        self.hold()
         if self.failures:
             raise self.failures.pop()
         return [self.features_of(image) for image in images]
@@ -142,7 +142,8 @@ def test_an_answer_may_be_changed_without_changing_the_cache():
 
 
 def test_concurrent_misses_of_one_image_encode_it_once():
-    encoder, encoders = service(delay=0.05)
+    encoder, encoders = service()
+    encoder.hold = lambda: until(lambda: encoders.counters.images == 16)
     start = threading.Barrier(8)
 
     def ask(i):
@@ -159,26 +160,25 @@ def test_concurrent_misses_of_one_image_encode_it_once():
 
 
 def test_followers_of_a_failed_leader_get_its_typed_error_and_the_next_asks_anew():
-    encoder, encoders = service(delay=0.1, failures=[RuntimeError("out of memory")])
-    leader_is_in = threading.Event()
+    encoder, encoders = service(failures=[RuntimeError("out of memory")])
+    encoder.hold = lambda: until(lambda: encoders.counters.images == 2)
     answers = []
 
     def ask():
         try:
-            leader_is_in.set()
             encoders.run([[picture(1)]])
         except Internal as error:
             answers.append(error.message)
 
     leader = threading.Thread(target=ask)
     leader.start()
-    leader_is_in.wait()
-    time.sleep(0.03)
+    until(lambda: encoder.calls)
     ask()
     leader.join()
     assert len(answers) == 2
     assert all("RuntimeError: out of memory" in answer for answer in answers)
     assert encoder.calls == [1]
+    encoder.hold = lambda: None
     assert encoders.run([[picture(1)]])[0].features[0, 0] == 1
     encoders.check_integrity()
 
