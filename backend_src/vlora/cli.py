@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -30,7 +27,13 @@ from vlora.config import (
 )
 from vlora.errors import VLoraError
 from vlora.serving.assembly import ServerError
-from vlora.serving.server import ServerOptions, TritonServer, default_repository
+from vlora.serving.server import (
+    GRACE_SECONDS,
+    ServerOptions,
+    TritonServer,
+    default_repository,
+)
+from vlora.serving.supervisor import RestartPolicy, Supervisor
 
 if TYPE_CHECKING:
     from vlora.lora.adapter import AdapterInfo
@@ -46,8 +49,6 @@ app.add_typer(adapters_app, name="adapters")
 app.add_typer(bench_app, name="bench")
 console = Console(highlight=False)
 problems = Console(stderr=True, highlight=False)
-
-WATCH_SECONDS = 1.0
 
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Checkpoint folder; default: that of model.json.")
@@ -70,31 +71,27 @@ def serve(
     grpc_port: Annotated[int, typer.Option(help="gRPC; 0 takes a free one.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Prometheus; 0 takes a free one.")] = 8002,
     log: Annotated[Path | None, typer.Option(help="Where the server's log goes.")] = None,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests get when it stops.")
+    ] = GRACE_SECONDS,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start again a server that went down.")
+    ] = False,
 ) -> None:
     """Serve in the foreground until Ctrl-C; without options, the demo model."""
     with _failures_told():
         options = _check(model, adapters)
-        started = time.monotonic()
-        server = TritonServer(
-            ServerOptions(
-                http_port=http_port,
-                grpc_port=grpc_port,
-                metrics_port=metrics_port,
-                model=options.model,
-                adapters=options.adapters,
-                log=log or Path(tempfile.gettempdir()) / f"vlora-{http_port}.log",
-            )
+        server_options = ServerOptions(
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            model=options.model,
+            adapters=options.adapters,
+            log=log or Path(tempfile.gettempdir()) / f"vlora-{http_port}.log",
+            grace_seconds=grace,
         )
-        with _signals_as_interrupts():
-            try:
-                with console.status("starting the server …"):
-                    server.__enter__()
-                _announce(server, options, time.monotonic() - started)
-                _watch(server)
-            except KeyboardInterrupt:
-                console.print("stopping; requests that run may finish (Ctrl-C again: at once)")
-                _stop(server)
-                return
+        policy = RestartPolicy() if restart else None
+        Supervisor(server_options, _say, policy).run(partial(_announce, options))
 
 
 @adapters_app.command("list")
@@ -164,7 +161,7 @@ def _check(model: Path | None, adapters: Path | None) -> Options:
     return options
 
 
-def _announce(server: TritonServer, options: Options, seconds: float) -> None:
+def _announce(options: Options, server: TritonServer, seconds: float) -> None:
     models = ", ".join(sorted(server.index()))
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
@@ -183,48 +180,8 @@ def _announce(server: TritonServer, options: Options, seconds: float) -> None:
     console.print("Ctrl-C stops it.")
 
 
-def _watch(server: TritonServer) -> None:
-    """Return never; raise ServerError when the server or one of its model processes is gone.
-
-    Triton itself goes on and calls itself ready when a model's process has died.
-    """
-    while (status := server.poll()) is None:
-        dead = server.dead_stubs()
-        if dead:
-            told = f"{server.explain()}\nits log is {server.log}"
-            server.stop(drain_seconds=0)
-            raise ServerError(
-                f"a model's process died (id {dead[0]}); the server was ended\n{told}"
-            )
-        time.sleep(WATCH_SECONDS)
-    told = f"{server.explain()}\nits log is {server.log}"
-    server.stop()
-    raise ServerError(f"the server ended by itself with status {status}\n{told}")
-
-
-def _stop(server: TritonServer) -> None:
-    try:
-        server.stop()
-    except KeyboardInterrupt:
-        server.stop(drain_seconds=-5)
-
-
-@contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGINT end the server as Ctrl-C does.
-
-    SIGINT needs a handler of ours too: a script's `vlora serve &` inherits it as ignored.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+def _say(text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False)
 
 
 @contextmanager

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 
-from tests.triton.asking import Asker, Refused, picture
+from tests.triton.asking import Asker, Refused, picture, to_inputs
 from tests.triton.conftest import asking
-from vlora.serving.processes import children, identify
-from vlora.serving.server import (
-    ServerError,
-    ServerOptions,
-    TritonServer,
-    default_repository,
-    free_ports,
-)
+from tests.waiting import until
+from vlora.serving.ports import choose_ports
+from vlora.serving.processes import children, is_alive
+from vlora.serving.run_folder import SHARED_MEMORY
+from vlora.serving.server import ServerError, ServerOptions, TritonServer, default_repository
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 MODELS = {
@@ -88,12 +87,14 @@ def test_a_field_that_triton_does_not_know_is_told(lone_model: Path) -> None:
 def small(
     checkpoint: Path, adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """A server that runs one request at a time, queues two more and caches no features."""
+    """A server that runs one request at a time on two threads, queues two more and caches no
+    features."""
     options = ServerOptions(
         model_json={
             "model": str(checkpoint),
             "adapters": str(adapters_dir),
             "max_num_seqs": 1,
+            "engine_threads": 2,
             "max_num_waiting": 2,
             "feature_cache_bytes": 0,
             "limits": {"max_images": 3},
@@ -136,10 +137,9 @@ def test_without_a_feature_cache_every_image_is_encoded(ask_small: Asker) -> Non
     series = '{model="vision_encoder",version="1"}'
     for _ in range(3):
         ask_small.once("video_analytics", text_input="?", image=picture())
-    time.sleep(1.5)
-    metrics = ask_small.metrics()
-    assert metrics[f"vlora:feature_cache_misses_total{series}"] == 3
-    assert metrics[f"vlora:feature_cache_hits_total{series}"] == 0
+    misses = f"vlora:feature_cache_misses_total{series}"  # refreshed once a second
+    until(lambda: ask_small.metrics()[misses] == 3)
+    assert ask_small.metrics()[f"vlora:feature_cache_hits_total{series}"] == 0
 
 
 def test_the_digest_of_an_image_is_of_its_pixels(ask_small: Asker) -> None:
@@ -153,75 +153,176 @@ def test_the_digest_of_an_image_is_of_its_pixels(ask_small: Asker) -> None:
     assert digests(one, other)[0] == digests(one)[0] != digests(other)[0]
 
 
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(
+@pytest.mark.parametrize("lora", [{}, {"lora_name": "all-r8"}], ids=["base", "adapter"])
+def test_two_engine_threads_answer_as_one_does(
+    ask: Asker, ask_small: Asker, lora: dict[str, str]
+) -> None:
+    keys = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    asked = {"text_input": "hello", "sampling_parameters": {**keys, **lora}}
+    assert ask_small.text("lmm", **asked) == ask.text("lmm", **asked)
+
+
+def test_what_has_not_finished_when_the_grace_is_over_is_cancelled(
     small: TritonServer, ask_small: Asker
 ) -> None:
+    """The last test of this server."""
     stubs = children(small.pid)
-    assert len(stubs) >= 4
-    with ask_small.streaming("lmm", text_input="hi", stream=True, parameters=LONG) as responses:
-        next(responses)
-        os.kill(small.pid, signal.SIGTERM)
-        rest = list(responses)
-    assert len(rest) == 899
-    assert rest[-1].final
-    with pytest.raises(Refused):
-        ask_small.stream("lmm", text_input="hello")
-    small.stop()
-    assert small.poll() == 0
-    assert [stub for stub in stubs if identify(stub.pid) == stub] == []
+    assert len(stubs) == 4
+    assert small.models.keys() == {"lmm", "lmm_unary", "task_head", "vision_encoder"}
+    asked = {"text_input": "hi", "stream": True, "parameters": LONG}
+    with (
+        ask_small.streaming("lmm", **asked) as running,
+        ask_small.streaming("lmm", **asked) as waiting,
+    ):
+        next(running)
+        small.stop(grace_seconds=0)
+        for responses in (running, waiting):
+            with pytest.raises(Refused, match="CANCELLED: the server is shutting down"):
+                list(responses)
+    assert small.poll() is not None
+    assert not any(map(is_alive, stubs))
 
 
 def serve(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "vlora.cli", "serve", *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def served(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """A `vlora serve` that is ready, and what it said until then."""
-    process = serve(*arguments)
+PORTS_OF_ITS_CHOICE = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+
+
+@pytest.fixture
+def folders(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> list[str]:
+    paths = {"--model": checkpoint, "--adapters": adapters_dir, "--log": tmp_path / "log"}
+    return [str(word) for option in paths.items() for word in option]
+
+
+def said_until(process: subprocess.Popen[str], words: str) -> str:
+    """What the process says up to the line with these words."""
     assert process.stdout is not None
     said = ""
     for line in process.stdout:
         said += line
-        if "Ctrl-C" in line:
-            break
-    return process, said
+        if words in line:
+            return said
+    raise AssertionError(f"it never said '{words}' but:\n{said}")
 
 
-def test_vlora_serve_prints_where_it_listens_and_ends_on_sigterm(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path
-) -> None:
-    http, grpc, metrics = free_ports(3)
-    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
-    process, said = served(*folders, *ports, "--log", str(tmp_path / "log"))
+Processes = dict[str, psutil.Process]
+
+
+def processes_of(serving: subprocess.Popen[str]) -> tuple[psutil.Process, Processes]:
+    """The server's process, and those of its models by name."""
+    (server,) = children(serving.pid)
+    return server, {Path(one.cmdline()[1]).parts[-3]: one for one in children(server.pid)}
+
+
+def shared_memory_of(models: Processes) -> list[Path]:
+    return [SHARED_MEMORY / model.cmdline()[2] for model in models.values()]
+
+
+def test_vlora_serve_restarts_what_went_down_and_drains_on_sigterm(folders: list[str]) -> None:
+    chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+    http, grpc, metrics = map(str, chosen.values())
+    ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
+    process = serve(*folders, *ports, "--restart", "--grace", "600")
+    said = said_until(process, "Ctrl-C stops it")
     assert "ready in" in said
-    assert f"localhost:{http}" in said
-    assert f"localhost:{grpc}" in said
-    with closing(Asker(f"localhost:{grpc}", f"localhost:{http}", "")) as asker:
+    assert {f"HTTP      localhost:{http}", f"gRPC      localhost:{grpc}"} <= set(said.splitlines())
+
+    server, models = processes_of(process)
+    models["lmm"].kill()
+    said = said_until(process, "Ctrl-C stops it")
+    assert "the process of model 'lmm' ended with signal SIGKILL; the server is down" in said
+    assert "starting again in 1 s" in said
+    assert not any(map(is_alive, [server, *models.values()]))
+
+    with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
+        ask_for_class_results(asker, "lmm_unary")
+    said = said_until(process, "Ctrl-C stops it")
+    assert "the server ended by itself with signal SIGFPE; the server is down" in said
+
+    with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
         assert asker.once("video_analytics", text_input="What?")["result"]
-    started = {process.pid, *(child.pid for child in children(process.pid))}
-    process.send_signal(signal.SIGTERM)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, rest
-    assert all(identify(pid) is None for pid in started)
+
+        server, models = processes_of(process)
+        regions = shared_memory_of(models)
+        assert all(region.exists() for region in regions)
+        with closing(HTTPConnection("localhost", int(http))) as idle:
+            idle.request("GET", "/v2/health/live")
+            assert idle.getresponse().read() == b""
+            asked = {"text_input": "hi", "stream": True, "parameters": LONG}
+            with asker.streaming("lmm", **asked) as responses:
+                next(responses)
+                process.send_signal(signal.SIGTERM)
+                said_until(process, "running ones get 600 s to finish")
+                for model in ("lmm", "lmm_unary", "video_analytics", "vision_encoder"):
+                    assert_refused(asker, model)
+                rest = list(responses)
+            assert len(rest) == 899
+            assert rest[-1].final
+            # The idle connection is not given the grace, nor what Triton would give it.
+            process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert not any(map(is_alive, [server, *models.values()]))
+    assert not any(region.exists() for region in regions)
 
 
-def test_vlora_serve_ends_with_the_reason_when_a_models_process_dies(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path
-) -> None:
-    ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
-    folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
-    process, _ = served(*folders, *ports, "--log", str(tmp_path / "log"))
-    (server,) = children(process.pid)
-    stubs = children(server.pid)
-    os.kill(min(stubs).pid, signal.SIGKILL)
+def ask_for_class_results(asker: Asker, model: str) -> None:
+    """Triton 2.51 divides by the size of a string, which is 0, and ends."""
+    wanted = grpcclient.InferRequestedOutput("text_output", class_count=1)
+    given = to_inputs({"text_input": "hi", "sampling_parameters": {"max_tokens": 1}})
+    with pytest.raises(InferenceServerException):
+        asker.client.infer(model, given, outputs=[wanted])
+
+
+def assert_refused(asker: Asker, model: str) -> None:
+    """Waits for the models to learn of it, then: UNAVAILABLE, in the message and as the code."""
+    text = np.array([[b"x"]], dtype=object) if model == "vision_encoder" else "hello"
+
+    def refusal() -> Refused | None:
+        try:
+            asker.stream(model, text_input=text) if model == "lmm" else asker.once(
+                model, text_input=text
+            )
+        except Refused as error:
+            return error
+        return None
+
+    refused = until(refusal)
+    assert "UNAVAILABLE: the server is shutting down" in refused.message
+    assert refused.status in (None, "StatusCode.UNAVAILABLE")  # a stream carries none
+
+
+def test_vlora_serve_ends_with_the_reason_when_a_models_process_dies(folders: list[str]) -> None:
+    process = serve(*folders, *PORTS_OF_ITS_CHOICE)
+    said_until(process, "Ctrl-C stops it")
+    server, models = processes_of(process)
+    models["vision_encoder"].kill()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "error: a model's process died" in said
-    assert all(identify(one.pid) is None for one in {server, *stubs})
+    assert "error: the process of model 'vision_encoder' ended with signal SIGKILL" in said
+    assert not any(map(is_alive, [server, *models.values()]))
+
+
+def test_a_killed_vlora_serve_leaves_nothing_running_and_no_shared_memory(
+    folders: list[str],
+) -> None:
+    process = serve(*folders, *PORTS_OF_ITS_CHOICE)
+    said_until(process, "Ctrl-C stops it")
+    server, models = processes_of(process)
+    regions = shared_memory_of(models)
+    process.kill()
+    until(lambda: not any(map(is_alive, [server, *models.values()])))
+    until(lambda: not any(region.exists() for region in regions))
+    process.communicate()
+
+
+def test_vlora_serve_says_that_a_port_is_none(folders: list[str]) -> None:
+    process = serve(*folders, "--http-port", "99999")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said.startswith("error: --http-port 99999 is no port; choose one from 1 to 65535")
 
 
 def test_vlora_serve_says_that_a_port_is_taken(checkpoint: Path, adapters_dir: Path) -> None:
@@ -248,14 +349,3 @@ def test_vlora_adapters_check_names_what_is_broken(checkpoint: Path, served_adap
     assert done.returncode == 1
     assert "ok      all-r8" in done.stdout
     assert "adapter 'broken': adapter_config.json" in done.stdout
-
-
-def test_a_killed_server_leaves_no_stub_behind(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path
-) -> None:
-    options = ServerOptions(model=checkpoint, adapters=adapters_dir, log=tmp_path / "log")
-    with TritonServer(options) as doomed:
-        stubs = children(doomed.pid)
-        os.kill(doomed.pid, signal.SIGKILL)
-        doomed.wait()
-    assert [stub for stub in stubs if identify(stub.pid) == stub] == []

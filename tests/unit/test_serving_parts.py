@@ -1,11 +1,9 @@
-"""The small parts of serving: encoder batches, task_head, errors, metrics, processes."""
+"""The small parts of serving: encoder batches, task_head, errors, metrics."""
 
 from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +16,6 @@ from vlora.errors import BY_CODE, Internal, InvalidArgument, NotFound, VLoraErro
 from vlora.metrics import EngineStats
 from vlora.request import Output, Timings
 from vlora.serving.exporter import MAX_LORA_LABEL_SETS, EncoderExporter, EngineExporter
-from vlora.serving.processes import children, end, identify
 from vlora.serving.responder import as_vlora_error, from_message, to_message
 from vlora.serving.task_head import to_result
 from vlora.serving.tensors import Tensors, strings
@@ -198,16 +195,3 @@ def test_multi_lora_json_is_names_and_folders(tmp_path) -> None:  # type: ignore
     path.write_text('{"a": 1}')
     with pytest.raises(InvalidArgument, match="adapter name → folder"):
         load_adapter_names(path)
-
-
-def test_processes_are_known_by_id_and_start_and_ended_if_they_stay() -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with subprocess.Popen(command) as process:
-        known = identify(process.pid)
-        assert known is not None
-        end([known._replace(started=known.started - 1)], grace_seconds=0)
-        assert process.poll() is None
-        end([known], grace_seconds=0.1)
-        assert process.wait(5) == -9
-    assert identify(process.pid) is None
-    assert children(process.pid) == set()

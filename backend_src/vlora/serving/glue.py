@@ -22,6 +22,7 @@ from vlora.config import Options, load_adapter_names, load_options
 from vlora.errors import VLoraError
 from vlora.request import ImageFeatures
 from vlora.serving.exporter import Metric
+from vlora.serving.lifeline import Lifeline
 from vlora.serving.responder import Responder, from_message, to_message
 from vlora.serving.tensors import Array, Tensors
 from vlora.serving.vision_encoder import features_from
@@ -189,6 +190,9 @@ def _unwrap(answer: Any) -> Tensors:
     return {tensor.name(): np.array(tensor.as_numpy()) for tensor in answer.output_tensors()}
 
 
+_lifelines: list[Lifeline] = []
+"""Of this process: one, made by `set_up`, until `release`."""
+
 _registries: list[TritonRegistry] = []
 """Kept for good: a metric family that is dropped takes its metrics with it."""
 
@@ -244,6 +248,8 @@ def release(model: Any) -> None:
     model forgets everything, and cycles (an error that is kept holds the frames it went through)
     are collected at once.
     """
+    while _lifelines:
+        _lifelines.pop().close()
     vars(model).clear()
     _kept_alive.clear()
     _registries.clear()
@@ -264,7 +270,14 @@ class _TritonHandler(logging.Handler):
             logger.log_info(text)
 
 
-def set_up_logging(model: str) -> None:
+def set_up(model: str) -> Lifeline:
+    """The first act of `initialize`: tie this process to its server, and its log to Triton's."""
+    _set_up_logging(model)
+    _lifelines.append(Lifeline(model))
+    return _lifelines[-1]
+
+
+def _set_up_logging(model: str) -> None:
     """Send the log of `vlora` to Triton's, each line with the model's name."""
     handler = _TritonHandler()
     handler.setFormatter(logging.Formatter(f"[{model}] %(message)s"))

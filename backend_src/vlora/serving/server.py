@@ -1,22 +1,21 @@
-"""Starts, watches and ends a Triton server with our model repository.
+"""Starts, watches, drains and ends a Triton server with our model repository.
 
 `TritonServer` is a context manager: `vlora serve`, the tests and the benches use the same one.
 Ready means that every model folder is READY in the repository index, since a model whose
 `config.pbtxt` has an unknown field vanishes with only a log line.
 
-**Invariant:** whatever was started is ended by its recorded process id, stubs included: they can
-outlive a crashed server.
+**Invariant:** whatever was started is ended, the models' processes included, which can outlive a
+crashed server: by this object; where its process is killed, by the kernel (`tether.py`) and by the
+models themselves (`lifeline.py`); and what is left of its files by the next start.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-import signal
-import socket
 import subprocess
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -25,15 +24,31 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
+
+import psutil
 
 import vlora
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE, load_adapter_names
+from vlora.serving import draining
 from vlora.serving.assembly import Assembly, ServerError, assemble
-from vlora.serving.processes import ProcessId, children, end, identify
+from vlora.serving.ports import choose_ports
+from vlora.serving.processes import children, end, ended_with, how_it_ended, is_alive, start_tied
+from vlora.serving.run_folder import (
+    RUN_VARIABLE,
+    processes_of,
+    release_shared_memory,
+    run_folder,
+    shared_memory_prefix,
+)
 
 START_SECONDS = 180.0
-DRAIN_SECONDS = 30.0
+GRACE_SECONDS = 30.0
+CANCEL_SECONDS = 5.0
+"""What ending the requests that are left after the grace may take."""
+EXIT_SECONDS = 5.0
+"""What Triton gets to unload its models once nothing runs any more. It waits that long for idle
+HTTP connections too, however long they have been idle: no option of 2.51 closes them."""
 STACK = "\\n\\nAt:"
 """Where the Python stack begins in a line of Triton's log."""
 
@@ -62,7 +77,8 @@ class ServerOptions:
 
     model, adapters: override `model.json`. model_json: keys that replace those of `model.json`,
     multi_lora: entries added to `multi_lora.json`, both in a copy of the repository made for this
-    run. environment: added to the server's.
+    run. environment: added to the server's. grace_seconds: what running requests get to finish
+    when the server stops.
     """
 
     repository: Path = field(default_factory=default_repository)
@@ -75,6 +91,7 @@ class ServerOptions:
     multi_lora: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
+    grace_seconds: float = GRACE_SECONDS
 
 
 class TritonServer:
@@ -84,12 +101,15 @@ class TritonServer:
     """
 
     def __init__(self, options: ServerOptions | None = None) -> None:
-        self.options = _with_ports(options or ServerOptions())
-        self._stack = ExitStack()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stubs: set[ProcessId] = set()
-        self._shm_prefix = f"vlora_{os.getpid()}_{self.options.grpc_port}_"
+        options = options or ServerOptions()
+        ports = ("http_port", "grpc_port", "metrics_port")
+        chosen: dict[str, Any] = choose_ports({name: getattr(options, name) for name in ports})
+        self.options = replace(options, **chosen)
         self.log = Path()
+        self._stack = ExitStack()
+        self._folder = Path()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._models: dict[psutil.Process, str] = {}
 
     @property
     def http_url(self) -> str:
@@ -108,8 +128,9 @@ class TritonServer:
         return self._running.pid
 
     @property
-    def stub_pids(self) -> tuple[int, ...]:
-        return tuple(stub.pid for stub in sorted(self._stubs))
+    def models(self) -> dict[str, int]:
+        """The process id of every model that has a process, by its name."""
+        return {name: process.pid for process, name in self._models.items()}
 
     @property
     def _running(self) -> subprocess.Popen[bytes]:
@@ -122,7 +143,7 @@ class TritonServer:
             self.start()
             self.wait_ready()
         except BaseException:
-            self.stop(drain_seconds=0)
+            self.kill()
             raise
         return self
 
@@ -136,38 +157,32 @@ class TritonServer:
 
     def start(self) -> None:
         """Start the process; it is not ready yet."""
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="vlora-")))
-        assembly = assemble(folder)
-        repository = self._repository(folder)
-        self.log = self.options.log or folder / "tritonserver.log"
+        self._folder = self._stack.enter_context(run_folder())
+        assembly = assemble(self._folder)
+        repository = self._repository(self._folder)
+        self.log = self.options.log or self._folder / "tritonserver.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        log: IO[bytes] = self._stack.enter_context(self.log.open("wb"))
-        self._process = subprocess.Popen(
-            [str(assembly.binary), *assembly.arguments, *self._arguments(repository)],
-            env=self._environment(assembly),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        log = self._stack.enter_context(self.log.open("wb"))
+        command = [str(assembly.binary), *assembly.arguments, *self._arguments(repository)]
+        self._process = start_tied(command, self._environment(assembly), log)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Return once every model is READY; raise ServerError with the reason otherwise."""
         expected = {folder.parent.name for folder in self.options.repository.glob("*/config.pbtxt")}
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            self._stubs |= children(self._running.pid)
-            if self._running.poll() is not None:
+            status = self.poll()
+            if status is not None:
                 raise ServerError(
-                    f"the server ended with status {self._running.returncode} while starting"
-                    f"\n{self.explain()}"
+                    f"the server ended with {ended_with(status)} while starting\n{self.explain()}"
                 )
             if self._get("/v2/health/ready") is not None:
                 break
             time.sleep(0.1)
         else:
             raise ServerError(f"the server was not ready in {seconds:.0f} s\n{self.explain()}")
-        self._stubs = {stub for stub in self._stubs if identify(stub.pid) == stub}
+        found = children(self._running.pid)
+        self._models = {one: _model_of(one) for one in found if is_alive(one)}
         states = self.index()
         missing = {name: states.get(name, "absent") for name in expected}
         missing = {name: state for name, state in missing.items() if state != "READY"}
@@ -189,21 +204,50 @@ class TritonServer:
         """The exit status, or None while it runs."""
         return self._running.poll()
 
-    def stop(self, drain_seconds: float = DRAIN_SECONDS) -> None:
-        """SIGTERM, wait while requests drain, then end whatever is left. Safe to call twice."""
+    def failure(self) -> str | None:
+        """What ended that should run, in a sentence; None while all is well.
+
+        Triton neither restarts a model whose process has ended nor says so: it goes on calling
+        itself live and ready.
+        """
+        status = self.poll()
+        if status is not None:
+            return f"the server ended by itself with {ended_with(status)}"
+        for process, model in self._models.items():
+            if not is_alive(process):
+                how = how_it_ended(process)
+                return f"the process of model '{model}' ended" + (f" with {how}" if how else "")
+        return None
+
+    def stop(self, grace_seconds: float | None = None) -> None:
+        """Refuse new requests, let running ones finish for so long (by default as the options
+        say), cancel the rest, then end the server. Safe to call twice."""
+        if self._process is not None and self.poll() is None:
+            grace = self.options.grace_seconds if grace_seconds is None else grace_seconds
+            if self.failure() is None:
+                self._drain(grace)
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End everything at once. Safe to call twice."""
         if self._process is not None:
-            self._stubs |= children(self._process.pid)
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(drain_seconds + 5)
-            if self._process.poll() is None:
-                self._process.kill()
-                self._process.wait()
-            end(self._stubs)
-            for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
-                region.unlink(missing_ok=True)
+            self._process.kill()
+            self._process.wait()
+            end(processes_of(self._folder), grace_seconds=1.0)
+            release_shared_memory(self._folder)
         self._stack.close()
+
+    def _drain(self, seconds: float) -> None:
+        """Has the models refuse what comes and finish what runs; returns when they have."""
+        deadline = time.monotonic() + seconds + CANCEL_SECONDS
+        draining.begin(self._folder, seconds)
+        while draining.unfinished(self._folder) and time.monotonic() < deadline:
+            if self.failure() is not None:
+                return
+            time.sleep(0.02)
 
     def explain(self, lines: int = 12) -> str:
         """What the log says went wrong: models that did not load, else errors, else its end."""
@@ -212,10 +256,6 @@ class TritonServer:
         errors = [line for line in text if line.startswith("E") or "error:" in line.lower()]
         telling = [line for line in errors if not any(noise in line for noise in NOISE)]
         return "\n".join((unloaded or telling or text)[-lines:])
-
-    def dead_stubs(self) -> tuple[int, ...]:
-        """Ids of model processes that are gone. Triton neither restarts them nor says so."""
-        return tuple(stub.pid for stub in sorted(self._stubs) if identify(stub.pid) != stub)
 
     def _repository(self, folder: Path) -> Path:
         """The repository to serve: the given one, or a copy under `folder` with the overrides."""
@@ -235,7 +275,8 @@ class TritonServer:
         return copy
 
     def _arguments(self, repository: Path) -> list[str]:
-        python = {**PYTHON_BACKEND, "shm-region-prefix-name": self._shm_prefix}
+        prefix = shared_memory_prefix(self._folder)
+        python = {**PYTHON_BACKEND, "shm-region-prefix-name": prefix}
         return [
             f"--model-repository={repository}",
             f"--http-port={self.options.http_port}",
@@ -244,12 +285,14 @@ class TritonServer:
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
-            f"--exit-timeout-secs={DRAIN_SECONDS:.0f}",
+            # Of a SIGTERM to Triton itself, which passes us by; ours comes when nothing runs.
+            f"--exit-timeout-secs={math.ceil(self.options.grace_seconds)}",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
         ]
 
     def _environment(self, assembly: Assembly) -> dict[str, str]:
         environment = {**os.environ, **assembly.environment, **self.options.environment}
+        environment[RUN_VARIABLE] = str(self._folder)
         for variable, folder in (
             (MODEL_VARIABLE, self.options.model),
             (ADAPTERS_VARIABLE, self.options.adapters),
@@ -269,39 +312,9 @@ class TritonServer:
             return None
 
 
-def _with_ports(options: ServerOptions) -> ServerOptions:
-    """Every port a definite one, all free right now."""
-    given = {
-        "http_port": options.http_port,
-        "grpc_port": options.grpc_port,
-        "metrics_port": options.metrics_port,
-    }
-    for name, port in given.items():
-        if port and not port_is_free(port):
-            flag = f"--{name.replace('_', '-')}"
-            raise ServerError(f"port {port} is taken; choose another with {flag} N")
-    chosen = [port for port in given.values() if port]
-    if len(set(chosen)) < len(chosen):
-        raise ServerError(f"ports must differ: {given}")
-    http, grpc, metrics = (
-        port or free for port, free in zip(given.values(), free_ports(3), strict=True)
-    )
-    return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
-
-
-def port_is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-    return True
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("0.0.0.0", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+def _model_of(process: psutil.Process) -> str:
+    """The model that a stub serves: its first argument is `…/<model>/<version>/model.py`."""
+    try:
+        return Path(process.cmdline()[1]).parent.parent.name
+    except (IndexError, psutil.Error):
+        return f"of process {process.pid}"

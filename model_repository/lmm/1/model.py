@@ -12,12 +12,11 @@ from vlora.serving.lmm import LmmService
 from vlora.vision.prompts import ChatTemplate
 
 BLS_THREADS = 16
-DRAIN_SECONDS = 20.0
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        glue.set_up_logging(args["model_name"])
+        lifeline = glue.set_up(args["model_name"])
         options = glue.options(args)
         self._loop = EngineLoop.from_options(options, glue.adapter_names(args))
         self._pool = ThreadPoolExecutor(BLS_THREADS, thread_name_prefix="encode")
@@ -38,6 +37,7 @@ class TritonPythonModel:
             self._pool,
             record=(lambda output: None) if exporter is None else exporter.record,
         )
+        lifeline.on_drain(self._loop.shutdown)
 
     def execute(self, requests: list[Any]) -> None:
         glue.hand_over(requests, self._service)
@@ -46,6 +46,6 @@ class TritonPythonModel:
         if self._refresher is not None:
             self._refresher.close()
         self._service.close()
-        self._loop.shutdown(DRAIN_SECONDS)
+        self._loop.shutdown(0)  # Triton unloads a model when none of its requests runs
         self._pool.shutdown(cancel_futures=True)
         glue.release(self)

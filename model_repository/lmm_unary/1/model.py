@@ -13,7 +13,7 @@ REQUESTS_AT_ONCE = 128
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        glue.set_up_logging(args["model_name"])
+        glue.set_up(args["model_name"])
         self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="relay")
         self._service = LmmUnaryService(glue.ask_lmm, self._pool)
 

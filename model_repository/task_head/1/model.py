@@ -11,7 +11,7 @@ from vlora.serving.task_head import to_result
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        glue.set_up_logging(args["model_name"])
+        glue.set_up(args["model_name"])
         self._limits = glue.options(args).limits
 
     def execute(self, requests: list[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from vlora import cores
-from vlora.errors import VLoraError
+from vlora.errors import Unavailable, VLoraError
 from vlora.model.decoder_config import dtype_of
 from vlora.serving import glue
 from vlora.serving.exporter import EncoderExporter, Refresher
@@ -17,7 +17,7 @@ from vlora.vision.features import EncoderService, FeatureCache
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        glue.set_up_logging(args["model_name"])
+        self._lifeline = glue.set_up(args["model_name"])
         options = glue.options(args)
         encoder = VisionEncoder(
             options.model,
@@ -36,6 +36,9 @@ class TritonPythonModel:
         logging.getLogger("vlora").info("%d rows of %d per image", encoder.rows, encoder.hidden)
 
     def execute(self, requests: list[Any]) -> list[Any]:
+        if self._lifeline.draining:
+            refusal = Unavailable("the server is shutting down")
+            return [glue.error_response(refusal) for _ in requests]
         batch = [glue.inputs(request) for request in requests]
         answers = encode_batch(batch, self._service, self._limits)
         return [

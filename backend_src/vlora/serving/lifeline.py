@@ -1,0 +1,81 @@
+"""What a model's process knows of the server it belongs to: that it lives, and that it stops.
+
+Knows nothing of Triton, whose 2.51 tells neither.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from vlora.serving import draining
+from vlora.serving.run_folder import RUN_VARIABLE, release_shared_memory
+from vlora.serving.tether import SERVER_VARIABLE
+
+LOOK_SECONDS = 0.1
+
+Drain = Callable[[float], None]
+"""Refuses what comes from now on, lets what runs finish within so many seconds, ends the rest."""
+
+
+class Lifeline:
+    """Watches the server on a thread of its own, from construction until `close`.
+
+    **Invariant:** this process ends within moments of its server, whatever it is doing, and takes
+    along the names of the shared memory that a killed server cannot.
+    """
+
+    def __init__(self, model: str) -> None:
+        run = os.environ.get(RUN_VARIABLE)
+        self._folder = Path(run) if run else None
+        self._name = f"{model}.{os.getpid()}"
+        self._server = int(os.environ.get(SERVER_VARIABLE, os.getppid()))
+        self._drain: Drain | None = None
+        self._draining = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread.start()
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server has begun to stop: new work is to be refused."""
+        return self._draining.is_set()
+
+    def on_drain(self, drain: Drain) -> None:
+        """Have `drain` called, once, when the server begins to stop; the server waits for it."""
+        self._drain = drain
+        if self._folder is not None:
+            draining.register(self._folder, self._name)
+
+    def close(self) -> None:
+        """Look no more; the server is unloading the model."""
+        self._closed.set()
+        self._thread.join()
+        self._drain = None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            if os.getppid() != self._server:
+                if self._folder is not None:
+                    release_shared_memory(self._folder)
+                os._exit(1)
+            if self._folder is not None and not self.draining:
+                seconds = draining.seconds_left(self._folder)
+                if seconds is not None:
+                    self._draining.set()
+                    self._finish(seconds)
+
+    def _finish(self, seconds: float) -> None:
+        """On a thread of its own: this one goes on watching."""
+
+        def finish(drain: Drain, folder: Path) -> None:
+            try:
+                drain(seconds)
+            finally:
+                draining.deregister(folder, self._name)
+
+        if self._drain is not None and self._folder is not None:
+            arguments = (self._drain, self._folder)
+            threading.Thread(target=finish, args=arguments, name="drain", daemon=True).start()

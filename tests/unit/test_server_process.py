@@ -1,0 +1,239 @@
+"""What a server's process does beside serving: ports, ties to its models, leftovers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.waiting import until
+from vlora.serving import draining
+from vlora.serving.assembly import ServerError
+from vlora.serving.ports import choose_ports
+from vlora.serving.processes import children, end, ended_with, how_it_ended, is_alive
+from vlora.serving.run_folder import (
+    RUN_VARIABLE,
+    SHARED_MEMORY,
+    run_folder,
+    shared_memory_prefix,
+)
+
+SOURCE = Path(__file__).resolve().parents[2] / "backend_src"
+SLEEP = "import time; time.sleep(60)"
+
+
+@contextmanager
+def python(code: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that runs `code`; ended with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+# -- ports ---------------------------------------------------------------------------------------
+
+
+def test_ports_are_definite_and_different() -> None:
+    chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+    assert len(set(chosen.values())) == 3
+    assert all(chosen.values())
+
+
+@pytest.mark.parametrize("port", [99999, 65536, -1])
+def test_a_number_that_is_no_port_is_told_with_what_would_be(port: int) -> None:
+    with pytest.raises(ServerError, match=rf"--http-port {port} is no port.* 1 to 65535, or 0"):
+        choose_ports({"http_port": port, "grpc_port": 0})
+
+
+def test_equal_ports_are_told_with_both_options() -> None:
+    with pytest.raises(ServerError, match="--http-port and --metrics-port are both 9000"):
+        choose_ports({"http_port": 9000, "grpc_port": 9001, "metrics_port": 9000})
+
+
+def test_a_taken_port_is_told_with_the_option_that_chooses_another() -> None:
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(ServerError, match=rf"port {port} is taken; .* --grpc-port N"):
+            choose_ports({"http_port": 0, "grpc_port": port})
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def test_a_process_is_known_from_a_later_one_and_ended_if_it_stays() -> None:
+    with python(SLEEP) as process:
+        known = psutil.Process(process.pid)
+        assert is_alive(known)
+        end([known], grace_seconds=0.1)
+        assert not is_alive(known)  # though nobody has collected it yet
+        assert how_it_ended(known) == "signal SIGKILL"
+        assert process.wait(5) == -signal.SIGKILL
+    assert how_it_ended(known) == ""
+    assert children(process.pid) == set()
+    assert ended_with(-signal.SIGFPE) == "signal SIGFPE"
+
+
+def test_a_model_that_ends_itself_is_told_by_its_status() -> None:
+    with python("import os; os._exit(70)") as process:
+        known = psutil.Process(process.pid)
+        until(lambda: not is_alive(known))
+        assert how_it_ended(known) == "status 70"
+
+
+TIED = """
+import sys, threading, time
+from vlora.serving.processes import start_tied
+made = []
+def make():
+    made.append(start_tied([sys.executable, "-u", "-c", sys.argv[1]], {}, open(sys.argv[2], "wb")))
+    while not open(sys.argv[2]).read():
+        time.sleep(0.01)
+thread = threading.Thread(target=make)
+thread.start()
+thread.join()
+print(made[0].pid, flush=True)
+made[0].wait()
+"""
+COUNT = "import time\nfor i in range(6000): print(i); time.sleep(0.01)"
+
+
+def test_a_tied_process_outlives_the_thread_that_asked_for_it_but_not_the_process(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    with python(TIED, COUNT, str(log)) as parent:
+        tied = psutil.Process(int(line(parent)))
+        seen = len(log.read_text().split())
+        until(lambda: len(log.read_text().split()) > seen + 10)
+        assert is_alive(tied)
+        parent.kill()
+        until(lambda: not is_alive(tied))
+
+
+# -- a model and its server ----------------------------------------------------------------------
+
+SERVER = """
+import subprocess, sys
+model = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(model.pid, flush=True)
+model.wait()
+"""
+MODEL = """
+import time
+from vlora.serving.lifeline import Lifeline
+lifeline = Lifeline("lmm")
+lifeline.on_drain(lambda seconds: print(0 < seconds <= 50, lifeline.draining, flush=True))
+print(lifeline.draining, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_model_learns_that_its_server_stops_and_ends_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / secrets.token_hex(8)
+    folder.mkdir()
+    region = SHARED_MEMORY / f"{shared_memory_prefix(folder)}region"
+    with python(SERVER, MODEL, **{RUN_VARIABLE: str(folder)}) as server:
+        model = psutil.Process(int(line(server)))
+        assert line(server) == "False"
+        assert draining.unfinished(folder) == [f"lmm.{model.pid}"]
+        draining.begin(folder, seconds=50)
+        assert line(server) == "True True"
+        until(lambda: draining.unfinished(folder) == [])
+        region.touch()
+        server.kill()
+        until(lambda: not is_alive(model))
+        until(lambda: not region.exists())
+
+
+def test_the_time_to_finish_never_falls_below_nothing(tmp_path: Path) -> None:
+    assert draining.seconds_left(tmp_path) is None
+    draining.begin(tmp_path, seconds=-1)
+    assert draining.seconds_left(tmp_path) == 0
+
+
+# -- what a killed run leaves --------------------------------------------------------------------
+
+KILLED = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from vlora.serving.run_folder import run_folder, shared_memory_prefix
+with run_folder(Path(sys.argv[1])) as folder:
+    region = shared_memory_prefix(folder) + "region"
+    (Path("/dev/shm") / region).touch()
+    program = [sys.argv[2], "-c", "import time; time.sleep(60)", region]
+    model = subprocess.Popen(program, executable=sys.executable)
+    print(folder.name, model.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed_run(root: Path, program: str) -> tuple[Path, psutil.Process]:
+    """The folder of a run that was killed, and the process that it left."""
+    with python(KILLED, str(root), program) as run:
+        name, pid = line(run).split()
+        run.wait()
+    return root / name, psutil.Process(int(pid))
+
+
+def test_the_next_start_clears_what_a_killed_run_left(tmp_path: Path) -> None:
+    left, model = killed_run(tmp_path, "/somewhere/triton_python_backend_stub")
+    assert is_alive(model)
+    assert list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
+    with run_folder(tmp_path) as folder:
+        assert folder != left
+        assert not left.exists()
+        assert not is_alive(model)
+        assert not list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_nothing_else_is_cleared(tmp_path: Path) -> None:
+    """Not a run that lives, not a foreign process that names a dead one, not a foreign folder."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    foreign = SHARED_MEMORY / f"vlora_{secrets.token_hex(4)}"
+    foreign.touch()
+    left, bystander = killed_run(tmp_path, "less")
+    try:
+        with run_folder(tmp_path) as one, run_folder(tmp_path) as other:
+            assert one.exists()
+            assert other.exists()
+        assert not left.exists()
+        assert is_alive(bystander)
+        assert notes.exists()
+        assert foreign.exists()
+    finally:
+        bystander.kill()
+        foreign.unlink()
+
+
+def test_a_folder_of_runs_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    root.mkdir()
+    root.chmod(0o777)
+    with pytest.raises(ServerError, match=r"only you can write to.*TMPDIR"), run_folder(root):
+        pass

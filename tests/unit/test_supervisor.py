@@ -1,0 +1,139 @@
+"""`vlora serve` without a server: restarts, giving up, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vlora.serving.assembly import ServerError
+from vlora.serving.server import ServerOptions
+from vlora.serving.supervisor import RestartPolicy, Supervisor
+
+
+class FakeServer:
+    """Comes up, and goes down as `failures` says; None stands for a signal."""
+
+    def __init__(self, options: ServerOptions, failures: Iterator[str | None]) -> None:
+        self.options = options
+        self.log = Path("log")
+        self._failures = failures
+        self.ended: list[str] = []
+
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def failure(self) -> str | None:
+        failure = next(self._failures)
+        if failure is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return failure
+
+    def explain(self) -> str:
+        return "E: what the log says"
+
+    def stop(self) -> None:
+        self.ended.append("stopped")
+
+    def kill(self) -> None:
+        self.ended.append("killed")
+
+
+class Runs:
+    """Servers as a supervisor makes them; what it said."""
+
+    def __init__(self, *failures: str | None) -> None:
+        self.servers: list[FakeServer] = []
+        self.said: list[str] = []
+        self._failures = iter(failures)
+
+    def make(self, options: ServerOptions) -> FakeServer:
+        self.servers.append(FakeServer(options, self._failures))
+        return self.servers[-1]
+
+    def supervise(self, restart: RestartPolicy | None) -> None:
+        supervisor = Supervisor(ServerOptions(), self.said.append, restart, make=self.make)
+        supervisor.run(lambda server, seconds: None)
+
+
+@pytest.fixture
+def put_aside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").write_text("text")
+    monkeypatch.setattr(Path, "replace", lambda self, target: target)
+    return tmp_path
+
+
+NO_WAIT = RestartPolicy(most=3, first_wait=0.0)
+
+
+def test_a_server_that_goes_down_is_told_with_its_reason_and_log() -> None:
+    runs = Runs("the process of model 'lmm' ended with status 70")
+    with pytest.raises(ServerError) as raised:
+        runs.supervise(restart=None)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "the process of model 'lmm' ended with status 70; the server is down"
+    assert lines[1:] == ["E: what the log says", "its log is log"]
+    assert runs.servers[0].ended == ["killed"]
+
+
+def test_a_restart_says_so_and_a_signal_ends_it(put_aside: Path) -> None:
+    runs = Runs("it broke", None)
+    runs.supervise(NO_WAIT)
+    assert [server.ended for server in runs.servers] == [["killed"], ["stopped"]]
+    assert "it broke; the server is down" in runs.said[1]
+    assert "its log is log.before" in runs.said[1]
+    assert "starting again in 0 s" in runs.said[1]
+    assert "running ones get 30 s to finish" in runs.said[-1]
+
+
+def test_restarts_are_given_up_after_quick_failures_in_a_row(put_aside: Path) -> None:
+    runs = Runs(*["it broke"] * 9)
+    with pytest.raises(ServerError, match=r"giving up: it went down 3 times, each within 60 s"):
+        runs.supervise(NO_WAIT)
+    assert len(runs.servers) == 3
+
+
+def test_a_failure_after_a_long_time_begins_a_new_row(put_aside: Path) -> None:
+    runs = Runs(*["it broke"] * 9, None)
+    runs.supervise(RestartPolicy(most=2, quick_seconds=0.0, first_wait=0.0))
+    assert len(runs.servers) == 10
+
+
+def test_waits_grow_up_to_a_bound() -> None:
+    policy = RestartPolicy()
+    assert [policy.wait(n) for n in (1, 2, 3, 9)] == [1, 2, 4, 30]
+
+
+def test_a_second_signal_ends_at_once_and_later_ones_are_ignored() -> None:
+    runs = Runs(None)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def signalled(then: Callable[[], None]) -> Callable[[], None]:
+        def act() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            then()
+
+        return act
+
+    def make(options: ServerOptions) -> FakeServer:
+        server = runs.make(options)
+        server.stop = signalled(server.stop)  # type: ignore[method-assign]
+        server.kill = signalled(server.kill)  # type: ignore[method-assign]
+        return server
+
+    Supervisor(ServerOptions(), runs.said.append, make=make).run(lambda server, seconds: None)
+    assert runs.servers[0].ended == ["killed"]
+    assert runs.said[-1] == "ending at once"
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_first_server_that_does_not_come_up_is_not_tried_again() -> None:
+    def make(options: ServerOptions) -> FakeServer:
+        raise ServerError("no checkpoint")
+
+    with pytest.raises(ServerError, match="no checkpoint"):
+        Supervisor(ServerOptions(), print, NO_WAIT, make=make).run(lambda server, seconds: None)
