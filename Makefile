@@ -7,7 +7,7 @@ SERVE ?=
 TESTS ?=
 BENCH ?= --quick
 CUDA ?=
-CORE := setup.py $(shell find csrc/atmm/include csrc/atmm/cpu csrc/atmm/bindings.cpp -type f)
+CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test demo accuracy bench cuda sanitize lint types clean
@@ -34,7 +34,7 @@ bench: $(READY) ## Measure the operator: quick by default, in full with BENCH= (
 cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")
 	@$(BIN)/python -m tools.tile_search.cuda_build $(CUDA)
 
-sanitize: $(READY) ## Check the operator's C++ under the address and undefined-behaviour sanitizers
+sanitize: $(READY) ## Check the kernels under the address, undefined-behaviour and thread sanitizers
 	@$(BIN)/python csrc/atmm/test/sanitize.py
 
 lint: $(READY) ## Check style and formatting

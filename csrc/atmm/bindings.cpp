@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -13,18 +12,14 @@
 #include <vector>
 
 #include "atmm/operator.h"
-#include "atmm/threads.h"
+#include "cpu/dispatch.h"
+#include "cpu/names.h"
 
 namespace py = pybind11;
+using namespace vlora;
 using namespace vlora::atmm;
 
 namespace {
-
-Dtype dtype_of(const std::string& name) {
-  if (name == "fp32") return Dtype::kFp32;
-  if (name == "bf16") return Dtype::kBf16;
-  throw std::invalid_argument("dtype '" + name + "' is neither fp32 nor bf16");
-}
 
 Operation operation_of(const std::string& name) {
   if (name == "apply") return Operation::kApply;
@@ -41,18 +36,15 @@ const TileConfig& named(const std::string& name) {
 
 // What the process has chosen: instruction set, tables, pinned tile. Changed rarely, read always.
 struct State {
-  int isas;
-  const Kernels* const* all = kernels_here(&isas);
-  std::atomic<int> isa{0};
   std::mutex change;
   std::vector<std::unique_ptr<const TileTable>> kept;  // a call may still read an old one
-  std::atomic<const TileTable*> tables[8] = {};
+  std::atomic<const TileTable*> tables[cpu::kIsas] = {};
   std::atomic<const TileConfig*> pinned{nullptr};
   std::atomic<bool> one_order{false};
   Counters counters;
-
-  const Kernels& kernels() const { return *all[isa]; }
 };
+
+const Kernels& current() { return kernels(cpu::isa()); }
 
 State& state() {
   static State* const state = new State;  // outlives whatever still runs at exit
@@ -76,7 +68,7 @@ class Lookup : public Chooser {
       const TileConfig* pinned = s.pinned;
       return pinned ? *pinned : built_in({shape.operation, shape.dtype, 64, 0, 0, 64, 1});
     }
-    if (const TileTable* table = s.tables[s.isa]) {
+    if (const TileTable* table = s.tables[int(cpu::isa())]) {
       bool exact;
       if (const TileConfig* found = table->find(key_of(shape), &exact)) {
         (exact ? s.counters.hits : s.counters.misses).fetch_add(1, std::memory_order_relaxed);
@@ -105,7 +97,7 @@ std::unique_ptr<SegmentList> make_segments(
 class Group {
  public:
   Group(int64_t d_in, const std::vector<int64_t>& d_outs, const std::string& dtype)
-      : d_in_(d_in), dtype_(dtype_of(dtype)), bundle_(state().kernels().bundle) {
+      : d_in_(d_in), dtype_(dtype_of(dtype)), bundle_(current().bundle) {
     if (d_outs.empty() || d_outs.size() > size_t(kMaxOutputs))
       throw std::invalid_argument("a group has 1 to " + std::to_string(kMaxOutputs) +
                                   " outputs, not " + std::to_string(d_outs.size()));
@@ -149,14 +141,14 @@ class Group {
     const Problem p = problem(y, y_stride, x, x_stride, rows, segments);
     const Lookup chooser(Operation::kApply, config);
     py::gil_scoped_release released;
-    vlora::atmm::apply(state().kernels(), p, segments, chooser, threads);
+    vlora::atmm::apply(current(), p, segments, chooser, threads);
   }
 
   void heads(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
              const SegmentList& segments) const {
     const Problem p = problem(y, y_stride, x, x_stride, rows, segments);
     py::gil_scoped_release released;
-    vlora::atmm::heads(state().kernels(), p, segments);
+    vlora::atmm::heads(current(), p, segments);
   }
 
  private:
@@ -213,19 +205,9 @@ void merge_all(uintptr_t out, uintptr_t in, const std::string& dtype,
   const Dtype type = dtype_of(dtype);
   const Lookup chooser(Operation::kMerge, config);
   py::gil_scoped_release released;
-  vlora::atmm::merge(state().kernels(), type, reinterpret_cast<void*>(out),
+  vlora::atmm::merge(current(), type, reinterpret_cast<void*>(out),
                      reinterpret_cast<const void*>(in), merges.data(), int64_t(merges.size()),
                      float(sign), chooser, threads);
-}
-
-void set_isa(const std::string& name) {
-  State& s = state();
-  for (int i = 0; i < s.isas; ++i)
-    if (name == s.all[i]->name) {
-      s.isa = i;
-      return;
-    }
-  throw std::invalid_argument("instruction set '" + name + "' was not built or this CPU lacks it");
 }
 
 void use_table(const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& rows) {
@@ -234,11 +216,11 @@ void use_table(const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& r
   State& s = state();
   std::lock_guard<std::mutex> lock(s.change);
   if (entries.empty()) {
-    s.tables[s.isa] = nullptr;
+    s.tables[int(cpu::isa())] = nullptr;
     return;
   }
   s.kept.push_back(std::make_unique<const TileTable>(entries));
-  s.tables[s.isa] = s.kept.back().get();
+  s.tables[int(cpu::isa())] = s.kept.back().get();
 }
 
 // "": back to adaptive tiles; "default": the built-in tile; else a configuration's name.
@@ -266,91 +248,10 @@ py::list configs(const std::string& operation, const std::string& dtype) {
   return result;
 }
 
-using Clock = std::chrono::steady_clock;
-
-double since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-// The best rate of all threads at work together: each does `amount` between two meetings. Their best
-// moments apart would add up to what the machine never gives (84 GB/s of a memory that gives 50).
-template <class Prepare>
-double best_rate(int threads, double seconds, const Prepare& prepare) {
-  Barrier barrier;
-  std::atomic<bool> over{false};
-  double best = 0;
-  auto work = [&](int thread, int count) {
-    const auto once = prepare(count);
-    once();
-    const auto start = Clock::now();
-    while (!over) {
-      barrier.wait(count);
-      const auto round = Clock::now();
-      const double amount = once();
-      barrier.wait(count);
-      if (thread == 0) {
-        best = std::max(best, amount * count / since(round));
-        over = since(start) >= seconds;
-      }
-      barrier.wait(count);
-    }
-  };
-  run_on(threads, work);
-  return best;
-}
-
-double peak(const std::string& dtype, double seconds, int threads) {
-  const Dtype type = dtype_of(dtype);
-  const Kernels& kernels = state().kernels();
-  py::gil_scoped_release released;
-  return best_rate(threads, seconds,
-                   [&](int) { return [&] { return kernels.peak(type, 100000); }; });
-}
-
-double bandwidth(int64_t bytes, double seconds, int threads) {
-  const Kernels& kernels = state().kernels();
-  py::gil_scoped_release released;
-  return best_rate(threads, seconds, [&](int count) {
-    const int64_t each = std::max<int64_t>(1024, bytes / 4 / count) / 128 * 128;
-    const int64_t repeats = std::max<int64_t>(1, (1 << 18) / each);
-    std::shared_ptr<float[]> values(new float[size_t(each) + 16]());
-    return [&kernels, values, each, repeats] {
-      volatile float sink = 0;
-      for (int64_t i = 0; i < repeats; ++i) sink = sink + kernels.read(values.get(), each);
-      return 4.0 * double(each) * double(repeats);
-    };
-  });
-}
-
-// Reads `bytes` once, shared out among the threads.
-float read_once(uintptr_t address, int64_t bytes, int threads) {
-  const Kernels& kernels = state().kernels();
-  const float* values = reinterpret_cast<const float*>(address);
-  std::atomic<float> sum{0};
-  auto work = [&](int thread, int count) {
-    const int64_t from = bytes / 4 * thread / count, to = bytes / 4 * (thread + 1) / count;
-    sum = kernels.read(values + from, to - from);
-  };
-  py::gil_scoped_release released;
-  run_on(threads, work);
-  return sum;
-}
-
-// Multiplies and adds on all threads, `rounds` times the register file; flops done.
-double multiply_once(const std::string& dtype, int64_t rounds, int threads) {
-  const Dtype type = dtype_of(dtype);
-  const Kernels& kernels = state().kernels();
-  std::atomic<int64_t> flops{0};
-  auto work = [&](int, int) { flops += int64_t(kernels.peak(type, rounds)); };
-  py::gil_scoped_release released;
-  run_on(threads, work);
-  return double(flops);
-}
-
 }  // namespace
 
-PYBIND11_MODULE(_cpu, m) {
-  m.doc() = "ATMM's compiled CPU core; vlora.atmm is its interface.";
+void bind_atmm(py::module_& m) {
+  m.doc() = "ATMM on the CPU; vlora.atmm is its interface.";
   py::class_<SegmentList>(m, "Segments").def(py::init(&make_segments));
   py::class_<Group>(m, "Group")
       .def(py::init<int64_t, const std::vector<int64_t>&, const std::string&>())
@@ -360,14 +261,7 @@ PYBIND11_MODULE(_cpu, m) {
       .def("apply", &Group::apply)
       .def("heads", &Group::heads);
   m.def("merge", &merge_all);
-  m.def("isas", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < state().isas; ++i) names.push_back(state().all[i]->name);
-    return names;
-  });
-  m.def("isa", [] { return std::string(state().kernels().name); });
-  m.def("bundle", [] { return state().kernels().bundle; });
-  m.def("set_isa", &set_isa);
+  m.def("bundle", [] { return current().bundle; });
   m.def("configs", &configs);
   m.def("key", [](const std::string& operation, const std::string& dtype, int64_t rows,
                   int64_t d_in, int64_t d_out, int64_t rank, int64_t segments) {
@@ -394,8 +288,4 @@ PYBIND11_MODULE(_cpu, m) {
     Counters& c = state().counters;
     c.hits = c.misses = c.defaults = 0;
   });
-  m.def("peak", &peak);
-  m.def("bandwidth", &bandwidth);
-  m.def("read", &read_once);
-  m.def("multiply", &multiply_once);
 }

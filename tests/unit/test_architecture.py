@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 
 LAYERS = [
-    {"atmm", "metrics", "errors"},
+    {"atmm", "metrics", "errors", "native"},
     {"memory", "request", "sampling", "config", "cores", "waiting"},
     {"lora"},
     {"model"},

@@ -35,11 +35,11 @@ def tile_search(
     from tools.tile_search.cpu import CpuBackend
     from tools.tile_search.models import BENCH, sides_of
     from tools.tile_search.search import Space, State, filled, search
-    from vlora.atmm import backends
+    from vlora import native
 
     console = Console(highlight=False)
     try:
-        core = backends.native()
+        core = native.kernels().cpu
         sides = (*BENCH, *(sides_of(model) if model is not None else ()))
     except (ImportError, ValueError, OSError) as error:
         console.print(f"[bold red]error:[/] {error}", soft_wrap=True)

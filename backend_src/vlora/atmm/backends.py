@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Literal, cast
+
+from vlora import native
+from vlora.atmm import tiles
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +33,11 @@ def default(device: str = "cpu") -> Backend:
             _load_tables()
         return cast(Backend, asked)
     try:
-        core = native()
+        core = native.kernels()
     except ImportError as error:
         log.warning("ATMM: the reference operator, which is slow: %s", error)
         return "reference"
-    log.info("ATMM: compiled for the CPU, instruction set %s", core.isa())
+    log.info("ATMM: compiled for the CPU, instruction set %s", core.cpu.isa())
     _load_tables()
     return "cpu"
 
@@ -52,21 +54,8 @@ def _on_cuda() -> Backend:
 
 
 def _load_tables() -> None:
-    from vlora.atmm import tiles  # knows the backends itself
-
     paths = tiles.load_for_this_cpu()
     if not paths:
         log.info("ATMM: no tile table for this CPU; the built-in tiles serve")
     for path in paths:
         log.info("ATMM: tile table %s", path.name)
-
-
-@cache
-def native() -> Any:
-    """The compiled core; ImportError says why there is none."""
-    try:
-        return importlib.import_module("vlora.atmm._cpu")
-    except ImportError as error:
-        raise ImportError(f"the compiled core is missing (no compiler at install?): {error}") from (
-            error
-        )

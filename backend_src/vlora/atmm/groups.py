@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vlora import native
 from vlora.atmm import backends
 from vlora.atmm.types import DTYPES, Head, LoraPair
 
@@ -81,7 +82,7 @@ class LoraGroup:
     @cached_property
     def native(self) -> Any:
         """The core's view of this group, made when it is first used."""
-        core = backends.native()
+        core = native.kernels().atmm
         group = core.Group(self.d_in, list(self.d_outs), DTYPES[self.dtype])
         for slot in range(len(self)):
             self._add(group, slot)
@@ -134,7 +135,7 @@ class HeadGroup:
 
     @cached_property
     def native(self) -> Any:
-        group = backends.native().Group(self.d_in, [1], DTYPES[torch.float32])
+        group = native.kernels().atmm.Group(self.d_in, [1], DTYPES[torch.float32])
         for head in self.heads:
             self._add(group, head)
         return group

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vlora import native
 from vlora.atmm import backends, reference
 from vlora.atmm.backends import Backend
 from vlora.atmm.cuda import operator
@@ -159,7 +160,7 @@ def merge(
     if chosen == "cuda":
         operator.current().merge(out, base, updates, sign)
         return
-    backends.native().merge(
+    native.kernels().atmm.merge(
         out.data_ptr(),
         base.data_ptr(),
         DTYPES[out.dtype],

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
-from vlora.atmm import backends
+from vlora import native
 from vlora.atmm.device import Device
 
 log = logging.getLogger(__name__)
@@ -26,13 +26,13 @@ VERSION = 1
 
 def isas() -> list[str]:
     """Instruction sets that were compiled and that this CPU can run, best first."""
-    return cast(list[str], backends.native().isas())
+    return cast(list[str], native.kernels().cpu.isas())
 
 
 @contextmanager
 def isa(name: str) -> Iterator[None]:
     """Use one instruction set for a while; ValueError for one that this CPU cannot run."""
-    core = backends.native()
+    core = native.kernels().cpu
     before = core.isa()
     core.set_isa(name)
     try:
@@ -44,12 +44,12 @@ def isa(name: str) -> Iterator[None]:
 def widest() -> int:
     """Columns of the widest register tile of the current instruction set; wider configurations
     run as this one."""
-    return 16 * int(backends.native().bundle())
+    return 16 * int(native.kernels().atmm.bundle())
 
 
 def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
     """Every compiled configuration of the current instruction set; its index is its number."""
-    return cast(list[dict[str, Any]], backends.native().configs(operation, dtype))
+    return cast(list[dict[str, Any]], native.kernels().atmm.configs(operation, dtype))
 
 
 class Sizes(TypedDict):
@@ -64,13 +64,13 @@ class Sizes(TypedDict):
 
 def key(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> int:
     """The 128-bit key of a shape's buckets."""
-    low, high = backends.native().key(operation, dtype, *_in_order(sizes))
+    low, high = native.kernels().atmm.key(operation, dtype, *_in_order(sizes))
     return int(high) << 64 | int(low)
 
 
 def built_in(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> str:
     """The configuration that a shape gets where no table says otherwise."""
-    return str(backends.native().built_in(operation, dtype, *_in_order(sizes)))
+    return str(native.kernels().atmm.built_in(operation, dtype, *_in_order(sizes)))
 
 
 def _in_order(sizes: Sizes) -> tuple[int, int, int, int, int]:
@@ -81,7 +81,7 @@ def use(entries: Mapping[int, str]) -> None:
     """Replace the current instruction set's table: key → configuration name (ValueError for an
     unknown one)."""
     mask = (1 << 64) - 1
-    backends.native().use_table([(k & mask, k >> 64, name) for k, name in entries.items()])
+    native.kernels().atmm.use_table([(k & mask, k >> 64, name) for k, name in entries.items()])
 
 
 def load(*paths: Path) -> None:
@@ -101,7 +101,7 @@ def load(*paths: Path) -> None:
 def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
     """Use the committed tables of this CPU and the current instruction set; [] if there are none
     or they are of another build (logged: the built-in tiles then serve)."""
-    start = f"{Device.here().name}-{backends.native().isa()}-"
+    start = f"{Device.here().name}-{native.kernels().cpu.isa()}-"
     paths = [path for name in DTYPE_NAMES if (path := folder / f"{start}{name}.json").exists()]
     try:
         load(*paths)
@@ -118,18 +118,18 @@ def clear() -> None:
 
 def counters() -> dict[str, int]:
     """Look-ups so far: hits, misses that took the nearest bucket, defaults (no table)."""
-    return cast(dict[str, int], backends.native().counters())
+    return cast(dict[str, int], native.kernels().atmm.counters())
 
 
 def reset_counters() -> None:
-    backends.native().reset_counters()
+    native.kernels().atmm.reset_counters()
 
 
 @contextmanager
 def pinned(name: str | None = None) -> Iterator[None]:
     """One tile for every shape (the built-in one by default), and sums in one order: a row's
     output is then bit-identical whatever the batch."""
-    core = backends.native()
+    core = native.kernels().atmm
     core.pin(name or "default")
     try:
         yield
@@ -139,20 +139,20 @@ def pinned(name: str | None = None) -> Iterator[None]:
 
 def peak(dtype: str, seconds: float, threads: int = 1) -> float:
     """flop/s of a register-only loop of the current instruction set's best multiply-adds."""
-    return float(backends.native().peak(dtype, seconds, threads))
+    return float(native.kernels().cpu.peak(dtype, seconds, threads))
 
 
 def bandwidth(size: int, seconds: float, threads: int = 1) -> float:
     """bytes/s read from a working set of `size` bytes, shared out among the threads, which all read
     at the same time."""
-    return float(backends.native().bandwidth(size, seconds, threads))
+    return float(native.kernels().cpu.bandwidth(size, seconds, threads))
 
 
 def read(address: int, size: int, threads: int = 1) -> None:
     """Read `size` bytes of fp32 at `address` once, shared out among the threads."""
-    backends.native().read(address, size, threads)
+    native.kernels().cpu.read(address, size, threads)
 
 
 def multiply(dtype: str, rounds: int, threads: int = 1) -> float:
     """The loop of `peak`, `rounds` times on every thread. Returns the flops done."""
-    return float(backends.native().multiply(dtype, rounds, threads))
+    return float(native.kernels().cpu.multiply(dtype, rounds, threads))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vlora.atmm import backends
+from vlora import native
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Storage types of adapters, and the names that tables and configurations give them."""
@@ -34,7 +34,7 @@ class Segments(tuple[Segment, ...]):
 
     @cached_property
     def native(self) -> Any:
-        return backends.native().Segments([(s.start, s.length, s.slot, s.sign) for s in self])
+        return native.kernels().atmm.Segments([(s.start, s.length, s.slot, s.sign) for s in self])
 
     @cached_property
     def prepared(self) -> dict[Any, Any]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 import vlora.atmm as atmm_package
+from vlora import native
 from vlora.atmm import backends, op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, MergeUpdate, Segments
@@ -83,7 +84,7 @@ def _table_counts(dtype: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     for path in (Path(atmm_package.__file__).parent / "tables").glob("*.json"):
         table = json.loads(path.read_text())
-        if (table["isa"], table["dtype"]) == (backends.native().isa(), dtype):
+        if (table["isa"], table["dtype"]) == (native.kernels().cpu.isa(), dtype):
             for name, count in table["configs"].items():
                 counts[name] = counts.get(name, 0) + count
     return counts
@@ -144,13 +145,13 @@ def set_threads(count: int) -> None:
 
 def use_isa(name: str) -> None:
     """One instruction set for the rest of the process; ValueError for one this CPU lacks."""
-    backends.native().set_isa(name)
+    native.kernels().cpu.set_isa(name)
 
 
 def bf16_instructions() -> bool:
     """Whether the instruction set in use multiplies bf16."""
     if compiled():
-        return bool(backends.native().isa() == "avx512_bf16")
+        return bool(native.kernels().cpu.isa() == "avx512_bf16")
     return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
 
 
@@ -162,7 +163,7 @@ def describe() -> dict[str, Any]:
 
     return {
         "atmm": "cpu",
-        "isa": backends.native().isa(),
+        "isa": native.kernels().cpu.isa(),
         "configs": {dtype: len(tiles.configs("apply", dtype)) for dtype in DTYPES},
     }
 

@@ -1,9 +1,11 @@
 // The operator: segments are cut into blocks of rows, and those shared out among threads.
-#include <atomic>
+#include <deque>
+#include <optional>
 #include <vector>
 
 #include "atmm/operator.h"
-#include "atmm/threads.h"
+#include "cpu/scratch.h"
+#include "cpu/threads.h"
 #include "products.h"
 #include "split.h"
 
@@ -23,7 +25,7 @@ constexpr int64_t kSplitRows = 24;
 // Rows a thread up to which a wave that cannot be balanced by blocks is split inside its segments.
 
 float* low_scratch(int64_t floats) {
-  thread_local Scratch scratch;
+  thread_local cpu::Scratch scratch;
   return scratch.get(floats);
 }
 
@@ -106,58 +108,105 @@ double seconds_of(const Call& c, const Segment& s) {
                   elements * double(size_of(c.p.dtype)) / kByteRate);
 }
 
-void one_wave(const Call& c, std::vector<Unit>& units, int threads) {
-  double seconds = 0;
-  int64_t rows = 0, blocks = 0;
-  for (Unit& unit : units) {
-    unit.blocks = ceil_div(unit.segment->length, std::max(1, unit.config.row_block));
-    seconds += unit.seconds;
-    rows += unit.segment->length;
+// Blocks of rows in the order in which they are taken.
+void blocks_of(const Call& c, const std::vector<Unit>& units, cpu::Pieces& pieces) {
+  size_t at = 0;
+  for (int64_t block; (block = pieces.take()) >= 0;) {
+    while (block >= units[at].first_block + units[at].blocks) ++at;
+    const Unit& unit = units[at];
+    const int64_t i = block - unit.first_block, length = unit.segment->length;
+    const int64_t first = length * i / unit.blocks;
+    whole_block(c, unit.config, *unit.segment, unit.segment->start + first,
+                length * (i + 1) / unit.blocks - first);
   }
-  if (seconds < kWorthThreads) threads = 1;
-  if (threads > 1 && !balance(units, threads, seconds) && rows <= kSplitRows * threads) {
-    Split split(c, units, threads);
-    run_on(threads, split);
-    return;
-  }
-  for (Unit& unit : units) {
-    unit.first_block = blocks;
-    blocks += unit.blocks;
-  }
-  std::atomic<int64_t> taken{0};
-  auto work = [&](int, int) {
-    size_t at = 0;
-    for (int64_t block; (block = taken.fetch_add(1, std::memory_order_relaxed)) < blocks;) {
-      while (block >= units[at].first_block + units[at].blocks) ++at;
-      const Unit& unit = units[at];
-      const int64_t i = block - unit.first_block, length = unit.segment->length;
-      const int64_t first = length * i / unit.blocks;
-      whole_block(c, unit.config, *unit.segment, unit.segment->start + first,
-                  length * (i + 1) / unit.blocks - first);
-    }
-  };
-  run_on(int(std::min<int64_t>(threads, blocks)), work);
 }
 
 }  // namespace
 
-void apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,
-           const Chooser& chooser, int threads) {
-  const Call c{kernels, p, chooser.one_order()};
-  thread_local std::vector<Unit> kept;
-  std::vector<Unit>& units = kept;  // workers must see this thread's, not their own
-  for (int wave = 0; wave < segments.waves(); ++wave) {
-    units.clear();
+// Segments that can run side by side: shared out by blocks of rows, or inside the segments.
+struct Apply::Wave {
+  std::vector<Unit> units;
+  int threads = 1;  // worth it
+  std::optional<cpu::Pieces> blocks;
+  std::optional<Split> split;
+
+  void plan(const Call& c, int most_threads) {
+    double seconds = 0;
+    int64_t rows = 0, count = 0;
+    for (Unit& unit : units) {
+      unit.blocks = ceil_div(unit.segment->length, std::max(1, unit.config.row_block));
+      seconds += unit.seconds;
+      rows += unit.segment->length;
+    }
+    threads = seconds < kWorthThreads ? 1 : most_threads;
+    if (threads > 1 && !balance(units, threads, seconds) && rows <= kSplitRows * threads) {
+      split.emplace(c, units, threads);
+      return;
+    }
+    for (Unit& unit : units) {
+      unit.first_block = count;
+      count += unit.blocks;
+    }
+    threads = int(std::min<int64_t>(threads, count));
+    blocks.emplace(count);
+  }
+};
+
+struct Apply::Plan {
+  Call call;
+  std::deque<Wave> waves;
+};
+
+Apply::Apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,
+             const Chooser& chooser, int threads)
+    : plan_(new Plan{{kernels, p, chooser.one_order()}, {}}) {
+  const Call& c = plan_->call;
+  int64_t floats = 0;
+  for (int i = 0; i < segments.waves(); ++i) {
+    std::vector<Unit> units;
     Shape last{};
-    for (const Segment* s = segments.begin(wave); s != segments.end(wave); ++s) {
+    for (const Segment* s = segments.begin(i); s != segments.end(i); ++s) {
       const Shape shape = shape_of(c, *s, segments);
       if (shape.rank == 0) continue;
       const bool same = !units.empty() && last.rows == shape.rows && last.rank == shape.rank;
       units.push_back({s, same ? units.back().config : chooser.choose(shape), seconds_of(c, *s)});
       last = shape;
     }
-    if (!units.empty()) one_wave(c, units, threads);
+    if (units.empty()) continue;
+    Wave& wave = plan_->waves.emplace_back();
+    wave.units = std::move(units);
+    wave.plan(c, threads);
+    threads_ = std::max(threads_, wave.threads);
+    meets_ = meets_ || wave.split || plan_->waves.size() > 1;
+    if (wave.split) floats = std::max(floats, wave.split->floats());
   }
+  thread_local cpu::Scratch kept;
+  float* const memory = floats ? kept.get(floats) : nullptr;
+  for (Wave& wave : plan_->waves)
+    if (wave.split) wave.split->use(memory);
+}
+
+Apply::~Apply() = default;
+
+void Apply::operator()(const cpu::Team& team) const {
+  bool first = true;
+  for (Wave& wave : plan_->waves) {
+    if (!first) team.wait();
+    first = false;
+    if (wave.split)
+      (*wave.split)(team);
+    else
+      blocks_of(plan_->call, wave.units, *wave.blocks);
+  }
+}
+
+void apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,
+           const Chooser& chooser, int threads) {
+  const Apply plan(kernels, p, segments, chooser, threads);
+  cpu::run_region(
+      plan.threads(), !plan.meets(),
+      [](void* context, const cpu::Team& team) { (*static_cast<const Apply*>(context))(team); },
+      const_cast<Apply*>(&plan));
 }
 
 void heads(const Kernels& kernels, const Problem& p, const SegmentList& segments) {

@@ -1,10 +1,10 @@
 // out = in + sign * B A for many matrices (§4.4.1).
-#include <atomic>
 #include <cstring>
 #include <vector>
 
 #include "atmm/operator.h"
-#include "atmm/threads.h"
+#include "cpu/scratch.h"
+#include "cpu/threads.h"
 #include "walk.h"
 
 namespace vlora::atmm {
@@ -99,12 +99,12 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
            int64_t count, float sign, const Chooser& chooser, int threads) {
   threads = std::max(1, threads);
   const std::vector<Task> tasks = tasks_of(dtype, merges, count, chooser, threads);
-  std::atomic<size_t> taken{0};
-  auto work = [&](int, int) {
-    thread_local Scratch scratch;
+  cpu::Pieces pieces{int64_t(tasks.size())};
+  auto work = [&](const cpu::Team&) {
+    thread_local cpu::Scratch scratch;
     const Task* last = nullptr;  // whose part of A this thread has packed
-    for (size_t i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < tasks.size();) {
-      const Task& task = tasks[i];
+    for (int64_t i; (i = pieces.take()) >= 0;) {
+      const Task& task = tasks[size_t(i)];
       const int64_t panels = ceil_div(task.columns, kPanel);
       float* packed = scratch.get(panels * task.merge->rank * kPanel);
       if (!last || last->merge != task.merge || last->first != task.first)
@@ -114,7 +114,7 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
                   packed);
     }
   };
-  run_on(int(std::min<size_t>(size_t(threads), tasks.size())), work);
+  cpu::run_late(int(std::min<size_t>(size_t(threads), tasks.size())), work);
 }
 
 }  // namespace vlora::atmm

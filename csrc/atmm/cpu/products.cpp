@@ -3,7 +3,7 @@
 namespace vlora::atmm {
 
 float* row_scratch(int64_t floats) {
-  thread_local Scratch scratch;
+  thread_local cpu::Scratch scratch;
   return scratch.get(floats);
 }
 

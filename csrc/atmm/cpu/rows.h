@@ -1,11 +1,13 @@
-// Copies around the register tiles, and the microbenchmarks of an instruction set.
+// Copies around the register tiles.
 #pragma once
 
 #include "atmm/kernels.h"
 
-namespace vlora::atmm::ATMM_ISA {
+namespace vlora::atmm::VLORA_ISA {
 
-#ifdef ATMM_HAS_BF16_PRODUCTS
+using cpu::VLORA_ISA::V;
+
+#ifdef VLORA_HAS_BF16_PRODUCTS
 constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
@@ -59,50 +61,4 @@ inline void widen_panels(const Tile& t, int columns, float* to) {
     }
 }
 
-inline double peak(Dtype dtype, int64_t rounds) {
-  constexpr int kAccumulators = kPeakAccumulators;
-  V acc[kAccumulators];
-#pragma GCC unroll 16
-  for (int a = 0; a < kAccumulators; ++a) acc[a] = V::zero();
-  const float one = 1;
-#ifdef ATMM_HAS_BF16_PRODUCTS
-  if (dtype == Dtype::kBf16) {
-    const V::Pairs s = V::broadcast_pair(&one);
-    for (int64_t i = 0; i < rounds; ++i)
-#pragma GCC unroll 16
-      for (int a = 0; a < kAccumulators; ++a) {
-        acc[a].add_pairs(s, s);
-        asm volatile("" : "+v"(acc[a].r));
-      }
-  }
-#endif
-  if (dtype == Dtype::kFp32 || !kPairs) {
-    const V::Scalar s = V::broadcast(&one);
-    V b = V::zero();
-    for (int64_t i = 0; i < rounds; ++i)
-#pragma GCC unroll 16
-      for (int a = 0; a < kAccumulators; ++a) {
-        acc[a].add_product(s, b);
-        ATMM_KEEP(acc[a]);
-      }
-  }
-  volatile float sink = 0;
-#pragma GCC unroll 16
-  for (int a = 0; a < kAccumulators; ++a) sink = sink + sum_of(acc[a]);
-  return 2.0 * (dtype == Dtype::kBf16 && kPairs ? 2 : 1) * kPanel * kAccumulators * double(rounds);
-}
-
-inline float read(const float* values, int64_t count) {
-  V acc[8];
-#pragma GCC unroll 8
-  for (int a = 0; a < 8; ++a) acc[a] = V::zero();
-  for (int64_t i = 0; i + 8 * kPanel <= count; i += 8 * kPanel)
-#pragma GCC unroll 8
-    for (int a = 0; a < 8; ++a) acc[a].add(V::load(values + i + a * kPanel));
-  float sum = 0;
-#pragma GCC unroll 8
-  for (int a = 0; a < 8; ++a) sum += sum_of(acc[a]);
-  return sum;
-}
-
-}  // namespace vlora::atmm::ATMM_ISA
+}  // namespace vlora::atmm::VLORA_ISA

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "atmm/threads.h"
+#include "cpu/threads.h"
 #include "products.h"
 
 namespace vlora::atmm {
@@ -57,19 +57,25 @@ class Split {
         most_rows = std::max(most_rows, unit.segment->length);
       }
     part_floats_ = most_rows * kRowStride;
-    thread_local Scratch kept;
-    float* next = kept.get(floats + threads * part_floats_);
-    for (Item& item : items_) {
-      item.low = next;
-      next += low_floats(pair(item), rows(item));
-    }
-    parts_ = next;
+    floats_ = floats + threads * part_floats_;
     inside_ = !c.one_order && bundles < 8 * threads;
   }
 
-  void operator()(int thread, int threads) {
+  // Memory for the intermediate, floats() of it: before the first thread begins.
+  int64_t floats() const { return floats_; }
+  void use(float* memory) {
+    for (Item& item : items_) {
+      item.low = memory;
+      memory += low_floats(pair(item), rows(item));
+    }
+    parts_ = memory;
+  }
+
+  // On every thread of a region, of as many as it was made for or fewer.
+  void operator()(const cpu::Team& team) const {
+    const int thread = team.thread, threads = team.threads;
     first_product(cut(thread, threads), cut(thread + 1, threads), part(thread));
-    barrier_.wait(threads);
+    team.wait();
     bool parts = false;
     for (int other = 1; other < threads; ++other) parts |= cut(other, threads).k != 0;
     if (parts || c_.p.dtype == Dtype::kBf16) {  // little work: one thread, then all go on
@@ -79,7 +85,7 @@ class Split {
             add_part(from, part(other));
         for (const Item& item : items_) finish_low(c_, pair(item), rows(item), item.low);
       }
-      barrier_.wait(threads);
+      team.wait();
     }
     second_product(expand_ * thread / threads, expand_ * (thread + 1) / threads);
   }
@@ -189,8 +195,8 @@ class Split {
   int64_t shrink_ = 0, expand_ = 0;  // all work
   float* parts_ = nullptr;           // a thread's, each part_floats_
   int64_t part_floats_ = 0;
+  int64_t floats_ = 0;
   bool inside_ = false;  // shares may begin inside a bundle
-  Barrier barrier_;
 };
 
 }  // namespace vlora::atmm

@@ -7,7 +7,9 @@
 
 #include "atmm/kernels.h"
 
-namespace vlora::atmm::ATMM_ISA {
+namespace vlora::atmm::VLORA_ISA {
+
+using cpu::VLORA_ISA::V;
 
 // fp32 rows times fp32 panels.
 struct Fp32 {
@@ -50,7 +52,7 @@ struct Bf16Widened {
   }
 };
 
-#ifdef ATMM_HAS_BF16_PRODUCTS
+#ifdef VLORA_HAS_BF16_PRODUCTS
 // Pairs of bf16 times panels of pairs, by the instruction that adds both products to fp32.
 struct Bf16Pairs {
   static constexpr int kUnits = 1;
@@ -102,7 +104,7 @@ struct NarrowWidened {
   }
 };
 
-#ifdef ATMM_HAS_BF16_PRODUCTS
+#ifdef VLORA_HAS_BF16_PRODUCTS
 struct NarrowPairs {
   static constexpr int kUnits = 2;
   static constexpr bool kHalf = true;
@@ -257,4 +259,4 @@ void tile(const Tile& t) {
   }
 }
 
-}  // namespace vlora::atmm::ATMM_ISA
+}  // namespace vlora::atmm::VLORA_ISA

@@ -1,11 +1,10 @@
-// How a product is covered with register tiles, and the memory that threads keep for it.
+// How a product is covered with register tiles.
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 
 #include "atmm/kernels.h"
+#include "cpu/scratch.h"
 
 namespace vlora::atmm {
 
@@ -16,30 +15,6 @@ constexpr int64_t kFewRows = 8;
 
 constexpr ptrdiff_t kAhead = 64 * 64;
 // Bytes of panels on their way while others are multiplied: a memory latency of 100 ns at 40 GB/s.
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Memory of one thread, kept from call to call.
-class Scratch {
- public:
-  ~Scratch() { std::free(memory_); }
-  float* get(int64_t floats) {
-    if (floats > size_) {
-      std::free(memory_);
-      size_ = ceil_div(floats, 1024) * 1024;
-      memory_ = std::aligned_alloc(64, size_t(size_) * sizeof(float));
-      if (!memory_) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
-    }
-    return static_cast<float*>(memory_);
-  }
-
- private:
-  void* memory_ = nullptr;
-  int64_t size_ = 0;
-};
 
 // A packed matrix.
 struct Panels {
@@ -105,7 +80,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
     t.tail = end == p.count ? w.tail : kPanel;
     const bool wide = tiles > 1 && w.widened && !narrow;
     if (wide) {
-      thread_local Scratch scratch;
+      thread_local cpu::Scratch scratch;
       float* panels = scratch.get(t.groups * columns * w.steps * 2 * kPanel);
       w.widen(t, columns, panels);
       kernels = w.widened[columns - 1];

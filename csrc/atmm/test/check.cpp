@@ -1,5 +1,9 @@
-// Random problems through every instruction set of this CPU, against double precision. Meant for a
-// build with sanitizers (test/sanitize): every buffer is exactly as large as its contents.
+// Random problems through every instruction set of this CPU, against double precision, and the team of
+// threads. Meant for builds with sanitizers (test/sanitize.py): every buffer is exactly as large as its
+// contents.
+//
+//     check [rounds] [own | openmp]
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -10,7 +14,10 @@
 #include <vector>
 
 #include "atmm/operator.h"
+#include "cpu/dispatch.h"
+#include "cpu/threads.h"
 
+using namespace vlora;
 using namespace vlora::atmm;
 
 namespace {
@@ -200,22 +207,63 @@ void check_merge(const Kernels& kernels, Dtype dtype) {
   }
 }
 
+// Regions of changing size, some of which fail, from two callers at once.
+void check_threads(int rounds) {
+  const auto caller = [rounds] {
+    for (int round = 0; round < rounds; ++round) {
+      const int threads = 1 + round % 5, failing = round % 7;
+      std::vector<int> once(100, 0);
+      cpu::share_out(threads, 100, [&](int64_t piece) { ++once[size_t(piece)]; });
+      for (int count : once)
+        if (count != 1) std::exit(2);
+      std::atomic<int> met{0};
+      auto meet = [&](const cpu::Team& team) {
+        met += 1;
+        team.wait();
+        if (met != team.threads) std::exit(3);
+        team.wait();
+        if (team.thread == failing) throw 1;
+        team.wait();
+      };
+      bool thrown = false;
+      try {
+        cpu::run_on(threads, meet);
+      } catch (int) {
+        thrown = true;
+      }
+      if (thrown != (failing < met)) std::exit(4);
+    }
+  };
+  std::thread other(caller);
+  caller();
+  other.join();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 200;
-  int count;
-  const Kernels* const* all = kernels_here(&count);
-  for (int i = 0; i < count; ++i) {
-    const auto run = [&, i] {
+  const bool borrowed = argc > 2 && !std::strcmp(argv[2], "openmp");
+  if (!cpu::use_threads(borrowed ? cpu::Source::kOpenMp : cpu::Source::kOwn)) {
+    std::printf("no OpenMP in this process\n");
+    return 1;
+  }
+  check_threads(10 * rounds);
+  for (int i = cpu::kIsas - 1; i >= 0; --i) {
+    if (!cpu::runs_here(cpu::Isa(i))) {
+      std::printf("%s: not run, this CPU lacks it\n", cpu::name_of(cpu::Isa(i)));
+      continue;
+    }
+    const Kernels& here = kernels(cpu::Isa(i));
+    const auto run = [&] {
       for (int round = 0; round < rounds; ++round)
         for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
-          check_apply(*all[i], dtype, round % 8 == 0);
-          check_merge(*all[i], dtype);
-          check_heads(*all[i]);
+          check_apply(here, dtype, round % 8 == 0);
+          check_merge(here, dtype);
+          check_heads(here);
         }
     };
     std::thread(run).join();  // a thread's scratch is freed with it: the leak check sees that
-    std::printf("%s: %d rounds\n", all[i]->name, rounds);
+    std::printf("%s: %d rounds on %s threads\n", here.name, rounds, borrowed ? "OpenMP's" : "own");
   }
 }

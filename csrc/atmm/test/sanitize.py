@@ -1,59 +1,73 @@
-"""Builds the checks with address and undefined-behaviour sanitizers, and runs them.
+"""Builds the checks with sanitizers and runs them: once for memory, once for threads.
 
-    python csrc/atmm/test/sanitize.py [build folder] [rounds]
+    python csrc/atmm/test/sanitize.py [--build FOLDER] [--rounds N] [--only memory|threads]
 
-Exit status 0: clean, and nothing leaks. Needs g++ with its sanitizer libraries, no Python module.
+memory: the address and undefined-behaviour sanitizers, on our own threads and on OpenMP's; nothing
+may leak. threads: the thread sanitizer, on our own threads (it does not see how OpenMP's runtime
+hands over its work). Exit status 0: clean. Needs g++ with its sanitizer libraries.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-CORE = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(CORE / "cpu"))
+CSRC = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(CSRC))
 
-import generate  # noqa: E402  # lies beside the kernels, outside any package
+import kernels  # noqa: E402  # lies beside the sources, outside any package
 
 FLAGS = ["-std=c++17", "-O1", "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZERS = {
+    "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "threads": ["-fsanitize=thread"],
+}
+RUNS = {"memory": ("own", "openmp"), "threads": ("own",)}
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, sanitize: list[str]) -> Path:
     """The program; objects newer than all sources are kept."""
     compiler = os.environ.get("CXX", "g++")
-    units = generate.write(folder)
-    units += [(path, ()) for path in sorted((CORE / "cpu").glob("*.cpp"))]
-    units += [(CORE / "test" / "check.cpp", ())]
-    sources = [path for path in CORE.rglob("*") if path.suffix in (".h", ".cpp", ".py")]
+    units = [*kernels.units(folder), kernels.Unit(CSRC / "atmm" / "test" / "check.cpp")]
+    sources = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".py")]
     newest = max(path.stat().st_mtime for path in sources)
+    include = [f"-I{path}" for path in (*kernels.INCLUDE, folder)]
 
-    def compile_unit(unit: tuple[Path, tuple[str, ...]]) -> str:
-        source, flags = unit
-        target = folder / f"{source.stem}.o"
+    def compile_unit(unit: kernels.Unit) -> str:
+        target = folder / kernels.object_name(unit)
         if not target.exists() or target.stat().st_mtime < newest:
-            include = [f"-I{CORE / 'include'}", f"-I{CORE / 'cpu'}", f"-I{folder}"]
-            subprocess.run(
-                [compiler, *FLAGS, *SANITIZE, *flags, *include, "-c", source, "-o", target],
-                check=True,
-            )
+            command = [compiler, *FLAGS, *sanitize, *unit.flags, *include]
+            subprocess.run([*command, "-c", unit.source, "-o", target], check=True)
         return str(target)
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         objects = list(pool.map(compile_unit, units))
     program = folder / "check"
-    subprocess.run([compiler, *SANITIZE, *objects, "-ldl", "-lpthread", "-o", program], check=True)
+    libraries = ["-ldl", "-lpthread", "-Wl,--no-as-needed", "-lgomp"]
+    subprocess.run([compiler, *sanitize, *objects, *libraries, "-o", program], check=True)
     return program
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else CORE.parents[1] / "build" / "sanitize")
-    program = build(folder)
-    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1"}
-    subprocess.run([program, *sys.argv[2:3]], check=True, env=environment)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--build", type=Path, default=CSRC.parent / "build" / "sanitize")
+    parser.add_argument("--rounds", default="200")
+    parser.add_argument("--only", choices=SANITIZERS)
+    options = parser.parse_args()
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+    for name in [options.only] if options.only else SANITIZERS:
+        program = build(options.build / name, SANITIZERS[name])
+        for threads in RUNS[name]:
+            subprocess.run([program, options.rounds, threads], check=True, env=environment)
+            print(f"{name}: clean on {threads} threads", flush=True)
 
 
 if __name__ == "__main__":

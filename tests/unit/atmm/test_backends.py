@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.atmm.problems import check, group_of
+from vlora import native
 from vlora.atmm import backends
 from vlora.atmm.types import Segment, Segments
 
@@ -30,7 +31,7 @@ def test_without_the_core_the_reference_serves_with_one_warning(
         raise ImportError("not built")
 
     monkeypatch.delenv(backends.VARIABLE, raising=False)
-    monkeypatch.setattr(backends, "native", missing)
+    monkeypatch.setattr(native, "kernels", missing)
     backends.default.cache_clear()
     try:
         assert backends.default() == backends.default() == "reference"

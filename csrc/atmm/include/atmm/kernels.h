@@ -3,6 +3,7 @@
 #pragma once
 
 #include "atmm/types.h"
+#include "cpu/dispatch.h"
 
 namespace vlora::atmm {
 
@@ -60,11 +61,9 @@ struct Kernels {
   void (*round_rows)(float* scratch, int64_t rows, int64_t count);
   // Panels of pairs of bf16, `columns` of each bundle of a tile, to fp32: two steps for each.
   void (*widen_panels)(const Tile&, int columns, float* to);
-  double (*peak)(Dtype, int64_t rounds);  // flops done
-  float (*read)(const float* values, int64_t count);
 };
 
-// Compiled instruction sets that this CPU can run, best first.
-const Kernels* const* kernels_here(int* count);
+// Those of an instruction set.
+const Kernels& kernels(cpu::Isa isa);
 
 }  // namespace vlora::atmm

@@ -1,9 +1,12 @@
 // The operator's entry points. Problems are checked by the caller (bindings.cpp).
 #pragma once
 
+#include <memory>
+
 #include "atmm/kernels.h"
 #include "atmm/segments.h"
 #include "atmm/table.h"
+#include "cpu/threads.h"
 
 namespace vlora::atmm {
 
@@ -19,6 +22,27 @@ class Chooser {
 // y[rows] += sign * (x[rows] A^T) B^T for all segments and outputs of the problem (§4.3).
 void apply(const Kernels& kernels, const Problem& problem, const SegmentList& segments,
            const Chooser& chooser, int threads);
+
+// The same as a part of another kernel's region: made before the region by its caller, for as many
+// threads as it will have or more, then called once by each of its threads. y is ready when all have
+// come to the next meeting. The problem, the segments and the kernels outlive it.
+class Apply {
+ public:
+  Apply(const Kernels& kernels, const Problem& problem, const SegmentList& segments,
+        const Chooser& chooser, int threads);
+  ~Apply();
+  void operator()(const cpu::Team& team) const;
+
+  int threads() const { return threads_; }  // that it has work for
+  bool meets() const { return meets_; }     // else its threads need nothing of each other
+
+ private:
+  struct Wave;
+  struct Plan;
+  std::unique_ptr<Plan> plan_;
+  int threads_ = 1;
+  bool meets_ = false;
+};
 
 // y[rows, : classes] = x[rows] W^T + bias: problem.pairs hold (classes, W packed, bias), fp32.
 void heads(const Kernels& kernels, const Problem& problem, const SegmentList& segments);

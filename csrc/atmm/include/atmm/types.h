@@ -2,13 +2,12 @@
 // pointer is the caller's and outlives the call.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include "cpu/types.h"
 
 namespace vlora::atmm {
 
-constexpr int kPanel = 16;
-// Rows of a packed matrix that lie interleaved: one AVX-512 register, two AVX2 registers.
+constexpr int kPanel = kLanes;
+// Rows of a packed matrix that lie interleaved: a vector of the kernels.
 
 constexpr int kMaxBundle = 4;
 // Panels that may lie interleaved, step by step: a tile of so many reads one stream of memory.
@@ -16,10 +15,7 @@ constexpr int kMaxBundle = 4;
 constexpr int kMaxOutputs = 8;
 // Projections that share an input: q, k, v are three.
 
-enum class Dtype : uint8_t { kFp32 = 0, kBf16 = 1 };
 enum class Operation : uint8_t { kApply = 0, kMerge = 1 };
-
-inline size_t size_of(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : 2; }
 
 // Rows start … start + length - 1 go through adapter `slot`, times `sign` (+1 or -1).
 struct Segment {

@@ -1,18 +1,18 @@
 // Sixteen fp32 values in plain C++, for any CPU. Only portable, not fast.
 #pragma once
 
-#include "atmm/types.h"
+#include "cpu/types.h"
 
-namespace vlora::atmm::ATMM_ISA {
+namespace vlora::cpu::VLORA_ISA {
 
 struct V {
-  float v[kPanel];
+  float v[kLanes];
   using Scalar = float;
 
   static V zero() { return {}; }
   template <class T>
   static V load(const T* p) {
-    return load_some(p, kPanel);
+    return load_some(p, kLanes);
   }
   template <class T>
   static V load_some(const T* p, int count) {
@@ -22,7 +22,7 @@ struct V {
   }
   static V load_half_of_pairs(const char* p, int odd) {
     V result;
-    for (int i = 0; i < kPanel; ++i) {
+    for (int i = 0; i < kLanes; ++i) {
       uint16_t bf16;
       __builtin_memcpy(&bf16, p + 4 * i + 2 * odd, sizeof bf16);
       result.v[i] = widen(bf16);
@@ -38,18 +38,18 @@ struct V {
   static Two two_of_four(const float* p, int odd) { return {{p[odd], p[2 + odd]}}; }
 
   void add_product(Scalar s, const V& b) {
-    for (int i = 0; i < kPanel; ++i) v[i] += s * b.v[i];
+    for (int i = 0; i < kLanes; ++i) v[i] += s * b.v[i];
   }
   void add_product(Two s, const V& b) {
-    for (int i = 0; i < kPanel; ++i) v[i] += s.v[i % 2] * b.v[i];
+    for (int i = 0; i < kLanes; ++i) v[i] += s.v[i % 2] * b.v[i];
   }
   void add(const V& b) {
-    for (int i = 0; i < kPanel; ++i) v[i] += b.v[i];
+    for (int i = 0; i < kLanes; ++i) v[i] += b.v[i];
   }
 
   template <class T>
   void store(T* p) const {
-    store_some(p, kPanel);
+    store_some(p, kLanes);
   }
   void store_some(float* p, int count) const {
     for (int i = 0; i < count; ++i) p[i] = v[i];
@@ -59,7 +59,7 @@ struct V {
   }
   // The sum of each two neighbours.
   void store_sums_of_two(float* p) const {
-    for (int i = 0; i < kPanel / 2; ++i) p[i] = v[2 * i] + v[2 * i + 1];
+    for (int i = 0; i < kLanes / 2; ++i) p[i] = v[2 * i] + v[2 * i + 1];
   }
   template <class T>
   void store_past_caches(T* p) const {
@@ -88,4 +88,4 @@ inline float sum_of(const V& v) {
   return sum;
 }
 
-}  // namespace vlora::atmm::ATMM_ISA
+}  // namespace vlora::cpu::VLORA_ISA

@@ -3,9 +3,9 @@
 
 #include <immintrin.h>
 
-#include "atmm/types.h"
+#include "cpu/types.h"
 
-namespace vlora::atmm::ATMM_ISA {
+namespace vlora::cpu::VLORA_ISA {
 
 struct V {
   __m256 lo, hi;
@@ -16,7 +16,7 @@ struct V {
   static V load(const uint16_t* p) { return {widen(p), widen(p + 8)}; }
   template <class T>
   static V load_some(const T* p, int count) {
-    T values[kPanel] = {};
+    T values[kLanes] = {};
     for (int i = 0; i < count; ++i) values[i] = p[i];
     return load(values);
   }
@@ -48,7 +48,7 @@ struct V {
   void store(uint16_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), rounded()); }
   template <class T>
   void store_some(T* p, int count) const {
-    T values[kPanel];
+    T values[kLanes];
     store(values);
     for (int i = 0; i < count; ++i) p[i] = values[i];
   }
@@ -91,11 +91,11 @@ struct V {
 };
 
 inline float sum_of(V v) {
-  float values[kPanel];
+  float values[kLanes];
   v.store(values);
   float sum = 0;
   for (float value : values) sum += value;
   return sum;
 }
 
-}  // namespace vlora::atmm::ATMM_ISA
+}  // namespace vlora::cpu::VLORA_ISA

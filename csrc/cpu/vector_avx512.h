@@ -3,9 +3,9 @@
 
 #include <immintrin.h>
 
-#include "atmm/types.h"
+#include "cpu/types.h"
 
-namespace vlora::atmm::ATMM_ISA {
+namespace vlora::cpu::VLORA_ISA {
 
 struct V {
   __m512 r;
@@ -54,7 +54,7 @@ struct V {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(p), rounded());
   }
 
-#ifdef ATMM_HAS_BF16_PRODUCTS
+#ifdef VLORA_HAS_BF16_PRODUCTS
   using Pairs = __m512bh;
   static Pairs load_pairs(const char* p) { return Pairs(_mm512_loadu_si512(p)); }
   static Pairs broadcast_pair(const void* p) {
@@ -88,4 +88,4 @@ struct V {
 
 inline float sum_of(V v) { return _mm512_reduce_add_ps(v.r); }
 
-}  // namespace vlora::atmm::ATMM_ISA
+}  // namespace vlora::cpu::VLORA_ISA

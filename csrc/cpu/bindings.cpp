@@ -1,0 +1,82 @@
+// What all kernels share, as Python sees it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/dispatch.h"
+#include "cpu/names.h"
+#include "cpu/threads.h"
+
+namespace py = pybind11;
+using namespace vlora;
+
+namespace {
+
+constexpr const char* kSources[] = {"auto", "own", "openmp"};
+
+// How often the threads of a region began, and met: for tests of the team itself.
+int64_t meet(int threads, int rounds, int failing) {
+  std::atomic<int64_t> met{0};
+  auto work = [&](const cpu::Team& team) {
+    for (int i = 0; i < rounds; ++i) {
+      if (team.thread == failing) throw std::runtime_error("thread " + std::to_string(failing));
+      met.fetch_add(1);
+      team.wait();
+      if (met.load() < int64_t(i + 1) * team.threads) throw std::logic_error("met too early");
+    }
+  };
+  py::gil_scoped_release released;
+  cpu::run_on(threads, work);
+  return met;
+}
+
+// Sum of the numbers below `pieces`, each added by whoever takes it.
+int64_t add_pieces(int threads, int64_t pieces) {
+  std::atomic<int64_t> sum{0};
+  py::gil_scoped_release released;
+  cpu::share_out(threads, pieces, [&](int64_t piece) { sum.fetch_add(piece); });
+  return sum;
+}
+
+}  // namespace
+
+void bind_cpu(py::module_& m) {
+  m.doc() = "Dispatch, threads and microbenchmarks that all kernels share.";
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (int i = cpu::kIsas - 1; i >= 0; --i)
+      if (cpu::runs_here(cpu::Isa(i))) names.push_back(cpu::name_of(cpu::Isa(i)));
+    return names;
+  });
+  m.def("isa", [] { return std::string(cpu::name_of(cpu::isa())); });
+  m.def("set_isa", [](const std::string& name) { cpu::use_isa(name.c_str()); });
+  m.def("threads", [] { return std::string(kSources[int(cpu::threads_in_use())]); });
+  m.def("use_threads", [](const std::string& name) {
+    for (int i = 0; i < 3; ++i)
+      if (name == kSources[i]) return cpu::use_threads(cpu::Source(i));
+    throw std::invalid_argument("threads '" + name + "' are neither auto, own nor openmp");
+  });
+  m.def("meet", &meet);
+  m.def("add_pieces", &add_pieces);
+  m.def("peak", [](const std::string& dtype, double seconds, int threads) {
+    const Dtype type = dtype_of(dtype);
+    py::gil_scoped_release released;
+    return cpu::peak(type, seconds, threads);
+  });
+  m.def("bandwidth", [](int64_t bytes, double seconds, int threads) {
+    py::gil_scoped_release released;
+    return cpu::bandwidth(bytes, seconds, threads);
+  });
+  m.def("read", [](uintptr_t address, int64_t bytes, int threads) {
+    py::gil_scoped_release released;
+    return cpu::read(reinterpret_cast<const void*>(address), bytes, threads);
+  });
+  m.def("multiply", [](const std::string& dtype, int64_t rounds, int threads) {
+    const Dtype type = dtype_of(dtype);
+    py::gil_scoped_release released;
+    return cpu::multiply(type, rounds, threads);
+  });
+}

@@ -1,0 +1,38 @@
+// Memory that a thread keeps from call to call.
+#pragma once
+
+#include <cstdlib>
+#include <new>
+
+#include "cpu/types.h"
+
+namespace vlora::cpu {
+
+// One allocation on a cache line, as large as the largest that was asked for; contents are not kept
+// when it grows. Meant to be thread_local.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { std::free(memory_); }
+
+  float* get(int64_t floats) {
+    if (floats > size_) {
+      std::free(memory_);
+      size_ = ceil_div(floats, 1024) * 1024;
+      memory_ = std::aligned_alloc(64, size_t(size_) * sizeof(float));
+      if (!memory_) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return static_cast<float*>(memory_);
+  }
+
+ private:
+  void* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+}  // namespace vlora::cpu
