@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from vlora.errors import Cancelled, NotFound, VLoraError
+from vlora.errors import Cancelled, NotFound, Unavailable, VLoraError
 from vlora.lora.adapter import AdapterInfo
 from vlora.request import HeadScores, Output, OutputSink, Request
 from vlora.serving.tensors import Array, Tensors
@@ -49,7 +51,12 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.stopped: list[str] = []
         self.refuse: VLoraError | None = None
+        self.room: int | None = None
         self._sinks: dict[str, OutputSink] = {}
+
+    def check_room(self, beside: int = 0) -> None:
+        if self.room is not None and beside >= self.room:
+            raise Unavailable(f"the queue is full: {beside} requests are waiting")
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         if self.refuse is not None:
@@ -144,6 +151,7 @@ def features(*rows: int, hidden: int = 4, video: Sequence[int] = ()) -> dict[str
 
 class FakeMetric:
     def __init__(self) -> None:
+        self.error: Exception | None = None
         self.value = 0.0
         self.observed: list[float] = []
 
@@ -151,6 +159,8 @@ class FakeMetric:
         self.value = value
 
     def increment(self, value: float) -> None:
+        if self.error is not None:
+            raise self.error
         self.value += value
 
     def observe(self, value: float) -> None:
@@ -176,3 +186,11 @@ class FakeRegistry:
     def __getitem__(self, name: str) -> FakeMetric:
         (found,) = (metric for (known, _), metric in self.metrics.items() if known == name)
         return found
+
+
+def eventually(holds: Callable[[], Any], seconds: float = 5.0) -> None:
+    """Waits until `holds` does."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_type_hints
 
 from vlora.errors import InvalidArgument, nearest
+from vlora.strict_json import load_object
 
 MODEL_VARIABLE = "VLORA_MODEL"
 ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
@@ -26,9 +27,20 @@ Threads = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may carry; an error that hits one gives the value and the limit."""
+    """What one request may carry; an error that hits one gives the value and the limit.
 
+    max_request_megapixels: of all its images and frames together, 3 bytes a pixel once decoded.
+    max_batch_megapixels: of the requests that the encoder holds decoded beside the one that it
+        decodes; a batch with more is encoded in parts. Its memory is bounded by the two together.
+    max_aspect_ratio: longer over shorter edge; a processor that fixes the short edge would blow a
+        long strip up (200 is the bound of Qwen-VL's).
+    """
+
+    max_prompt_bytes: int = 1024 * 1024
     max_image_megapixels: float = 40.0
+    max_request_megapixels: float = 640.0
+    max_batch_megapixels: float = 160.0
+    max_aspect_ratio: float = 200.0
     max_image_bytes: int = 64 * 1024 * 1024
     max_images: int = 64
     max_json_bytes: int = 64 * 1024
@@ -50,6 +62,8 @@ class Options:
     engine_threads, encoder_threads: threads of the two processes; "auto" shares out the cores that
         this process may use (`cores.share`).
     feature_cache_bytes: budget of the encoder's image feature cache; 0 turns it off.
+    disable_log_stats: no metrics beside Triton's own.
+    notes: what the file says that has no effect here, a sentence each.
     """
 
     model: Path = Path()
@@ -64,7 +78,9 @@ class Options:
     engine_threads: Threads = AUTO
     encoder_threads: Threads = AUTO
     feature_cache_bytes: int = 256 * 1024 * 1024
+    disable_log_stats: bool = False
     limits: Limits = field(default_factory=Limits)
+    notes: tuple[str, ...] = ()
 
 
 RENAMED: dict[str, str] = {"tokenizer": "model"}
@@ -77,22 +93,25 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "enforce_eager": (True, False),
     "disable_log_requests": (True, False),
-    "disable_log_stats": (True, False),
     "enable_log_requests": (True, False),
     "enable_chunked_prefill": (True,),
     "enable_prefix_caching": (False,),
 }
 """vLLM keys without an option of ours, with the values that describe what we do anyway."""
 
+NO_EFFECT: dict[str, str] = {
+    "gpu_memory_utilization": "the page pool's size is 'kv_cache_tokens'",
+    "max_loras": "every adapter under 'adapters' is served at once",
+    "max_lora_rank": "each adapter keeps its own rank; nothing is padded",
+}
+"""vLLM keys that its tutorials' files have and that change nothing here: accepted, with a note."""
+
 REFUSED: dict[str, str] = {
-    "gpu_memory_utilization": "give the pool's size as 'kv_cache_tokens'",
     "kv_cache_memory_bytes": "give the pool's size as 'kv_cache_tokens'",
     "num_gpu_blocks_override": "give the pool's size as 'kv_cache_tokens'",
     "swap_space": "a preempted request is recomputed",
     "cpu_offload_gb": "weights stay on one device",
-    "max_loras": "every adapter under 'adapters' is served at once",
     "max_cpu_loras": "every adapter under 'adapters' is served at once",
-    "max_lora_rank": "each adapter keeps its own rank; nothing is padded",
     "lora_modules": "list adapters in multi_lora.json",
     "limit_mm_per_prompt": "use 'limits': {'max_images': …}",
     "max_logprobs": "it is 20",
@@ -108,13 +127,7 @@ def load_options(path: Path, environment: Mapping[str, str] | None = None) -> Op
 
     Raises InvalidArgument naming the file, the key and what would be right.
     """
-    try:
-        given = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise InvalidArgument(f"cannot read {path}: {error}") from error
-    if not isinstance(given, dict):
-        raise InvalidArgument(f"{path} must hold a JSON object")
-    options = parse_options(given, where=str(path), folder=path.parent)
+    options = parse_options(_read_object(path), where=str(path), folder=path.parent)
     environment = os.environ if environment is None else environment
     if environment.get(MODEL_VARIABLE):
         options = replace(options, model=Path(environment[MODEL_VARIABLE]).resolve())
@@ -127,23 +140,32 @@ def load_adapter_names(path: Path) -> dict[str, str]:
     """`multi_lora.json`, name → folder relative to the adapter root; empty without the file."""
     if not path.is_file():
         return {}
-    try:
-        given = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise InvalidArgument(f"cannot read {path}: {error}") from error
-    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+    given = _read_object(path)
+    if not all(isinstance(value, str) for value in given.values()):
         raise InvalidArgument(f"{path} must hold a JSON object of adapter name → folder")
     return given
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"cannot read {path}: {error}") from error
+    return load_object(text, str(path))
 
 
 def parse_options(given: Mapping[str, Any], where: str, folder: Path) -> Options:
     """Options from a JSON object; relative paths are resolved against `folder`."""
     values: dict[str, Any] = {}
+    notes = []
     for key, value in given.items():
         if key in REFUSED:
             raise InvalidArgument(f"{where}: '{key}' is not used here: {REFUSED[key]}")
+        if key in NO_EFFECT:
+            notes.append(f"{where}: '{key}' has no effect here: {NO_EFFECT[key]}")
+            continue
         if key in ACCEPTED:
-            if value not in ACCEPTED[key]:
+            if _boolean(value) not in ACCEPTED[key]:
                 right = " or ".join(json.dumps(v) for v in ACCEPTED[key])
                 raise InvalidArgument(
                     f"{where}: '{key}' = {json.dumps(value)} is not supported; it may be {right}"
@@ -168,13 +190,20 @@ def parse_options(given: Mapping[str, Any], where: str, folder: Path) -> Options
     adapters = options.adapters
     return replace(
         options,
+        notes=tuple(notes),
         model=(folder / options.model).resolve(),
         adapters=None if adapters is None else (folder / adapters).resolve(),
     )
 
 
+def _boolean(value: Any) -> Any:
+    """`value`, or the boolean that it spells: vLLM's tutorials write them as strings."""
+    spelt = {"true": True, "false": False}
+    return spelt.get(value.lower(), value) if isinstance(value, str) else value
+
+
 def _checked(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    known = {f.name for f in fields(kind)}
+    known = {f.name for f in fields(kind)} - {"notes"}
     hints = get_type_hints(kind)
     result: dict[str, Any] = {}
     for key, value in given.items():
@@ -192,6 +221,8 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
         return value
     if hint is str and isinstance(value, str):
         return value
+    if hint is bool and isinstance(_boolean(value), bool):
+        return _boolean(value)
     if hint == Threads and value == AUTO:
         return AUTO
     if (
@@ -211,6 +242,7 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
         int: "a positive whole number",
         float: "a positive number",
         str: "a string",
+        bool: "true or false",
     }
     names |= {Threads: 'a positive whole number or "auto"'}
     names |= {Path: "a folder's path", Limits: "an object", int | None: "a positive whole number"}

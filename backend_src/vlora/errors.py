@@ -40,7 +40,7 @@ class Unavailable(VLoraError):
 
 
 class Cancelled(VLoraError):
-    """Cancelled by the client, or stopped."""
+    """Cancelled by the client."""
 
     code = "CANCELLED"
 

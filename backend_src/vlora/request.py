@@ -17,7 +17,7 @@ DoubleArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 MIN_STOPPABLE_ID = 16
-"""Ids shorter than this cannot be stopped: load tools reuse small ones for unrelated requests."""
+"""Ids shorter than this cannot be cancelled: load tools reuse small ones for unrelated requests."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Request:
     """One question to the model.
 
     id: unique among live requests (made by the loop, not by the client).
-    client_id: the id the client gave, by which `stop` finds the request; may be empty.
+    client_id: the id the client gave, by which `cancel` finds the request; may be empty.
     prompt: the whole text with one image placeholder per image; expansion is the engine's.
     adapter: name of a LoRA adapter, or None for the base model.
     use_head: answer with the adapter's vision task head instead of the LM head.

@@ -5,7 +5,6 @@ Knows nothing of tensors or of how a token is drawn (`model/sampler.py`).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -121,32 +120,6 @@ class SamplingParams:
                 f"'choices' cannot be combined with '{clash[0]}': the answer is one whole choice"
             )
         return params
-
-
-def load_object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`; InvalidArgument says where it is malformed or what it is."""
-    try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates)
-    except json.JSONDecodeError as error:
-        raise InvalidArgument(
-            f"'sampling_parameters' is not valid JSON: {error.msg} at character {error.pos}"
-        ) from error
-    except RecursionError as error:
-        raise InvalidArgument("'sampling_parameters' is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise InvalidArgument(
-            f"'sampling_parameters' must be a JSON object, not {type(value).__name__}"
-        )
-    return value
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise InvalidArgument(f"'sampling_parameters' gives '{key}' twice")
-        seen[key] = value
-    return seen
 
 
 def _wrong(key: str, value: Any, right: str) -> InvalidArgument:

@@ -23,7 +23,7 @@ KINDS |= {
     "image_size": "INT32",
     "stream": "BOOL",
     "exclude_input_in_output": "BOOL",
-    "stop": "BOOL",
+    "cancel": "BOOL",
 }
 
 
@@ -83,6 +83,10 @@ def wrong(name: str, array: np.ndarray, kind: str) -> grpcclient.InferInput:
     return given
 
 
+def _requested(names: Sequence[str] | None) -> list[grpcclient.InferRequestedOutput] | None:
+    return None if names is None else [grpcclient.InferRequestedOutput(name) for name in names]
+
+
 def _bytes(item: str | bytes) -> bytes:
     return item.encode() if isinstance(item, str) else item
 
@@ -119,9 +123,10 @@ class Asker:
         parameters: Mapping[str, Any] | None = None,
         id: str = "",
         timeout: float = TIMEOUT,
+        outputs: Sequence[str] | None = None,
         **values: Any,
     ) -> Response:
-        """Unary gRPC."""
+        """Unary gRPC; every output, or those named."""
         try:
             result = self.client.infer(
                 model,
@@ -129,6 +134,7 @@ class Asker:
                 request_id=id,
                 parameters=dict(parameters or {}),
                 client_timeout=timeout,
+                outputs=_requested(outputs),
             )
         except InferenceServerException as error:
             raise Refused(error.message(), error.status()) from None
@@ -140,10 +146,12 @@ class Asker:
         /,
         parameters: Mapping[str, Any] | None = None,
         id: str = "",
+        outputs: Sequence[str] | None = None,
         **values: Any,
     ) -> list[Response]:
         """All responses of one request on a gRPC stream."""
-        with self.streaming(model, parameters=parameters, id=id, **values) as responses:
+        given = {"parameters": parameters, "id": id, "outputs": outputs}
+        with self.streaming(model, **given, **values) as responses:
             return list(responses)
 
     @contextmanager
@@ -153,6 +161,7 @@ class Asker:
         /,
         parameters: Mapping[str, Any] | None = None,
         id: str = "",
+        outputs: Sequence[str] | None = None,
         **values: Any,
     ) -> Iterator[Iterator[Response]]:
         """Responses as they come; leaving the block early cancels the stream."""
@@ -165,6 +174,7 @@ class Asker:
             request_id=id,
             parameters=dict(parameters or {}),
             enable_empty_final_response=True,
+            outputs=_requested(outputs),
         )
         finished = False
 

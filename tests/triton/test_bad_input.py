@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import http.client
 import io
 import json
 import re
@@ -98,9 +100,22 @@ BAD = [
     sampling("a negative temperature", "INVALID_ARG", "'temperature' must be", temperature=-1),
     sampling("too many tokens", "INVALID_ARG", "100000.*1024", max_tokens=100000),
     sampling("choices that are none", "INVALID_ARG", "'choices' must be", choices=[]),
-    raw_sampling(
-        "a temperature that is no number", "'temperature' must be", '{"temperature": NaN}'
+    raw_sampling("a number that is no JSON", "holds NaN, which is no JSON", '{"temperature": NaN}'),
+    raw_sampling("a number beyond any", "holds 1e999", '{"temperature": 1e999}'),
+    raw_sampling("5,000 digits", "5000 digits; the limit is 400", '{"seed": ' + "7" * 5000 + "}"),
+    raw_sampling("half a pair in a name", "half a surrogate pair", r'{"lora_name": "\ud800"}'),
+    raw_sampling("half a pair in a key", "half a surrogate pair", r'{"\ud800": 1}'),
+    raw_sampling("half a pair in choices", "half a surrogate pair", r'{"choices": ["a\udc00"]}'),
+    Bad("a task that is no text", "INVALID_ARG", "UTF-8", {"task": b"\xed\xa0\x80"}),
+    Bad(
+        "a task of control marks",
+        "INVALID_ARG",
+        r"unknown task '\\x00\\u202e'",
+        {"task": "\0\u202e"},
     ),
+    Bad("a long unknown task", "INVALID_ARG", "characters in all", {"task": "ж" * 60000}),
+    sampling("a long value", "INVALID_ARG", "characters in all", temperature="é" * 9000),
+    Bad("a prompt of 2 MiB", "INVALID_ARG", "2097152 bytes; the limit is 1048576", {}, "x" * 2**21),
     raw_sampling("malformed JSON", "not valid JSON.* at character", '{"temperature": 1'),
     raw_sampling("JSON that is a list", "must be a JSON object", "[1]"),
     raw_sampling("a key given twice", "'seed' twice", '{"seed": 1, "seed": 2}'),
@@ -150,6 +165,42 @@ def test_it_gets_its_typed_error_and_a_request_beside_it_is_untouched(
     }
     assert unary.result().status == f"StatusCode.{statuses[bad.code]}"
     assert [other.result() for other in others] == [healthy] * 2
+
+
+@pytest.mark.parametrize("text", [r'{"lora_name": "\ud800"}', r'{"a\udfff": 1}', '{"seed": 1e999}'])
+@pytest.mark.parametrize("image", [None, picture()], ids=["text", "image"])
+def test_text_that_cannot_be_told_is_refused_on_every_model(
+    ask: Asker, text: str, image: bytes | None
+) -> None:
+    asked = {"text_input": "What?", "image": image, "sampling_parameters": text}
+    for model in ("lmm", "visual_retrieval"):
+        with pytest.raises(Refused, match="INVALID_ARG: ") as caught:
+            ask.stream(model, **asked)
+        assert "Traceback" not in caught.value.message
+    for model in ("lmm_unary", "video_analytics"):
+        with pytest.raises(Refused, match="INVALID_ARG: "):
+            ask.once(model, **asked)
+
+
+def test_an_http_connection_goes_on_after_text_that_cannot_be_told(ask: Asker) -> None:
+    bad = {"text_input": "x", "sampling_parameters": r'{"lora_name": "\ud800"}'}
+    bad["image"] = base64.b64encode(picture()).decode()
+    connection = http.client.HTTPConnection(ask.http_url, timeout=30)
+    try:
+        for body, expected in ((bad, 400), ({"text_input": "x"}, 200), (bad, 400)):
+            connection.request("POST", "/v2/models/lmm/generate", json.dumps(body))
+            answer = connection.getresponse()
+            assert (answer.status, bool(answer.read())) == (expected, True)
+    finally:
+        connection.close()
+
+
+def test_a_request_id_that_is_no_text_is_refused(ask: Asker) -> None:
+    for model in ("lmm", "video_analytics"):
+        body = b'{"id": "\xff\xfe", "text_input": "x"}'
+        status, text = ask.http(model, "generate", body)
+        assert status == 400, text
+        assert "UTF-8" in text
 
 
 def features(rows: int = 64, width: int = 192, value: float = 0.0) -> np.ndarray:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from tests.fakes import eventually
 from tests.triton.asking import Asker, Refused, picture, pixels
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -67,8 +68,14 @@ def test_logprobs_are_those_of_the_vllm_backend(ask: Asker) -> None:
     assert all(entry["rank"] == 1 for entry in sampled)
     total = sum(entry["logprob"] for entry in sampled)
     assert math.isclose(response["cumulative_logprob"], total, rel_tol=1e-5)
-    (without,) = ask.stream("lmm", text_input="hello", return_logprobs=True)
+    asked = {"text_input": "hello", "return_logprobs": True}
+    (without,) = ask.stream("lmm", **asked)
     assert without["logprobs"] == "null"
+    (alone,) = ask.stream(
+        "lmm", sampling_parameters=GREEDY, return_cumulative_logprob=True, **asked
+    )
+    assert alone["logprobs"] == "null"
+    assert math.isclose(alone["cumulative_logprob"], total, rel_tol=1e-5)
 
 
 def test_the_defaults_are_vllms(ask: Asker) -> None:
@@ -203,13 +210,27 @@ def test_a_stop_string_ends_the_answer_and_is_left_out(ask: Asker) -> None:
     assert response["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("how", ["a key of the body", "sampling_parameters"])
+def test_stop_over_generate_is_the_stop_strings(ask: Asker, how: str) -> None:
+    keys = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    asked = {"text_input": "hello", "exclude_input_in_output": True}
+    whole = ask.text("lmm", sampling_parameters=keys, **asked)
+    keys["stop"] = whole[len(whole) // 2 :]
+    body = asked | (
+        keys if how == "a key of the body" else {"sampling_parameters": json.dumps(keys)}
+    )
+    status, text = ask.http("lmm", "generate", body)
+    assert status == 200, text
+    assert json.loads(text)["text_output"] == whole[: whole.index(keys["stop"])]
+
+
 def test_lmm_unary_answers_once_and_as_lmm(ask: Asker) -> None:
     asked = {"text_input": "hello", "image": picture(), "return_finish_reason": True}
     for how in ({"parameters": GREEDY}, {"sampling_parameters": GREEDY}):
         unary = ask.once("lmm_unary", **asked, **how)
         (direct,) = ask.stream("lmm", **asked, **how)
         assert unary["text_output"] == direct["text_output"]
-        assert set(unary.outputs) == set(direct.outputs)
+        assert set(unary.outputs) == set(direct.outputs) | {"answer"}
 
 
 def test_lmm_unary_refuses_to_stream(ask: Asker) -> None:
@@ -226,33 +247,33 @@ def test_lmm_unary_raises_the_code_that_lmm_gave(ask: Asker) -> None:
     assert unsupported.value.status == "StatusCode.UNIMPLEMENTED"
 
 
-def test_stop_ends_a_running_request_with_cancelled(ask: Asker) -> None:
+def test_cancel_ends_a_running_request_with_cancelled(ask: Asker) -> None:
     client_id = uuid.uuid4().hex
     asked = {"text_input": "hello", "stream": True, "sampling_parameters": LONG}
     with ask.streaming("lmm", id=client_id, **asked) as responses:
         next(responses)
-        assert ask.stream("lmm", id=client_id, stop=True) == []
+        assert ask.stream("lmm", id=client_id, cancel=True) == []
         with pytest.raises(Refused, match=r"^CANCELLED: "):
             list(responses)
 
 
-def test_stop_ends_a_request_of_an_ensemble(ask: Asker) -> None:
+def test_cancel_ends_a_request_of_an_ensemble(ask: Asker) -> None:
     asked = {"text_input": "hello", "sampling_parameters": LONG}
     for model, call in (("visual_retrieval", ask.stream), ("video_analytics", ask.once)):
         client_id = uuid.uuid4().hex
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(call, model, id=client_id, **asked)
             while not running.done():
-                ask.stream("lmm", id=client_id, stop=True)
+                ask.stream("lmm", id=client_id, cancel=True)
                 time.sleep(0.05)
         with pytest.raises(Refused, match="CANCELLED: "):
             running.result()
 
 
-def test_stopping_an_unknown_id_is_no_error_and_a_short_one_is(ask: Asker) -> None:
-    assert ask.stream("lmm", id="nobody-has-this-id", stop=True) == []
-    with pytest.raises(Refused, match="INVALID_ARG: 'stop' needs the id"):
-        ask.stream("lmm", id="short", stop=True)
+def test_cancelling_an_unknown_id_is_no_error_and_a_short_one_is(ask: Asker) -> None:
+    assert ask.stream("lmm", id="nobody-has-this-id", cancel=True) == []
+    with pytest.raises(Refused, match="INVALID_ARG: 'cancel' needs the id"):
+        ask.stream("lmm", id="short", cancel=True)
 
 
 def test_a_second_live_request_with_a_long_id_is_refused(ask: Asker) -> None:
@@ -274,15 +295,15 @@ def test_two_live_requests_may_share_a_short_id(ask: Asker) -> None:
 
 def test_a_client_that_goes_away_ends_its_request(ask: Asker) -> None:
     def aborted() -> float:
-        time.sleep(1.5)  # metrics are refreshed once a second
         return ask.metrics()['vlora:requests_aborted_total{model="lmm",version="1"}']
 
+    eventually(lambda: ask.metrics()['vllm:num_requests_running{model="lmm",version="1"}'] == 0)
     before = aborted()
     with ask.streaming("lmm", text_input="hello", stream=True, parameters=LONG) as responses:
         next(responses)
     with pytest.raises(Refused, match="Deadline"):
         ask.once("lmm_unary", text_input="hello", parameters=LONG, timeout=0.3)
-    assert aborted() == before + 2
+    eventually(lambda: aborted() == before + 2)
 
 
 def test_special_tokens_never_appear_in_text(ask: Asker) -> None:

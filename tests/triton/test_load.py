@@ -55,7 +55,6 @@ def test_sixteen_mixed_requests_at_once_answer_as_one_by_one(ask: Asker, model: 
 
 def test_requests_of_one_moment_share_forward_passes(ask: Asker) -> None:
     def figures() -> tuple[float, float]:
-        time.sleep(1.5)  # metrics are refreshed once a second
         metrics = ask.metrics()
         return (
             metrics[f"vlora:decode_rows_total{SERIES}"],
@@ -88,7 +87,8 @@ def test_images_of_one_moment_share_a_batch_of_the_encoder(ask: Asker) -> None:
         list(pool.map(run, range(48)))
     more_count, more_batches = figures()
     assert more_count - count == 48
-    assert more_batches - batches < 48
+    print(f"mean batch {48 / (more_batches - batches):.1f}")
+    assert 48 / (more_batches - batches) >= 3, "the bar of decision 13"
 
 
 def test_an_image_that_is_known_is_not_encoded_again(ask: Asker) -> None:
@@ -96,11 +96,9 @@ def test_an_image_that_is_known_is_not_encoded_again(ask: Asker) -> None:
         return ask.metrics()[f'vlora:{name}_total{{model="vision_encoder",version="1"}}']
 
     image = picture((77, 77, 77))
-    time.sleep(1.5)
     hits, misses = counter("feature_cache_hits"), counter("feature_cache_misses")
     for _ in range(3):
         ask.once("video_analytics", text_input="?", image=[image, image])
-    time.sleep(1.5)
     assert counter("feature_cache_misses") == misses + 1
     assert counter("feature_cache_hits") == hits + 5
 
@@ -153,6 +151,9 @@ def test_the_metrics_of_the_ecosystem_are_there(ask: Asker) -> None:
         "vllm:time_to_first_token_seconds_bucket",
         "vllm:time_per_output_token_seconds_bucket",
         "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:request_prompt_tokens_bucket",
+        "vllm:request_generation_tokens_bucket",
+        "vllm:request_params_n_bucket",
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",
         "nv_trt_llm_kv_cache_block_metrics",
@@ -160,6 +161,40 @@ def test_the_metrics_of_the_ecosystem_are_there(ask: Asker) -> None:
     running = [name for name in seen if 'running_lora_adapters="all-r8"' in name]
     assert running
     assert 'max_lora="' in running[0]
+
+
+def test_metrics_are_there_when_the_answer_is(ask: Asker) -> None:
+    names = ["prompt_tokens_total", "generation_tokens_total"]
+    names += [f"{one}_count" for one in ("e2e_request_latency_seconds", "request_params_n")]
+    names += ["request_prompt_tokens_sum", "request_generation_tokens_sum"]
+    names += ["time_to_first_token_seconds_count", "time_per_output_token_seconds_count"]
+
+    def figures() -> list[float]:
+        metrics = ask.metrics()
+        return [metrics[f"vllm:{name}{SERIES}"] for name in names]
+
+    keys = {"max_tokens": 5, "ignore_eos": True}
+    for stream in (False, True):
+        before = figures()
+        answers = ask.stream(
+            "lmm",
+            text_input="hello",
+            stream=stream,
+            sampling_parameters=keys,
+            return_num_input_tokens=True,
+        )
+        prompt = answers[0]["num_input_tokens"]
+        added = [now - then for now, then in zip(figures(), before, strict=True)]
+        assert added == [prompt, 5, 1, 1, prompt, 5, 1, 4]
+
+
+def test_two_hundred_requests_at_once_are_all_answered(ask: Asker) -> None:
+    """More than `lmm_unary` has calls at once."""
+    asked = {"text_input": "What is this?", "image": picture((9, 9, 9))}
+    alone = ask.once("video_analytics", **asked)["text_output"]
+    with ThreadPoolExecutor(200) as pool:
+        found = [pool.submit(ask.once, "video_analytics", **asked) for _ in range(200)]
+    assert [one.result()["text_output"] for one in found] == [alone] * 200
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +238,6 @@ def test_at_concurrency_16_images_and_tokens_are_computed_in_batches(
     ask: Asker, perf_analyzer: fetch.PerfAnalyzer, tmp_path: Path, model: str
 ) -> None:
     def figures() -> list[float]:
-        time.sleep(1.5)  # metrics are refreshed once a second
         metrics = ask.metrics()
         encoder = '{model="vision_encoder",version="1"}'
         names = [f"nv_inference_count{encoder}", f"nv_inference_exec_count{encoder}"]

@@ -1,7 +1,9 @@
 """`video_analytics`: pictures or a clip and a task in, one structured answer out."""
 
+import itertools
 import json
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -23,9 +25,27 @@ def result_of(ask: Asker, **values: Any) -> dict[str, Any]:
 
 def test_it_answers_once_with_every_output(ask: Asker) -> None:
     response = ask.once(ANALYTICS, text_input="What is this?", image=picture())
-    names = {"result", "text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}
-    assert set(response.outputs) == names
+    assert set(response.outputs) == set(NAMES)
     assert "What is this?" not in response["text_output"]
+
+
+NAMES = ("result", "text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+SUBSETS = [names for size in range(1, 6) for names in itertools.combinations(NAMES, size)]
+
+
+def test_any_subset_of_its_outputs_may_be_asked_for(ask: Asker) -> None:
+    asked = {"text_input": "What is this?", "image": picture()}
+    whole = dict(ask.once(ANALYTICS, **asked).outputs)
+
+    def differing(names: tuple[str, ...]) -> dict[str, Any]:
+        found = dict(ask.once(ANALYTICS, outputs=names, **asked).outputs)
+        assert set(found) == set(names)
+        return {name: value for name, value in found.items() if value != whole[name]}
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(differing, SUBSETS))
+    assert len(found) == 31
+    assert all(set(names) <= {"result"} for names in found), "only its timings may differ"
 
 
 def test_result_follows_the_schema_for_every_task(ask: Asker) -> None:

@@ -1,10 +1,12 @@
 """`visual_retrieval`: pictures and a question in, an answer streamed out."""
 
 import base64
+import itertools
+from typing import Any
 
 import pytest
 
-from tests.triton.asking import Asker, Refused, picture, pixels
+from tests.triton.asking import Asker, Refused, Response, picture, pixels
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS
 
 RETRIEVAL = "visual_retrieval"
@@ -35,6 +37,21 @@ def test_every_response_carries_every_output(ask: Asker) -> None:
     assert all(set(response.outputs) == names for response in responses)
     assert {response["metadata_output"] for response in responses} == {"m-1"}
     assert len({response["num_input_tokens"] for response in responses}) == 1
+
+
+def test_any_subset_of_its_outputs_may_be_asked_for(ask: Asker) -> None:
+    every = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+    every += ("metadata_output",)
+    asked = {"text_input": "What is this?", "image": picture(), "metadata": "m"}
+
+    def column(responses: list[Response], name: str) -> list[Any]:
+        return [response[name] for response in responses]
+
+    whole = ask.stream(RETRIEVAL, **asked)
+    for names in (n for size in range(1, 6) for n in itertools.combinations(every, size)):
+        found = ask.stream(RETRIEVAL, outputs=names, **asked)
+        assert all(set(response.outputs) == set(names) for response in found)
+        assert all(column(found, name) == column(whole, name) for name in names)
 
 
 def test_only_the_last_response_has_a_reason_to_finish(ask: Asker) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 
 import numpy as np
+import pytest
 
 from tests.fakes import first
 from vlora.config import Limits
@@ -88,7 +89,10 @@ def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> 
         Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop"),
     ]
     answers = writer(
-        stream=flag(True), return_logprobs=flag(True), return_cumulative_logprob=flag(True)
+        stream=flag(True),
+        return_logprobs=flag(True),
+        return_cumulative_logprob=flag(True),
+        sampling_parameters=strings(['{"logprobs": 1}']),
     )
     one, two = written(answers, given)
     assert json.loads(first(one["logprobs"])) == [
@@ -101,8 +105,25 @@ def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> 
     assert two["cumulative_logprob"].tolist() == [-1.0]
 
 
-def test_logprobs_that_were_not_sampled_are_null() -> None:
+def test_logprobs_that_were_not_asked_for_are_null_though_their_sum_is_given() -> None:
+    token = (TokenLogprob(7, -0.5, 1, "x"),)
+    given = [Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop")]
     answers = writer(return_logprobs=flag(True), return_cumulative_logprob=flag(True))
-    (tensors,) = written(answers, outputs())
+    (tensors,) = written(answers, given)
     assert first(tensors["logprobs"]) == "null"
-    assert math.isnan(tensors["cumulative_logprob"][0])
+    assert tensors["cumulative_logprob"].tolist() == [-0.5]
+
+
+def one_token(logprob: float) -> list[Output]:
+    token = (TokenLogprob(7, logprob, 1, "x"),)
+    return [Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop")]
+
+
+def test_json_never_holds_what_is_no_json() -> None:
+    asked = {"return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
+    asked["sampling_parameters"] = strings(['{"logprobs": 0}'])
+    (tensors,) = written(writer(**asked), one_token(-math.inf))
+    assert json.loads(first(tensors["logprobs"]))[0]["7"]["logprob"] == -9999.0
+    assert np.isfinite(tensors["cumulative_logprob"]).all()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        written(writer(**asked), one_token(math.nan))

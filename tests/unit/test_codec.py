@@ -11,7 +11,7 @@ import pytest
 from tests.fakes import TEMPLATE, adapter, features
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, Unsupported
-from vlora.serving.codec import Call, Prepared, is_stop, prepare, read_call, sampling_keys
+from vlora.serving.codec import Call, Prepared, is_cancel, prepare, read_call, sampling_keys
 from vlora.serving.tensors import flag, strings
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS
 
@@ -192,10 +192,10 @@ def test_keys_of_later_versions_are_refused_as_not_yet_supported() -> None:
             prepared(read(sampling_parameters=keys(**{key: 1})))
 
 
-def test_stop_needs_no_other_input() -> None:
-    assert is_stop({"stop": flag(True)})
-    assert not is_stop({"stop": flag(False)})
-    assert not is_stop({})
+def test_cancel_needs_no_other_input() -> None:
+    assert is_cancel({"cancel": flag(True)})
+    assert not is_cancel({"cancel": flag(False)})
+    assert not is_cancel({})
 
 
 def test_features_outlive_the_tensors_they_came_in() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlora.config import ACCEPTED, REFUSED, Limits, Options, load_options, parse_options
+from vlora.config import ACCEPTED, NO_EFFECT, REFUSED, Limits, Options, load_options, parse_options
 from vlora.errors import InvalidArgument
 
 
@@ -49,6 +49,37 @@ def test_a_vllm_key_that_says_what_is_done_anyway_is_accepted(key: str) -> None:
     assert parse(**{key: ACCEPTED[key][0]}) == parse()
     with pytest.raises(InvalidArgument, match=rf"'{key}' = 77 is not supported"):
         parse(**{key: 77})
+
+
+@pytest.mark.parametrize("spelling", ["true", "True", True])
+def test_booleans_may_be_strings_as_in_vllms_tutorials(spelling: Any) -> None:
+    assert parse(enable_lora=spelling, disable_log_requests=spelling) == parse()
+    assert parse(disable_log_stats=spelling).disable_log_stats
+    assert not parse(disable_log_stats="false").disable_log_stats
+    with pytest.raises(InvalidArgument, match="'disable_log_stats' must be true or false"):
+        parse(disable_log_stats="yes")
+
+
+@pytest.mark.parametrize("key", sorted(NO_EFFECT))
+def test_a_vllm_key_of_the_tutorials_without_effect_is_accepted_with_a_note(key: str) -> None:
+    (note,) = parse(**{key: 0.5}).notes
+    assert note.startswith(f"model.json: '{key}' has no effect here: ")
+    with pytest.raises(InvalidArgument, match="unknown key 'notes'"):
+        parse(notes=["x"])
+
+
+def test_the_files_of_the_vllm_backends_tutorials_load() -> None:
+    options = parse(
+        disable_log_requests="true",
+        gpu_memory_utilization=0.8,
+        tensor_parallel_size=1,
+        block_size=16,
+        enforce_eager="true",
+        enable_lora="true",
+        max_lora_rank=16,
+        max_loras=4,
+    )
+    assert len(options.notes) == 3
 
 
 def test_vllms_tokenizer_must_be_the_models() -> None:

@@ -14,7 +14,6 @@ from PIL import Image
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
-from vlora.vision import images
 from vlora.vision.images import DecodedImage, decode_request
 
 LIMITS = Limits()
@@ -229,18 +228,29 @@ def test_raw_frames_have_the_same_pixel_limit():
         decode_request([], [], np.zeros((1, 20, 20, 3), np.uint8), limits)
 
 
-def test_the_pixels_of_a_request_are_bounded_together(monkeypatch):
-    monkeypatch.setattr(images, "MAX_REQUEST_MEGAPIXELS", 0.03)
+def test_the_pixels_of_a_request_are_bounded_together():
+    limits = replace(LIMITS, max_request_megapixels=0.03)
     square = encode(random_rgb(0, 100, 100))
-    assert len(decode_request([square] * 3, [], None, LIMITS)) == 3
+    assert len(decode_request([square] * 3, [], None, limits)) == 3
     bomb = png(100, 100)
     with pytest.raises(InvalidArgument, match=r"with image 3 .* 0\.04 megapixels; .* 0\.03"):
-        decode_request([square] * 3 + [bomb], [], None, LIMITS)
+        decode_request([square] * 3 + [bomb], [], None, limits)
+
+
+@pytest.mark.parametrize(
+    ("size", "told"), [((8000, 5001), "40.01"), ((40_000_001, 1), "40.000001")]
+)
+def test_pixels_above_a_limit_are_told_so_that_it_shows(size, told):
+    with pytest.raises(InvalidArgument, match=f"= {told} megapixels; the limit is 40$"):
+        decode_one(png(*size))
 
 
 def test_a_long_strip_is_refused():
     with pytest.raises(InvalidArgument, match=r"image 0 is 4000x1; .* 200 times"):
         decode_one(png(4000, 1))
+    narrow = replace(LIMITS, max_aspect_ratio=3)
+    with pytest.raises(InvalidArgument, match=r"image 0 is 40x10; .* 3 times"):
+        decode_request([png(40, 10)], [], None, narrow)
 
 
 def test_too_many_bytes_are_refused_with_value_and_limit():

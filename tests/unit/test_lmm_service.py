@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, features
+from tests.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, eventually, features
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from vlora.request import ImageFeatures, Output
@@ -28,13 +27,23 @@ class Setting:
         self.pool = ThreadPoolExecutor(1)
         self.encoded: list[Tensors] = []
         self.encode_error: Exception | None = None
-        self.recorded: list[Output] = []
+        self.observed: list[Output] = []
+        self.passed_on: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
         self.service = LmmService(
-            self.engine, TEMPLATE, Limits(), self.encode, self.pool, self.recorded.append
+            self.engine,
+            TEMPLATE,
+            Limits(),
+            self.encode,
+            self.pool,
+            observe=lambda: self.observed.append,
+            cancel_elsewhere=self.passed_on.append,
         )
 
     def encode(self, tensors: Tensors) -> ImageFeatures:
         self.encoded.append(tensors)
+        assert self.gate.wait(5)
         if self.encode_error is not None:
             raise self.encode_error
         made = features(2)
@@ -50,15 +59,9 @@ class Setting:
 def setting() -> Iterator[Setting]:
     made = Setting()
     yield made
+    made.gate.set()
     made.service.close()
     made.pool.shutdown()
-
-
-def eventually(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 5
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_an_answer_streams_and_ends_with_the_final_flag(setting: Setting) -> None:
@@ -68,7 +71,7 @@ def test_an_answer_streams_and_ends_with_the_final_flag(setting: Setting) -> Non
     assert responder.texts == ["a", "b"]
     assert [final for _, final in responder.sent] == [False, True]
     assert setting.service.live == 0
-    assert len(setting.recorded) == 1
+    assert [output.text for output in setting.observed] == ["a", "b"]
 
 
 def test_every_request_has_an_id_of_its_own_beside_the_clients(setting: Setting) -> None:
@@ -141,17 +144,17 @@ def test_a_response_that_cannot_be_sent_aborts_its_request(setting: Setting) -> 
     assert setting.service.live == 0
 
 
-def test_stop_names_the_client_and_gets_an_empty_final_response(setting: Setting) -> None:
+def test_cancel_names_the_client_and_gets_an_empty_final_response(setting: Setting) -> None:
     responder = FakeResponder()
-    setting.service.handle({"stop": flag(True)}, {}, "x" * 16, responder)
+    setting.service.handle({"cancel": flag(True)}, {}, "x" * 16, responder)
     assert setting.engine.stopped == ["x" * 16]
     assert responder.sent == [({}, True)]
 
 
-def test_a_stop_that_the_engine_refuses_is_told(setting: Setting) -> None:
+def test_a_cancel_that_the_engine_refuses_is_told(setting: Setting) -> None:
     setting.engine.refuse = InvalidArgument("too short")
     responder = FakeResponder()
-    setting.service.handle({"stop": flag(True)}, {}, "x" * 15, responder)
+    setting.service.handle({"cancel": flag(True)}, {}, "x" * 15, responder)
     assert responder.failure is setting.engine.refuse
 
 
@@ -165,3 +168,73 @@ def test_a_head_request_is_marked_for_the_engine(setting: Setting) -> None:
     assert setting.engine.requests[0].use_head
     setting.engine.answer_with_head(("cat", "dog"), (0.1, 0.9))
     assert responder.texts == ["hellodog"]
+
+
+IMAGE = {"image": strings([b"png"])}
+
+
+def test_a_full_queue_is_told_before_anything_is_read(setting: Setting) -> None:
+    setting.engine.room = 0
+    responder = setting.ask(stream=np.zeros(7), image_features=np.zeros((3, 3)))
+    assert isinstance(responder.failure, Unavailable)
+    assert "the queue is full" in responder.failure.message
+
+
+def test_images_that_wait_for_the_encoder_count_as_waiting(setting: Setting) -> None:
+    setting.gate.clear()
+    setting.engine.room = 2
+    waiting = [setting.ask(**IMAGE) for _ in range(2)]
+    refused = setting.ask(**IMAGE)
+    assert isinstance(refused.failure, Unavailable)
+    assert refused.failure.message == "the queue is full: 2 requests are waiting"
+    setting.gate.set()
+    eventually(lambda: len(setting.engine.requests) == 2)
+    assert not any(responder.done.is_set() for responder in waiting)
+    assert isinstance(setting.ask(**IMAGE).failure, type(None))
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["being encoded", "waiting for the encoder"])
+def test_a_request_at_the_encoder_ends_at_once_when_its_client_goes(
+    setting: Setting, place: int
+) -> None:
+    setting.gate.clear()
+    responders = [setting.ask(**IMAGE) for _ in range(2)]
+    eventually(lambda: setting.encoded)
+    responders[place].cancelled = True
+    assert responders[place].done.wait(5)
+    assert isinstance(responders[place].failure, Cancelled)
+    setting.gate.set()
+    eventually(lambda: setting.engine.requests)
+    setting.pool.submit(lambda: None).result()
+    assert len(setting.engine.requests) == 1
+    assert len(setting.encoded) == 2 - place
+
+
+def test_a_request_at_the_encoder_ends_at_once_when_it_is_cancelled_by_its_id(
+    setting: Setting,
+) -> None:
+    setting.gate.clear()
+    responder = setting.ask(client_id="x" * 16, **IMAGE)
+    setting.service.handle({"cancel": flag(True)}, {}, "x" * 16, FakeResponder())
+    assert isinstance(responder.failure, Cancelled)
+    assert setting.engine.stopped == [], "a later request of this id is another one"
+
+
+def test_a_cancel_is_passed_on_to_where_the_request_may_still_wait(setting: Setting) -> None:
+    setting.service.handle({"cancel": flag(True)}, {}, "x" * 16, FakeResponder())
+    eventually(lambda: setting.passed_on == ["x" * 16])
+
+
+def test_closing_ends_what_waits_for_the_encoder(setting: Setting) -> None:
+    setting.gate.clear()
+    responders = [setting.ask(**IMAGE) for _ in range(3)]
+    setting.service.close()
+    assert all(isinstance(responder.failure, Unavailable) for responder in responders)
+
+
+def test_text_that_is_no_utf8_is_refused_with_an_image_too(setting: Setting) -> None:
+    for image in ({}, IMAGE):
+        for text in (r'{"lora_name": "\ud800"}', r'{"\ud800": 1}', r'{"choices": ["\ud800"]}'):
+            responder = setting.ask(sampling_parameters=strings([text]), **image)
+            assert responder.done.wait(5)
+            assert isinstance(responder.failure, InvalidArgument), text

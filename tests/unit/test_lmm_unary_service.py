@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.fakes import FakeResponder, first
-from vlora.errors import Internal, InvalidArgument, NotFound
+from tests.fakes import FakeResponder, eventually, first
+from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from vlora.serving.lmm_unary import LmmUnaryService, inner_request
 from vlora.serving.tensors import Tensors, flag, strings
 
@@ -30,7 +30,7 @@ class Inner:
 
     def __call__(self, tensors: Tensors, request_id: str) -> list[Tensors]:
         self.asked.append((tensors, request_id))
-        if "stop" in tensors:
+        if "cancel" in tensors:
             self.gate.set()
             return []
         assert self.gate.wait(5)
@@ -47,8 +47,9 @@ def inner() -> Inner:
 @pytest.fixture
 def service(inner: Inner) -> Iterator[LmmUnaryService]:
     with ThreadPoolExecutor(2) as pool:
-        made = LmmUnaryService(inner, pool)
+        made = LmmUnaryService(inner, pool, most=4, running=2)
         yield made
+        inner.gate.set()
         made.close()
 
 
@@ -61,7 +62,12 @@ def ask(service: LmmUnaryService, client_id: str = "", **tensors: np.ndarray) ->
 
 def test_it_relays_the_one_response(service: LmmUnaryService, inner: Inner) -> None:
     inner.answers = [ANSWER, {}]  # an empty final one does not count
-    assert ask(service).sent == [(ANSWER, True)]
+    ((tensors, final),) = ask(service).sent
+    assert (first(tensors["text_output"]), first(tensors["answer"]), final) == (
+        "answer",
+        "answer",
+        True,
+    )
 
 
 def test_it_raises_the_error_that_lmm_gave(service: LmmUnaryService, inner: Inner) -> None:
@@ -83,16 +89,16 @@ def test_a_long_id_of_the_client_is_the_inner_requests_too(
     assert len(inner.asked[1][1]) >= 16
 
 
-def test_a_client_that_goes_away_stops_the_inner_request(
+def test_a_client_that_goes_away_cancels_the_inner_request(
     service: LmmUnaryService, inner: Inner
 ) -> None:
     inner.gate.clear()
     responder = FakeResponder(cancelled=True)
     service.handle({"text_input": strings(["q"])}, {}, "", responder)
     assert responder.done.wait(5)
-    (_, running), (stop, stopped) = inner.asked[:2]
-    assert "stop" in stop
-    assert stopped == running
+    (_, running), (cancel, cancelled) = inner.asked[:2]
+    assert "cancel" in cancel
+    assert cancelled == running
 
 
 def test_the_inner_request_never_streams_and_carries_parameters_as_a_tensor() -> None:
@@ -109,3 +115,70 @@ def test_sampling_parameters_of_the_client_pass_unchanged() -> None:
 
 def test_asking_it_to_stream_is_refused(service: LmmUnaryService) -> None:
     assert isinstance(ask(service, stream=flag(True)).failure, InvalidArgument)
+
+
+def start(service: LmmUnaryService, client_id: str = "") -> FakeResponder:
+    responder = FakeResponder()
+    service.handle({"text_input": strings(["q"])}, {}, client_id, responder)
+    return responder
+
+
+def fill(service: LmmUnaryService, inner: Inner) -> list[FakeResponder]:
+    """Two requests that `lmm` works on and two that wait."""
+    inner.gate.clear()
+    running = [start(service) for _ in range(2)]
+    eventually(lambda: len(inner.asked) == 2)
+    return running + [start(service, client_id=name * 16) for name in "ab"]
+
+
+def test_a_full_queue_is_told_with_its_length_before_anything_is_copied(
+    service: LmmUnaryService, inner: Inner
+) -> None:
+    responders = fill(service, inner)
+    refused = FakeResponder()
+    service.handle({"stream": np.zeros(7)}, {}, "", refused)  # would be refused once it is read
+    assert isinstance(refused.failure, Unavailable)
+    assert refused.failure.message == "the queue is full: 2 requests are waiting"
+    inner.gate.set()
+    assert all(responder.done.wait(5) for responder in responders)
+    eventually(lambda: service.live == 0)
+
+
+def test_one_that_waits_ends_at_once_when_its_client_goes(
+    service: LmmUnaryService, inner: Inner
+) -> None:
+    *_, last = fill(service, inner)
+    last.cancelled = True
+    assert last.done.wait(5)
+    assert isinstance(last.failure, Cancelled)
+    assert len(inner.asked) == 2, "`lmm` never heard of it"
+    assert service.live == 3
+
+
+def test_one_that_waits_ends_at_once_when_its_id_is_cancelled(
+    service: LmmUnaryService, inner: Inner
+) -> None:
+    *_, first_waiting, second_waiting = fill(service, inner)
+    cancel = FakeResponder()
+    service.handle({"cancel": flag(True)}, {}, "a" * 16, cancel)
+    assert cancel.sent == [({}, True)]
+    assert isinstance(first_waiting.failure, Cancelled)
+    assert not second_waiting.done.is_set()
+
+
+def test_closing_ends_what_waits(service: LmmUnaryService, inner: Inner) -> None:
+    *running, third, fourth = fill(service, inner)
+    service.close()
+    assert all(isinstance(one.failure, Unavailable) for one in (third, fourth))
+    assert isinstance(start(service).failure, Unavailable)
+    inner.gate.set()
+    assert all(responder.done.wait(5) for responder in running)
+
+
+def test_an_ensembles_metadata_must_be_text_before_any_work(
+    service: LmmUnaryService, inner: Inner
+) -> None:
+    layout = np.zeros((0, 6), np.int32)
+    responder = ask(service, metadata=strings([b"\xff"]), image_layout=layout)
+    assert isinstance(responder.failure, InvalidArgument)
+    assert inner.asked == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vlora.errors import InvalidArgument, Unsupported
-from vlora.sampling import NOT_YET, REFUSED, SamplingParams, load_object
+from vlora.sampling import NOT_YET, REFUSED, SamplingParams
 
 
 def test_numeric_strings_are_coerced_as_load_tools_send_them() -> None:
@@ -86,14 +86,6 @@ def test_several_answers_of_one_request_are_refused_by_name() -> None:
 def test_a_value_out_of_range_or_of_the_wrong_type_is_refused(key: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=f"'{key}' must be"):
         SamplingParams.parse({key: value})
-
-
-@pytest.mark.parametrize(
-    "text", ['{"a": 1', "[1, 2]", '"x"', "", "null", '{"top_k": 1, "top_k": 2}', "[" * 100_000]
-)
-def test_malformed_json_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="'sampling_parameters'"):
-        load_object(text)
 
 
 def test_more_minimum_than_maximum_is_refused() -> None:

@@ -15,7 +15,12 @@ from vlora.config import Limits, load_adapter_names
 from vlora.errors import BY_CODE, Internal, InvalidArgument, NotFound, VLoraError
 from vlora.metrics import EngineStats
 from vlora.request import Output, Timings
-from vlora.serving.exporter import MAX_LORA_LABEL_SETS, EncoderExporter, EngineExporter
+from vlora.serving.exporter import (
+    MAX_LORA_LABEL_SETS,
+    MAX_OBSERVED,
+    EncoderExporter,
+    EngineExporter,
+)
 from vlora.serving.responder import as_vlora_error, from_message, to_message
 from vlora.serving.task_head import to_result
 from vlora.serving.tensors import Tensors, strings
@@ -70,6 +75,17 @@ def test_a_corrupt_image_is_an_error_of_its_request_alone() -> None:
     assert features_from(one).features.shape == (2, 3)
     assert features_from(two).features.shape == (4, 3)
     assert one["image_size"].tolist() == [[[4, 6]]]
+
+
+def test_a_batch_of_many_pixels_is_encoded_in_parts_and_answered_in_order() -> None:
+    encoder = FakeEncoder()
+    limits = Limits(max_batch_megapixels=2 * 24e-6)  # two pictures
+    batch = [encoder_request(*[png()] * count) for count in (1, 1, 0, 1, 3, 1)]
+    batch.insert(1, encoder_request(b"junk"))
+    answers = encode_batch(batch, encoder, limits)
+    assert encoder.batches == [3, 1, 1, 1]
+    shapes = [None if isinstance(a, VLoraError) else a["image_features"].shape[1] for a in answers]
+    assert shapes == [2, None, 2, 0, 2, 6, 2]
 
 
 def test_a_request_without_images_gets_zero_rows() -> None:
@@ -142,16 +158,22 @@ def test_a_message_without_a_code_is_a_fault_of_ours() -> None:
 def test_engine_metrics_follow_the_stats() -> None:
     registry = FakeRegistry()
     stats = EngineStats(prompt_tokens=10, waiting=2, running=3, pages_used=1, pages_total=4)
-    exporter = EngineExporter(registry, {"model": "lmm"}, lambda: stats, 8, clock=lambda: 77.0)
-    timings = Timings(first_token=0.5, total=1.5)
-    exporter.record(Output("r", finish_reason="stop", num_output_tokens=3, timings=timings))
-    for _ in range(2):
-        exporter.refresh()
+    exporter = EngineExporter(
+        registry, {"model": "lmm"}, lambda: stats, 8, max_tokens=1000, clock=lambda: 77.0
+    )
+    observe = exporter.request()
+    for total in (0.5, 0.75, 1.5):
+        timings = Timings(first_token=0.5, total=total)
+        last = {"finish_reason": "stop", "num_output_tokens": 3, "num_input_tokens": 10}
+        observe(Output("r", token_ids=(1,), timings=timings, **(last if total == 1.5 else {})))
     assert registry["vllm:num_requests_waiting"].value == 2
     assert registry["vllm:kv_cache_usage_perc"].value == 0.25
     assert registry["vllm:prompt_tokens_total"].value == 10
     assert registry["vllm:time_to_first_token_seconds"].observed == [0.5]
-    assert registry["vllm:time_per_output_token_seconds"].observed == [0.5]
+    assert registry["vllm:time_per_output_token_seconds"].observed == [0.25, 0.75]
+    assert registry["vllm:request_prompt_tokens"].observed == [10]
+    assert registry["vllm:request_generation_tokens"].observed == [3]
+    assert registry["vllm:request_params_n"].observed == [1]
     assert registry["vllm:e2e_request_latency_seconds"].observed == [1.5]
     assert registry["vllm:lora_requests_info"].value == 77.0
 
@@ -160,12 +182,12 @@ def test_the_lora_metric_names_adapters_and_has_boundedly_many_label_sets() -> N
     registry = FakeRegistry()
     now = 0.0
     stats = EngineStats()
-    exporter = EngineExporter(registry, {}, lambda: stats, 8, clock=lambda: now)
+    exporter = EngineExporter(registry, {}, lambda: stats, 8, 1000, clock=lambda: now)
     for index in range(3 * MAX_LORA_LABEL_SETS):
         now = float(index)
         running = {f"a{index}": 1, f"a{index + 1}": 1, "": 4}
         stats = EngineStats(running_adapters=running, waiting_adapters={"w": 1})
-        exporter.refresh()
+        exporter.flush()
     series = {
         labels: metric
         for (name, labels), metric in registry.metrics.items()
@@ -180,11 +202,32 @@ def test_encoder_metrics_follow_its_counters() -> None:
     registry = FakeRegistry()
     counters = Counters(images=5, hits=2, misses=3, batches=1)
     exporter = EncoderExporter(registry, {}, lambda: counters)
-    exporter.refresh()
+    exporter.flush()
     counters = Counters(images=9, hits=6, misses=3, batches=1)
-    exporter.refresh()
+    exporter.flush()
     assert registry["vlora:feature_cache_hits_total"].value == 6
     assert registry["vlora:encoder_batches_total"].value == 1
+
+
+def test_metrics_outlive_an_exception_and_keep_boundedly_much(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = FakeRegistry()
+    stats = EngineStats(prompt_tokens=10)
+    exporter = EngineExporter(registry, {}, lambda: stats, 8, max_tokens=1000)
+    observe = exporter.request()
+    broken = registry["vllm:prompt_tokens_total"]
+    broken.error = RuntimeError("the server is busy")
+    for _ in range(MAX_OBSERVED + 100):
+        observe(Output("r", token_ids=(1,)))
+    for _ in range(3):
+        observe(Output("r", token_ids=(1,), finish_reason="stop"))
+    assert len(caplog.records) == 1
+    assert len(exporter._observed) == MAX_OBSERVED
+    broken.error = None
+    exporter.flush()
+    assert broken.value == 10
+    assert not exporter._observed
 
 
 def test_multi_lora_json_is_names_and_folders(tmp_path) -> None:  # type: ignore[no-untyped-def]

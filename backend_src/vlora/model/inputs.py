@@ -67,7 +67,7 @@ class PromptReader:
             ids.extend([token] * count)
             rows.extend(range(first, first + count))
             image += 1
-        return Prompt(tuple(ids), torch.tensor(rows), torch.from_numpy(images.features.copy()))
+        return Prompt(tuple(ids), torch.tensor(rows), torch.from_numpy(images.features))
 
     def _tokenize(self, text: str) -> list[int]:
         """Text that begins with the begin-of-text token has it once; other text gets it where

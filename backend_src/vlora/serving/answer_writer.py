@@ -6,13 +6,16 @@ Not known here: Triton, and when a response is sent.
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from vlora.request import HeadScores, Output, Timings
+from vlora.request import HeadScores, Output, Timings, TokenLogprob
 from vlora.serving.codec import Call
 from vlora.serving.tensors import Array, strings
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have, as in vLLM's own server."""
 
 
 class AnswerWriter:
@@ -28,7 +31,9 @@ class AnswerWriter:
         self._text: list[str] = []
         self._num_tokens = 0
         self._logprobs: list[dict[str, dict[str, object]]] | None = None
-        self._cumulative: float | None = None
+        self._cumulative = 0.0
+        # Computed for `cumulative_logprob` as well; listed only for who asked, as upstream.
+        self._lists_logprobs = call.sampling.get("logprobs") is not None
 
     def write(self, output: Output) -> dict[str, Array] | None:
         """The response for `output` (which carries no error), or None when there is none yet."""
@@ -49,19 +54,9 @@ class AnswerWriter:
         self._num_tokens += len(output.token_ids)
         if output.logprobs is None:
             return
-        self._logprobs = self._logprobs or []
-        for token in output.logprobs:
-            self._cumulative = (self._cumulative or 0.0) + token[0].logprob
-            self._logprobs.append(
-                {
-                    str(entry.token_id): {
-                        "logprob": entry.logprob,
-                        "rank": entry.rank,
-                        "decoded_token": entry.text,
-                    }
-                    for entry in token
-                }
-            )
+        self._cumulative += sum(_finite(token[0].logprob) for token in output.logprobs)
+        if self._lists_logprobs:
+            self._logprobs = (self._logprobs or []) + [_listed(token) for token in output.logprobs]
 
     def _response(self, output: Output) -> dict[str, Array]:
         wanted = self._call.wanted
@@ -76,10 +71,9 @@ class AnswerWriter:
         if wanted.num_output_tokens:
             tensors["num_output_tokens"] = np.array([self._num_tokens], dtype=np.uint32)
         if wanted.logprobs:
-            tensors["logprobs"] = strings([json.dumps(self._logprobs)])
+            tensors["logprobs"] = strings([json.dumps(self._logprobs, allow_nan=False)])
         if wanted.cumulative_logprob:
-            value = math.nan if self._cumulative is None else self._cumulative
-            tensors["cumulative_logprob"] = np.array([value], dtype=np.float32)
+            tensors["cumulative_logprob"] = np.array([self._cumulative], dtype=np.float32)
         if self._call.metadata is not None or wanted.everything:
             tensors["metadata"] = strings([self._call.metadata or b""])
         if output.head is not None or wanted.everything:
@@ -93,8 +87,25 @@ class AnswerWriter:
         if output.adapter is not None:
             adapter = {"name": output.adapter, "digest": output.adapter_digest}
         return json.dumps(
-            {"task": self._task, "adapter": adapter, "timings": _timings(output.timings)}
+            {"task": self._task, "adapter": adapter, "timings": _timings(output.timings)},
+            allow_nan=False,
         )
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _listed(token: Sequence[TokenLogprob]) -> dict[str, dict[str, object]]:
+    """The alternatives of one token by their ids."""
+    return {
+        str(entry.token_id): {
+            "logprob": _finite(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": entry.text,
+        }
+        for entry in token
+    }
 
 
 def _head_tensors(head: HeadScores | None) -> dict[str, Array]:

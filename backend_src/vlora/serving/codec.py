@@ -19,8 +19,9 @@ import numpy as np
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
 from vlora.request import ImageFeatures, IntArray, Request
-from vlora.sampling import SamplingParams, load_object
+from vlora.sampling import SamplingParams
 from vlora.serving.tensors import Inputs, Tensors
+from vlora.strict_json import load_object
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
 
 if TYPE_CHECKING:
@@ -93,9 +94,9 @@ class Call:
         return replace(self, images=images, counts=count_images(images.layout), raw_images={})
 
 
-def is_stop(tensors: Tensors) -> bool:
-    """Whether this request only asks to end another one (`stop: true`)."""
-    return bool(Inputs(tensors).flag("stop"))
+def is_cancel(tensors: Tensors) -> bool:
+    """Whether this request only asks to end another one (`cancel: true`)."""
+    return bool(Inputs(tensors).flag("cancel"))
 
 
 def read_call(
@@ -107,7 +108,7 @@ def read_call(
     """
     inputs = Inputs(tensors)
     ensemble = "image_layout" in tensors
-    text = inputs.required_text("text_input")
+    text = inputs.required_text("text_input", limits.max_prompt_bytes)
     images = _read_features(inputs)
     raw_images = {name: tensors[name] for name in IMAGE_INPUTS if inputs.has_rows(name)}
     if raw_images and "image_features" in tensors:
@@ -135,7 +136,8 @@ def read_sampling(
     """Sampling keys: those of `sampling_parameters`, or, without it, the request's parameters."""
     given = inputs.blob("sampling_parameters", limits.max_json_bytes)
     if given is not None:
-        return load_object(inputs.decode("sampling_parameters", given))
+        text = inputs.decode("sampling_parameters", given)
+        return load_object(text, "'sampling_parameters'")
     return sampling_keys(parameters)
 
 

@@ -1,9 +1,9 @@
 """Counters and gauges of engine and encoder as Prometheus metrics, refreshed once a second.
 
 Names are those that the ecosystem reads (the vLLM backend's, TRT-LLM's cache blocks for the ORCA
-header, the Gateway API's LoRA metric); what has no name there begins with `vlora:`. A refresh is
-a dozen messages to the server, so it is done here, on a thread of its own, and never on the
-engine's or the response thread.
+header, the Gateway API's LoRA metric); what has no name there begins with `vlora:`. Each change is
+a message to the server, so values that stay are not sent, and nothing here is called on the
+engine's thread.
 
 **Invariant:** the number of label sets is bounded, since the server never forgets one.
 Not known here: Triton; it is reached through `Registry`.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
 MAX_LORA_LABEL_SETS = 128
+MAX_OBSERVED = 65536
+"""Observations kept while the server takes none; the oldest go first."""
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -49,11 +52,35 @@ class Registry(Protocol):
     ) -> Metric: ...
 
 
-class Refresher:
-    """Calls `refresh` once a second on its own thread, until closed."""
+class Exporter(ABC):
+    """Metrics of one model. `flush` may be called from any thread."""
 
-    def __init__(self, refresh: Callable[[], None]) -> None:
-        self._refresh = refresh
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failing = False
+
+    def flush(self) -> None:
+        """Bring the server's values up to date. Never raises: what fails is logged, once until it
+        works again, and tried anew with the next call."""
+        try:
+            with self._lock:
+                self._write()
+        except Exception:
+            if not self._failing:
+                log.exception("metrics could not be written; this goes on until they can")
+            self._failing = True
+        else:
+            self._failing = False
+
+    @abstractmethod
+    def _write(self) -> None: ...
+
+
+class Refresher:
+    """Flushes an exporter once a second on its own thread, until closed."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -64,28 +91,51 @@ class Refresher:
 
     def _run(self) -> None:
         while not self._closed.wait(REFRESH_SECONDS):
-            try:
-                self._refresh()
-            except Exception:
-                log.exception("metrics are no longer refreshed")
-                return
+            self._exporter.flush()
 
 
-class _Totals:
-    """Counters fed from totals: the server's are told what was added since the last time."""
+class _Level:
+    """A gauge or a counter that is brought to a value; the server hears of changes alone."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, float] = {}
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._value = 0.0
 
-    def raise_to(self, metric: Metric, name: str, total: float) -> None:
-        added = total - self._known.get(name, 0.0)
-        if added > 0:
-            metric.increment(added)
-            self._known[name] = total
+    def set(self, value: float) -> None:
+        if value != self._value:
+            self._metric.set(value)
+            self._value = value
+
+    def raise_to(self, total: float) -> None:
+        if total > self._value:
+            self._metric.increment(total - self._value)
+            self._value = total
 
 
-class EngineExporter:
-    """Metrics of the engine. `record` may be called from any thread and does no work."""
+GAUGES: dict[str, tuple[str, str]] = {
+    "vllm:num_requests_waiting": ("waiting", "Requests waiting to be scheduled."),
+    "vllm:num_requests_running": ("running", "Requests being computed."),
+    "vllm:kv_cache_usage_perc": ("kv_usage", "Share of KV pages in use, 0 to 1."),
+}
+CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
+COUNTERS: dict[str, tuple[str, str]] = {
+    "vllm:prompt_tokens_total": ("prompt_tokens", "Prompt tokens computed."),
+    "vllm:generation_tokens_total": ("generated_tokens", "Tokens generated."),
+    "vllm:num_preemptions_total": ("preemptions", "Requests put back to make room for others."),
+    "vlora:engine_steps_total": ("steps", "Forward passes."),
+    "vlora:engine_rows_total": ("rows", "Token rows of all forward passes."),
+    "vlora:decode_steps_total": ("decode_steps", "Forward passes that continued an answer."),
+    "vlora:decode_rows_total": ("decode_rows", "Rows that did; over the steps: the batch."),
+    "vlora:requests_finished_total": ("finished", "Requests answered."),
+    "vlora:requests_aborted_total": ("aborted", "Requests cancelled."),
+    "vlora:requests_failed_total": ("failed", "Requests ended by an error."),
+}
+"""Names of metrics, with the field of `EngineStats` and a help text."""
+
+
+class EngineExporter(Exporter):
+    """Metrics of the engine: brought up to date once a second, and before an answer's last
+    response is sent, so that who has the answer finds it counted."""
 
     def __init__(
         self,
@@ -93,90 +143,91 @@ class EngineExporter:
         labels: Mapping[str, str],
         stats: Callable[[], EngineStats],
         max_lora: int,
+        max_tokens: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """max_tokens: the context, the end of the histograms of tokens."""
+        super().__init__()
         self._stats = stats
         self._clock = clock
-        self._finished: deque[Output] = deque()
-        self._totals = _Totals()
+        self._observed: deque[tuple[Metric, float]] = deque(maxlen=MAX_OBSERVED)
         self._lora = _LoraInfo(registry, max_lora)
-        gauges = {
-            "vllm:num_requests_waiting": "Requests waiting to be scheduled.",
-            "vllm:num_requests_running": "Requests being computed.",
-            "vllm:kv_cache_usage_perc": "Share of KV pages in use, 0 to 1.",
+        self._gauges = {
+            field: _Level(registry.gauge(name, text, labels))
+            for name, (field, text) in GAUGES.items()
         }
-        counters = {
-            "vllm:prompt_tokens_total": "Prompt tokens computed.",
-            "vllm:generation_tokens_total": "Tokens generated.",
-            "vllm:num_preemptions_total": "Requests put back to make room for others.",
-            "vlora:engine_steps_total": "Forward passes.",
-            "vlora:engine_rows_total": "Token rows of all forward passes.",
-            "vlora:decode_steps_total": "Forward passes that continued at least one answer.",
-            "vlora:decode_rows_total": "Rows that continued an answer; over the steps: the batch.",
-            "vlora:requests_finished_total": "Requests answered.",
-            "vlora:requests_aborted_total": "Requests cancelled or stopped.",
-            "vlora:requests_failed_total": "Requests ended by an error.",
-        }
-        self._gauges = {name: registry.gauge(name, text, labels) for name, text in gauges.items()}
-        self._counters = {
-            name: registry.counter(name, text, labels) for name, text in counters.items()
-        }
-        self._first_token = registry.histogram(
-            "vllm:time_to_first_token_seconds", "From acceptance.", labels, SECONDS
-        )
-        self._per_token = registry.histogram(
-            "vllm:time_per_output_token_seconds", "Between tokens.", labels, TOKEN_SECONDS
-        )
-        self._whole = registry.histogram(
-            "vllm:e2e_request_latency_seconds", "From acceptance to the end.", labels, SECONDS
-        )
-        self._blocks = {
-            kind: registry.gauge(
-                "nv_trt_llm_kv_cache_block_metrics",
-                "KV cache blocks.",
-                {**labels, "kv_cache_block_type": kind},
+        self._gauges |= {
+            field: _Level(
+                registry.gauge(
+                    "nv_trt_llm_kv_cache_block_metrics",
+                    "KV cache blocks.",
+                    {**labels, "kv_cache_block_type": kind},
+                )
             )
-            for kind in ("tokens_per", "used", "max")
+            for kind, field in CACHE_BLOCKS.items()
+        }
+        self._counters = {
+            field: _Level(registry.counter(name, text, labels))
+            for name, (field, text) in COUNTERS.items()
         }
 
-    def record(self, output: Output) -> None:
-        """Note the last output of a request that was answered."""
-        self._finished.append(output)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Metric:
+            return registry.histogram(f"vllm:{name}", text, labels, buckets)
 
-    def refresh(self) -> None:
+        tokens = _one_two_five(max_tokens)
+        self.first_token = histogram("time_to_first_token_seconds", "From acceptance.", SECONDS)
+        self.per_token = histogram(
+            "time_per_output_token_seconds", "Between two tokens.", TOKEN_SECONDS
+        )
+        self.whole = histogram(
+            "e2e_request_latency_seconds", "From acceptance to the end.", SECONDS
+        )
+        self.prompt = histogram("request_prompt_tokens", "Of a request answered.", tokens)
+        self.generation = histogram("request_generation_tokens", "Of a request answered.", tokens)
+        self.n = histogram("request_params_n", "Answers asked for; always 1.", (1, 2, 5, 10, 20))
+
+    def request(self) -> Callable[[Output], None]:
+        """The observer of one request, to be told its outputs in order; it never raises."""
+        last: float | None = None
+
+        def observe(output: Output) -> None:
+            nonlocal last
+            total = output.timings.total
+            if output.token_ids:
+                if last is None:
+                    self._note(self.first_token, output.timings.first_token)
+                else:
+                    self._note(self.per_token, total - last)
+                last = total
+            if output.finish_reason is not None:
+                self._note(self.whole, total)
+                self._note(self.prompt, output.num_input_tokens)
+                self._note(self.generation, output.num_output_tokens)
+                self._note(self.n, 1)
+            if output.finished:
+                self.flush()
+
+        return observe
+
+    def _note(self, metric: Metric, value: float) -> None:
+        self._observed.append((metric, value))
+
+    def _write(self) -> None:
         stats = self._stats()
-        self._gauges["vllm:num_requests_waiting"].set(stats.waiting)
-        self._gauges["vllm:num_requests_running"].set(stats.running)
-        self._gauges["vllm:kv_cache_usage_perc"].set(stats.kv_usage)
-        self._blocks["tokens_per"].set(stats.page_tokens)
-        self._blocks["used"].set(stats.pages_used)
-        self._blocks["max"].set(stats.pages_total)
-        totals = {
-            "vllm:prompt_tokens_total": stats.prompt_tokens,
-            "vllm:generation_tokens_total": stats.generated_tokens,
-            "vllm:num_preemptions_total": stats.preemptions,
-            "vlora:engine_steps_total": stats.steps,
-            "vlora:engine_rows_total": stats.rows,
-            "vlora:decode_steps_total": stats.decode_steps,
-            "vlora:decode_rows_total": stats.decode_rows,
-            "vlora:requests_finished_total": stats.finished,
-            "vlora:requests_aborted_total": stats.aborted,
-            "vlora:requests_failed_total": stats.failed,
-        }
-        for name, total in totals.items():
-            self._totals.raise_to(self._counters[name], name, total)
+        for field, gauge in self._gauges.items():
+            gauge.set(getattr(stats, field))
+        for field, counter in self._counters.items():
+            counter.raise_to(getattr(stats, field))
         self._lora.update(stats.running_adapters, stats.waiting_adapters, self._clock())
-        for _ in range(len(self._finished)):
-            self._observe(self._finished.popleft())
+        while self._observed:
+            metric, value = self._observed.popleft()
+            metric.observe(value)
 
-    def _observe(self, output: Output) -> None:
-        timings = output.timings
-        self._whole.observe(timings.total)
-        if output.head is None:
-            self._first_token.observe(timings.first_token)
-        if output.num_output_tokens > 1:
-            since_first = timings.total - timings.first_token
-            self._per_token.observe(since_first / (output.num_output_tokens - 1))
+
+def _one_two_five(most: int) -> list[float]:
+    """1, 2, 5, 10, … up to `most`."""
+    steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
+    return [float(step) for step in steps if step <= most]
 
 
 class _LoraInfo:
@@ -216,33 +267,27 @@ def _named(adapters: Mapping[str, int]) -> frozenset[str]:
     return frozenset(name for name, count in adapters.items() if name and count)
 
 
-class EncoderExporter:
+class EncoderExporter(Exporter):
     """Metrics of the vision encoder and its feature cache."""
 
     def __init__(
         self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], Counters]
     ) -> None:
+        super().__init__()
         self._read = counters
-        self._totals = _Totals()
         families = {
-            "vlora:encoder_images_total": "Images and frames asked for.",
-            "vlora:encoder_batches_total": "Calls of the vision tower.",
-            "vlora:feature_cache_hits_total": "Images whose features were known.",
-            "vlora:feature_cache_misses_total": "Images given to the tower.",
-            "vlora:feature_cache_evictions_total": "Entries dropped to make room.",
+            "vlora:encoder_images_total": ("images", "Images and frames asked for."),
+            "vlora:encoder_batches_total": ("batches", "Calls of the vision tower."),
+            "vlora:feature_cache_hits_total": ("hits", "Images whose features were known."),
+            "vlora:feature_cache_misses_total": ("misses", "Images given to the tower."),
+            "vlora:feature_cache_evictions_total": ("evictions", "Entries dropped to make room."),
         }
         self._counters = {
-            name: registry.counter(name, text, labels) for name, text in families.items()
+            field: _Level(registry.counter(name, text, labels))
+            for name, (field, text) in families.items()
         }
 
-    def refresh(self) -> None:
+    def _write(self) -> None:
         now = self._read()
-        totals = {
-            "vlora:encoder_images_total": now.images,
-            "vlora:encoder_batches_total": now.batches,
-            "vlora:feature_cache_hits_total": now.hits,
-            "vlora:feature_cache_misses_total": now.misses,
-            "vlora:feature_cache_evictions_total": now.evictions,
-        }
-        for name, total in totals.items():
-            self._totals.raise_to(self._counters[name], name, total)
+        for field, counter in self._counters.items():
+            counter.raise_to(getattr(now, field))

@@ -6,7 +6,6 @@ Everything here is a thin adaptation; what is decided is decided in the services
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import threading
 import time
@@ -19,19 +18,21 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from vlora.config import Options, load_adapter_names, load_options
-from vlora.errors import VLoraError
+from vlora.errors import InvalidArgument, VLoraError
 from vlora.request import ImageFeatures
 from vlora.serving.exporter import Metric
 from vlora.serving.lifeline import Lifeline
-from vlora.serving.responder import Responder, from_message, to_message
-from vlora.serving.tensors import Array, Tensors
+from vlora.serving.responder import Responder, as_vlora_error, from_message, to_message
+from vlora.serving.tensors import Array, Tensors, flag
 from vlora.serving.vision_encoder import features_from
+from vlora.strict_json import load_object
 
 log = logging.getLogger(__name__)
 
 E = TypeVar("E")
 
 LMM = "lmm"
+LMM_UNARY = "lmm_unary"
 VISION_ENCODER = "vision_encoder"
 
 
@@ -56,9 +57,28 @@ def inputs(request: Any) -> dict[str, Array]:
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
+def try_inputs(request: Any) -> Tensors | VLoraError:
+    """The same, or what is wrong with them, for one request of a batch."""
+    try:
+        return inputs(request)
+    except Exception as error:
+        return as_vlora_error(error, "reading the request")
+
+
 def parameters(request: Any) -> dict[str, Any]:
-    found = json.loads(request.parameters() or "{}")
-    return found if isinstance(found, dict) else {}
+    text = _text(request.parameters, "a request parameter")
+    return load_object(text or "{}", "the request's parameters")
+
+
+def request_id(request: Any) -> str:
+    return _text(request.request_id, "the request's id")
+
+
+def _text(read: Callable[[], str], what: str) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{what} is not valid UTF-8") from error
 
 
 def response(tensors: Tensors) -> Any:
@@ -97,7 +117,11 @@ class TritonResponder:
         self._send(pb_utils.InferenceResponse(output_tensors=alive), final)
 
     def fail(self, error: VLoraError) -> None:
-        self._send(error_response(error), final=True)
+        try:
+            self._send(error_response(error), final=True)
+        except Exception:
+            log.exception("an error could not be sent; its request ends without a word")
+            self._end()
 
     def is_cancelled(self) -> bool:
         with self._lock:
@@ -107,9 +131,17 @@ class TritonResponder:
         with self._lock:
             if self._closed:
                 return
-            self._closed = final
             flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
             self._sender.send(message, flags=flags)
+            self._closed = final
+
+    def _end(self) -> None:
+        """The final flag alone: the last resort, so that nobody waits for ever."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 class Service(Protocol):
@@ -123,9 +155,13 @@ class Service(Protocol):
 def hand_over(requests: Sequence[Any], service: Service) -> None:
     """All that `execute` of a decoupled model does: the service answers, now or later."""
     for request in requests:
-        service.handle(
-            inputs(request), parameters(request), request.request_id(), TritonResponder(request)
-        )
+        responder = TritonResponder(request)
+        try:
+            given = inputs(request), parameters(request), request_id(request)
+        except Exception as error:
+            responder.fail(as_vlora_error(error, "reading the request"))
+        else:
+            service.handle(*given, responder)
 
 
 class _KeptAlive:
@@ -160,12 +196,17 @@ _kept_alive = _KeptAlive()
 def ask_lmm(tensors: Tensors, request_id: str) -> list[Tensors]:
     """All responses of `lmm`; raises the error of one that failed. Blocks."""
     outputs = ["text_output", "details"]
-    if "stop" not in tensors:
+    if "cancel" not in tensors:
         outputs += ["finish_reason", "num_input_tokens", "num_output_tokens", "logprobs"]
         outputs += ["cumulative_logprob", "head_scores", "head_labels", "metadata"]
     answers = list(_request(LMM, tensors, outputs, request_id).exec(decoupled=True))
     _kept_alive.add([(answer, answer.output_tensors()) for answer in answers])
     return [_unwrap(answer) for answer in answers]
+
+
+def cancel_unary(client_id: str) -> None:
+    """Tells `lmm_unary` to end what waits there under this id. Blocks."""
+    _unwrap(_request(LMM_UNARY, {"cancel": flag(True)}, ["text_output"], client_id).exec())
 
 
 def encode_images(tensors: Tensors) -> ImageFeatures:
@@ -230,8 +271,10 @@ def metric_labels(args: Mapping[str, str]) -> dict[str, str]:
     return {"model": args["model_name"], "version": args["model_version"]}
 
 
-def exporter(make: Callable[[TritonRegistry], E]) -> E | None:
-    """What `make` exports to the server, or None where that runs without metrics."""
+def exporter(options: Options, make: Callable[[TritonRegistry], E]) -> E | None:
+    """What `make` exports to the server, or None where metrics are off, here or in the server."""
+    if options.disable_log_stats:
+        return None
     registry = TritonRegistry()
     _registries.append(registry)
     try:

@@ -13,22 +13,17 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from vlora.config import Limits
-from vlora.errors import Unavailable
-from vlora.request import ImageFeatures, Output, OutputSink, Request
+from vlora.errors import Cancelled, Unavailable, VLoraError
+from vlora.request import MIN_STOPPABLE_ID, ImageFeatures, Output, OutputSink, Request
 from vlora.serving.answer_writer import AnswerWriter
-from vlora.serving.codec import (
-    Call,
-    adapter_name,
-    is_stop,
-    prepare,
-    read_call,
-)
+from vlora.serving.codec import Call, adapter_name, is_cancel, prepare, read_call
 from vlora.serving.responder import Responder, as_vlora_error
 from vlora.serving.tensors import Tensors, strings
 from vlora.vision.prompts import ChatTemplate
@@ -44,6 +39,9 @@ WATCH_SECONDS = 0.1
 Encode = Callable[[Tensors], ImageFeatures]
 """The vision encoder as this model reaches it: `text_input` and image inputs in, features out."""
 
+Observe = Callable[[Output], None]
+"""Told every output of one request, its error included, before it is sent; never raises."""
+
 
 class Adapters(Protocol):
     def info(self, name: str) -> AdapterInfo: ...
@@ -54,17 +52,31 @@ class Engine(Protocol):
 
     @property
     def adapters(self) -> Adapters: ...
+    def check_room(self, beside: int = 0) -> None: ...
     def submit(self, request: Request, sink: OutputSink) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def stop_client(self, client_id: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """A request whose images wait for the encoder or are with it."""
+
+    call: Call
+    images: Tensors
+    responder: Responder
 
 
 class LmmService:
     """Answers `lmm` requests with an engine.
 
     Owns the responders of live requests: one is in `_live` from `handle` until its final
-    response, and only then. `pool` runs the calls of `encode`, which block.
-    `record` is told the last output of every request that was answered.
+    response, and only then. One in `_encoding` besides belongs to whoever takes it out: the pool
+    thread that goes on with it, or what ends it before.
+
+    pool: runs the calls of `encode`, which block. What waits there counts as the engine's queue.
+    observe: makes the observer of one request. cancel_elsewhere: passes on the id of a cancelled
+    request to where it may still wait; it blocks, and may fail.
     """
 
     def __init__(
@@ -74,17 +86,22 @@ class LmmService:
         limits: Limits,
         encode: Encode,
         pool: Executor,
-        record: Callable[[Output], None] = lambda output: None,
+        observe: Callable[[], Observe] = lambda: lambda output: None,
+        cancel_elsewhere: Callable[[str], None] = lambda client_id: None,
     ) -> None:
-        self._record = record
+        self._observe = observe
+        self._cancel_elsewhere = cancel_elsewhere
         self._engine = engine
         self._template = template
         self._limits = limits
         self._encode = encode
         self._pool = pool
         self._live: dict[str, Responder] = {}
+        self._encoding: dict[str, _Encoding] = {}
+        self._submitting = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._cancels = ThreadPoolExecutor(1, thread_name_prefix="cancel")
         self._watcher = threading.Thread(target=self._watch, name="cancel-watch", daemon=True)
         self._watcher.start()
 
@@ -99,51 +116,109 @@ class LmmService:
         """Answer one request; never raises. The tensors may be gone once this returns."""
         request_id = uuid.uuid4().hex
         try:
-            if is_stop(tensors):
-                self._engine.stop_client(client_id)
+            if is_cancel(tensors):
+                self._cancel(client_id)
                 responder.send({}, final=True)
                 return
             if self._closed.is_set():
                 raise Unavailable("the server is shutting down")
+            with self._lock:
+                beside = len(self._encoding) + self._submitting
+            self._engine.check_room(beside)
             call = read_call(tensors, parameters, client_id, self._limits)
             with self._lock:
                 self._live[request_id] = responder
             if call.raw_images:
-                kept = {name: np.array(value) for name, value in call.raw_images.items()}
-                self._pool.submit(self._encode_then_submit, call, kept, request_id, responder)
+                images = {name: np.array(value) for name, value in call.raw_images.items()}
+                with self._lock:
+                    self._encoding[request_id] = _Encoding(call, images, responder)
+                self._pool.submit(self._encode_then_submit, request_id)
             else:
                 self._submit(call, request_id, responder)
         except Exception as error:
             self._fail(request_id, responder, error)
 
     def close(self) -> None:
-        """Refuse what comes from now on; what runs is the engine's to drain."""
+        """Refuse what comes from now on, and what waits for the encoder; what runs is the
+        engine's to drain."""
         self._closed.set()
         self._watcher.join()
+        for request_id in list(self._encoding):
+            self._end_encoding(request_id, Unavailable("the server is shutting down"))
+        self._cancels.shutdown()
 
-    def _encode_then_submit(
-        self, call: Call, images: Tensors, request_id: str, responder: Responder
-    ) -> None:
+    def _cancel(self, client_id: str) -> None:
+        """End the request of this client id, wherever it is. Raises InvalidArgument for an id that
+        is too short."""
+        stoppable = len(client_id) >= MIN_STOPPABLE_ID
+        mine = [key for key, one in list(self._encoding.items()) if one.call.client_id == client_id]
+        reason = Cancelled(f"the request '{client_id}' was cancelled")
+        ended = [self._end_encoding(key, reason) for key in mine if stoppable]
+        if not any(ended):
+            self._engine.stop_client(client_id)
+        if not self._closed.is_set():
+            self._cancels.submit(self._pass_on, client_id)
+
+    def _pass_on(self, client_id: str) -> None:
         try:
-            found = self._encode({"text_input": strings([call.text]), **images})
-            self._submit(call.with_images(found), request_id, responder)
+            self._cancel_elsewhere(client_id)
+        except Exception:
+            log.exception("could not pass on that '%s' is cancelled", client_id)
+
+    def _encode_then_submit(self, request_id: str) -> None:
+        with self._lock:
+            one = self._encoding.get(request_id)
+        if one is None:
+            return  # ended while it waited
+        try:
+            found = self._encode({"text_input": strings([one.call.text]), **one.images})
+            if self._take_encoding(request_id, submitting=1) is not None:
+                try:
+                    self._submit(one.call.with_images(found), request_id, one.responder)
+                finally:
+                    with self._lock:
+                        self._submitting -= 1
         except Exception as error:
-            self._fail(request_id, responder, error)
+            if request_id in self._live:
+                self._fail(request_id, one.responder, error)
+
+    def _take_encoding(self, request_id: str, submitting: int = 0) -> _Encoding | None:
+        """Take a request out of `_encoding`; 1 for `submitting` goes on counting it as waiting."""
+        with self._lock:
+            one = self._encoding.pop(request_id, None)
+            if one is not None:
+                self._submitting += submitting
+            return one
+
+    def _end_encoding(self, request_id: str, reason: VLoraError) -> bool:
+        """End a request whose images are not encoded yet; False where there is none."""
+        one = self._take_encoding(request_id)
+        if one is not None:
+            self._fail(request_id, one.responder, reason)
+        return one is not None
 
     def _submit(self, call: Call, request_id: str, responder: Responder) -> None:
         name = adapter_name(call)
         info = None if name is None else self._engine.adapters.info(name)
         prepared = prepare(call, request_id, info, self._template)
         writer = AnswerWriter(call, prepared.task)
+        observe = self._observe()
         self._engine.submit(
-            prepared.request, lambda output: self._answer(output, request_id, writer, responder)
+            prepared.request,
+            lambda output: self._answer(output, request_id, writer, responder, observe),
         )
 
     def _answer(
-        self, output: Output, request_id: str, writer: AnswerWriter, responder: Responder
+        self,
+        output: Output,
+        request_id: str,
+        writer: AnswerWriter,
+        responder: Responder,
+        observe: Observe,
     ) -> None:
         """The sink: on the engine's response thread, in order, never raising."""
         try:
+            observe(output)
             if output.error is not None:
                 raise output.error
             tensors = writer.write(output)
@@ -151,7 +226,6 @@ class LmmService:
                 return
             if output.finished:
                 self._forget(request_id)
-                self._record(output)
             responder.send(tensors, final=output.finished)
         except Exception as error:
             if not output.finished:
@@ -159,6 +233,7 @@ class LmmService:
             self._fail(request_id, responder, error)
 
     def _fail(self, request_id: str, responder: Responder, error: Exception) -> None:
+        self._take_encoding(request_id)
         self._forget(request_id)
         try:
             responder.fail(as_vlora_error(error, "answering the request"))
@@ -175,7 +250,9 @@ class LmmService:
                 live = list(self._live.items())
             for request_id, responder in live:
                 try:
-                    if responder.is_cancelled():
+                    if not responder.is_cancelled():
+                        continue
+                    if not self._end_encoding(request_id, Cancelled("the client has gone")):
                         self._engine.abort(request_id)
                 except Exception:
                     log.exception("could not ask for cancellation")

@@ -18,6 +18,11 @@ log = logging.getLogger(__name__)
 _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 
 
+MAX_MESSAGE_BYTES = 4096
+"""Of one message as gRPC counts: its trailers, where errors go, hold 8 KiB by default, and every
+byte of a character that is not ASCII takes three there."""
+
+
 class Responder(Protocol):
     """Answers one request. Owned by the service until it has sent the final response.
 
@@ -32,8 +37,25 @@ class Responder(Protocol):
 
 
 def to_message(error: VLoraError) -> str:
-    """The message as it goes over the wire: `CODE: sentence`."""
-    return f"{error.code}: {error.message}"
+    """The message as it goes over the wire: `CODE: sentence`, whatever text the error holds."""
+    return f"{error.code}: {as_sendable(error.message)}"
+
+
+def as_sendable(text: str) -> str:
+    """`text` as a message that Triton and gRPC take: printable, valid UTF-8, of bounded length.
+
+    What cannot be printed (half a surrogate pair, control and direction marks) is escaped.
+    """
+    room = MAX_MESSAGE_BYTES
+    pieces: list[str] = []
+    for character in text[: MAX_MESSAGE_BYTES + 1]:
+        if not (character.isprintable() or character == "\n"):
+            character = character.encode("unicode_escape").decode()
+        room -= len(character) if character.isascii() else 3 * len(character.encode())
+        if room < 0:
+            return f"{''.join(pieces)} … ({len(text)} characters in all)"
+        pieces.append(character)
+    return "".join(pieces)
 
 
 def from_message(message: str) -> VLoraError:

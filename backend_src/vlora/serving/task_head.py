@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
 from vlora.config import Limits
-from vlora.errors import InvalidArgument
 from vlora.serving.tensors import Inputs, Tensors, strings
+from vlora.strict_json import load_object
 from vlora.vision.results import build_result
 
 
@@ -20,8 +18,8 @@ def to_result(tensors: Tensors, limits: Limits) -> Tensors:
     scores = inputs.array("head_scores", np.float32, (None,))
     metadata = inputs.blob("metadata", limits.max_metadata_bytes) or b""
     result = build_result(
-        text=inputs.required_text("text_output"),
-        details=_details(inputs.required_text("details")),
+        text=inputs.required_text("text_output", limits.max_prompt_bytes),
+        details=load_object(inputs.required_text("details", limits.max_json_bytes), "'details'"),
         layout=np.zeros((0, 6), np.int32) if layout is None else layout,
         size=np.zeros((0, 2), np.int32) if size is None else size,
         labels=[inputs.decode("head_labels", label) for label in inputs.strings("head_labels")],
@@ -29,13 +27,3 @@ def to_result(tensors: Tensors, limits: Limits) -> Tensors:
         metadata=inputs.decode("metadata", metadata),
     )
     return {"result": strings([result])}
-
-
-def _details(text: str) -> dict[str, object]:
-    try:
-        details = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidArgument(f"'details' is not valid JSON: {error}") from error
-    if not isinstance(details, dict):
-        raise InvalidArgument("'details' must be a JSON object, as 'lmm' answers it")
-    return details

@@ -23,11 +23,12 @@ class Inputs:
         tensor = self._tensors.get(name)
         return tensor is not None and tensor.size > 0
 
-    def required_text(self, name: str) -> str:
-        text = self.text(name)
-        if text is None:
+    def required_text(self, name: str, limit: int) -> str:
+        """The text of a STRING[1] that must be there, at most `limit` bytes of it."""
+        content = self.blob(name, limit)
+        if content is None:
             raise InvalidArgument(f"'{name}' is missing; it is STRING of shape [1]")
-        return text
+        return self.decode(name, content)
 
     def text(self, name: str) -> str | None:
         value = self._one(name, "STRING")

@@ -6,10 +6,8 @@ of no other; the images of all sound ones go through the tower together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
-
-import numpy as np
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, VLoraError
@@ -29,28 +27,44 @@ class BatchEncoder(Protocol):
 
 
 def encode_batch(
-    batch: Sequence[Tensors], encoder: BatchEncoder, limits: Limits
+    batch: Sequence[Tensors | VLoraError], encoder: BatchEncoder, limits: Limits
 ) -> list[Tensors | VLoraError]:
-    """One answer per request, in order: tensors with the batch dimension 1 in front, or an error.
+    """One answer per request, in order: tensors with the batch dimension 1 in front, or an error
+    (its own, where it is one already).
 
-    The inputs have that dimension too, as Triton gives them: image and frames [1, n].
+    The inputs have that dimension too, as Triton gives them: image and frames [1, n]. A batch of
+    more pixels than `limits.max_batch_megapixels` goes through the tower in parts.
     """
-    decoded: list[list[DecodedImage] | VLoraError] = []
-    for tensors in batch:
+    answers: dict[int, Tensors | VLoraError] = {}
+    sound: dict[int, list[DecodedImage]] = {}
+    pixels = 0
+    for index, tensors in enumerate(batch):
         try:
-            decoded.append(decode(tensors, limits))
+            if isinstance(tensors, VLoraError):
+                raise tensors
+            images = decode(tensors, limits)
         except Exception as error:
-            decoded.append(as_vlora_error(error, "decoding an image"))
-    sound = [images for images in decoded if not isinstance(images, VLoraError)]
+            answers[index] = as_vlora_error(error, "decoding an image")
+            continue
+        size = sum(image.height * image.width for image in images)
+        if pixels + size > limits.max_batch_megapixels * 1e6:
+            answers |= _encode(sound, encoder)
+            sound, pixels = {}, 0
+        sound[index] = images
+        pixels += size
+    answers |= _encode(sound, encoder)
+    return [answers[index] for index in range(len(batch))]
+
+
+def _encode(
+    requests: Mapping[int, list[DecodedImage]], encoder: BatchEncoder
+) -> Mapping[int, Tensors | VLoraError]:
+    """The features of each request; where the tower fails, its error for each."""
     try:
-        encoded = iter(encoder.run(sound))
+        found = encoder.run(list(requests.values()))
     except Exception as error:
-        failure = as_vlora_error(error, "encoding images")
-        return [images if isinstance(images, VLoraError) else failure for images in decoded]
-    return [
-        images if isinstance(images, VLoraError) else to_tensors(next(encoded))
-        for images in decoded
-    ]
+        return dict.fromkeys(requests, as_vlora_error(error, "encoding images"))
+    return {index: to_tensors(one) for index, one in zip(requests, found, strict=True)}
 
 
 def decode(tensors: Tensors, limits: Limits) -> list[DecodedImage]:
@@ -58,7 +72,7 @@ def decode(tensors: Tensors, limits: Limits) -> list[DecodedImage]:
     if any(tensor.shape[0] != 1 for tensor in tensors.values()):
         raise InvalidArgument("a request holds one prompt: send several requests, not a batch")
     inputs = Inputs(tensors)
-    inputs.required_text("text_input")
+    inputs.required_text("text_input", limits.max_prompt_bytes)
     raw = tensors.get("frames_raw")
     return decode_request(
         inputs.strings("image"),
@@ -79,6 +93,4 @@ def to_tensors(encoded: EncodedImages) -> Tensors:
 
 def features_from(tensors: Tensors) -> ImageFeatures:
     """What `to_tensors` made, as a caller of the model gets it."""
-    return ImageFeatures(
-        np.array(tensors["image_features"][0]), np.array(tensors["image_layout"][0])
-    )
+    return ImageFeatures(tensors["image_features"][0], tensors["image_layout"][0])

@@ -33,12 +33,6 @@ from vlora.errors import InvalidArgument
 ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MAX_REQUEST_MEGAPIXELS = 640.0
-"""Pixels of one request together: bounds its memory at 1.9 GB where each image is within limits."""
-
-MAX_ASPECT = 200
-"""Longer over shorter edge, as Qwen-VL's processor bounds it."""
-
 _PILLOW_MEGAPIXELS = 2e-6 * (Image.MAX_IMAGE_PIXELS or 0)
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 _DATA_URL = re.compile(rb"data:[\w.+/;=-]*;base64,", re.IGNORECASE)
@@ -113,31 +107,41 @@ class _Budget:
     def __init__(self, limits: Limits) -> None:
         self.max_bytes = limits.max_image_bytes
         self._each = min(limits.max_image_megapixels, _PILLOW_MEGAPIXELS)
+        self._all = limits.max_request_megapixels
+        self._aspect = limits.max_aspect_ratio
         self._pixels = 0
 
     def spend(self, what: str, width: int, height: int) -> None:
         megapixels = width * height / 1e6
         if megapixels > self._each:
             raise InvalidArgument(
-                f"{what} is {width}x{height} = {megapixels:.1f} megapixels;"
+                f"{what} is {width}x{height} = {_above(megapixels, self._each)} megapixels;"
                 f" the limit is {self._each:g}"
             )
-        if max(width, height) > MAX_ASPECT * min(width, height):
+        if max(width, height) > self._aspect * min(width, height):
             raise InvalidArgument(
-                f"{what} is {width}x{height}; its longer edge may be at most {MAX_ASPECT} times"
+                f"{what} is {width}x{height}; its longer edge may be at most {self._aspect:g} times"
                 " the shorter"
             )
         self._pixels += width * height
-        if self._pixels > MAX_REQUEST_MEGAPIXELS * 1e6:
+        if self._pixels > self._all * 1e6:
             raise InvalidArgument(
-                f"with {what} the request brings {self._pixels / 1e6:.4g} megapixels;"
-                f" the limit of a request is {MAX_REQUEST_MEGAPIXELS:g}"
+                f"with {what} the request brings {_above(self._pixels / 1e6, self._all)}"
+                f" megapixels; the limit of a request is {self._all:g}"
             )
 
     def refuse_bomb(self, what: str, error: BaseException) -> InvalidArgument:
         pixels = re.search(r"\d+", str(error))
-        megapixels = f"{int(pixels[0]) / 1e6:.1f}" if pixels else "too many"
+        megapixels = _above(int(pixels[0]) / 1e6, self._each) if pixels else "too many"
         return InvalidArgument(f"{what} has {megapixels} megapixels; the limit is {self._each:g}")
+
+
+def _above(megapixels: float, limit: float) -> str:
+    """`megapixels` with one digit after the point, or as many as show it to be above `limit`."""
+    digits = 1
+    while float(f"{megapixels:.{digits}f}") <= limit and digits < 6:
+        digits += 1
+    return f"{megapixels:.{digits}f}"
 
 
 def _check_raw(frames_raw: np.ndarray[Any, Any] | None) -> ByteArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,8 @@ from vlora.serving.exporter import EngineExporter, Refresher
 from vlora.serving.lmm import LmmService
 from vlora.vision.prompts import ChatTemplate
 
+log = logging.getLogger("vlora")
+
 BLS_THREADS = 16
 
 
@@ -18,24 +21,29 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         lifeline = glue.set_up(args["model_name"])
         options = glue.options(args)
+        for note in options.notes:
+            log.info(note)
         self._loop = EngineLoop.from_options(options, glue.adapter_names(args))
         self._pool = ThreadPoolExecutor(BLS_THREADS, thread_name_prefix="encode")
         exporter = glue.exporter(
+            options,
             lambda registry: EngineExporter(
                 registry,
                 glue.metric_labels(args),
                 self._loop.stats,
                 max_lora=len(self._loop.adapters.names()),
-            )
+                max_tokens=self._loop.max_model_len,
+            ),
         )
-        self._refresher = None if exporter is None else Refresher(exporter.refresh)
+        self._refresher = None if exporter is None else Refresher(exporter)
         self._service = LmmService(
             self._loop,
             ChatTemplate.from_checkpoint(options.model),
             options.limits,
             glue.encode_images,
             self._pool,
-            record=(lambda output: None) if exporter is None else exporter.record,
+            observe=(lambda: lambda output: None) if exporter is None else exporter.request,
+            cancel_elsewhere=glue.cancel_unary,
         )
         lifeline.on_drain(self._loop.shutdown)
 

@@ -8,14 +8,20 @@ from typing import Any
 from vlora.serving import glue
 from vlora.serving.lmm_unary import LmmUnaryService
 
-REQUESTS_AT_ONCE = 128
+CALLS_AT_ONCE = 128
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         glue.set_up(args["model_name"])
-        self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="relay")
-        self._service = LmmUnaryService(glue.ask_lmm, self._pool)
+        options = glue.options(args)
+        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="relay")
+        self._service = LmmUnaryService(
+            glue.ask_lmm,
+            self._pool,
+            most=options.max_num_seqs + options.max_num_waiting,
+            running=options.max_num_seqs,
+        )
 
     def execute(self, requests: list[Any]) -> None:
         glue.hand_over(requests, self._service)

@@ -26,11 +26,13 @@ class TritonPythonModel:
         )
         service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
         exporter = glue.exporter(
+            options,
             lambda registry: EncoderExporter(
                 registry, glue.metric_labels(args), lambda: service.counters
-            )
+            ),
         )
-        self._refresher = None if exporter is None else Refresher(exporter.refresh)
+        self._flush = (lambda: None) if exporter is None else exporter.flush
+        self._refresher = None if exporter is None else Refresher(exporter)
         self._limits = options.limits
         self._service = service
         logging.getLogger("vlora").info("%d rows of %d per image", encoder.rows, encoder.hidden)
@@ -39,8 +41,9 @@ class TritonPythonModel:
         if self._lifeline.draining:
             refusal = Unavailable("the server is shutting down")
             return [glue.error_response(refusal) for _ in requests]
-        batch = [glue.inputs(request) for request in requests]
+        batch = [glue.try_inputs(request) for request in requests]
         answers = encode_batch(batch, self._service, self._limits)
+        self._flush()
         return [
             glue.error_response(answer) if isinstance(answer, VLoraError) else glue.response(answer)
             for answer in answers

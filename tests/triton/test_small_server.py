@@ -1,0 +1,121 @@
+"""A server with a short queue and options as vLLM's tutorials write them."""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import eventually
+from tests.triton.asking import Asker, Refused, picture
+from tests.triton.conftest import asking
+from vlora.serving.server import ServerOptions, TritonServer
+
+RUNNING, WAITING = 2, 6
+OPTIONS = {
+    "max_num_seqs": RUNNING,
+    "max_num_waiting": WAITING,
+    "enable_lora": "true",
+    "disable_log_stats": "true",
+    "max_loras": 4,
+    "max_lora_rank": 16,
+    "gpu_memory_utilization": 0.5,
+    "limits": {"max_prompt_bytes": 5000, "max_request_megapixels": 0.01},
+}
+LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    log = tmp_path_factory.mktemp("small-server") / "tritonserver.log"
+    with TritonServer(ServerOptions(model=checkpoint, model_json=OPTIONS, log=log)) as running:
+        yield running
+
+
+@pytest.fixture
+def ask(small: TritonServer) -> Iterator[Asker]:
+    with asking(small) as asker:
+        yield asker
+    assert small.poll() is None, small.explain()
+
+
+@pytest.mark.parametrize("model", ["video_analytics", "lmm_unary", "lmm"])
+def test_a_crowd_is_answered_or_told_how_long_the_queue_is(ask: Asker, model: str) -> None:
+    """Every request ends, and no more of them wait at once than `max_num_waiting`."""
+    crowd = 200 if model == "video_analytics" else 60
+    ready = threading.Barrier(crowd)
+
+    def one(index: int) -> str:
+        ready.wait()
+        asked = {
+            "text_input": f"What is {index}?",
+            "sampling_parameters": {**LONG, "max_tokens": 9},
+        }
+        try:
+            if model == "lmm":
+                ask.stream(model, image=picture(), **asked)
+            else:
+                ask.once(model, image=picture(), **asked)
+        except Refused as error:
+            return error.message
+        return "answered"
+
+    with ThreadPoolExecutor(crowd) as pool:
+        outcomes = Counter(pool.map(one, range(crowd)))
+    assert outcomes.pop("answered") >= RUNNING + WAITING
+    assert outcomes, "there was room for everyone"
+    for message in outcomes:
+        found = re.search(r"UNAVAILABLE: the queue is full: (\d+) requests are waiting$", message)
+        assert found, message
+        assert int(found[1]) <= WAITING
+
+
+def test_one_that_waits_ends_when_it_is_cancelled_or_its_client_goes(ask: Asker) -> None:
+    """Long before its turn: those that run would go on for the rest of the test."""
+    asked = {"text_input": "What?", "sampling_parameters": LONG}
+    running = [uuid.uuid4().hex for _ in range(RUNNING)]
+    waiting = uuid.uuid4().hex
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(ask.once, "video_analytics", id=one, **asked) for one in running]
+        last = pool.submit(ask.once, "video_analytics", id=waiting, **asked)
+        gone = pool.submit(ask.once, "video_analytics", timeout=0.2, **asked)
+        with pytest.raises(Refused, match="Deadline"):
+            gone.result()
+
+        def ended() -> bool:
+            ask.stream("lmm", id=waiting, cancel=True)
+            return last.done()
+
+        eventually(ended)
+        with pytest.raises(Refused, match="CANCELLED: "):
+            last.result()
+        for one in running:
+            ask.stream("lmm", id=one, cancel=True)
+        for call in calls:
+            assert call.exception() is None or "CANCELLED" in str(call.exception())
+
+
+def test_metrics_may_be_turned_off(ask: Asker) -> None:
+    ask.once("video_analytics", text_input="What?")
+    names = {name.partition("{")[0] for name in ask.metrics()}
+    assert "nv_inference_count" in names
+    assert not [name for name in names if name.startswith(("vllm:", "vlora:", "nv_trt_llm"))]
+
+
+def test_keys_without_effect_are_told_in_the_log(small: TritonServer, ask: Asker) -> None:
+    log = small.log.read_text(errors="replace")
+    for key in ("max_loras", "max_lora_rank", "gpu_memory_utilization"):
+        assert len(re.findall(f"'{key}' has no effect here: ", log)) == 1
+
+
+def test_limits_are_keys_of_model_json(ask: Asker) -> None:
+    with pytest.raises(Refused, match="'text_input' has 5001 bytes; the limit is 5000"):
+        ask.once("video_analytics", text_input="x" * 5001)
+    with pytest.raises(Refused, match=r"the request brings 0\.014 megapixels; the limit .* 0\.01$"):
+        ask.once("video_analytics", text_input="What?", image=[picture()] * 3)
