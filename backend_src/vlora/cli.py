@@ -67,21 +67,28 @@ def _root() -> None:
 def serve(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
+    repository: Annotated[
+        Path | None, typer.Option(help="Model repository; default: the one that vlora brings.")
+    ] = None,
     http_port: Annotated[int, typer.Option(help="HTTP; 0 takes a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC; 0 takes a free one.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Prometheus; 0 takes a free one.")] = 8002,
-    log: Annotated[Path | None, typer.Option(help="Where the server's log goes.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Where the server's log goes; - is standard output.")
+    ] = None,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests get when it stops.")
-    ] = GRACE_SECONDS,
+        int, typer.Option(min=0, help="Seconds that running requests get when it stops.")
+    ] = int(GRACE_SECONDS),
     restart: Annotated[
         bool, typer.Option("--restart", help="Start again a server that went down.")
     ] = False,
 ) -> None:
     """Serve in the foreground until Ctrl-C; without options, the demo model."""
     with _failures_told():
-        options = _check(model, adapters)
+        served = repository or default_repository()
+        options = _check(model, adapters, served)
         server_options = ServerOptions(
+            repository=served,
             http_port=http_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,
@@ -149,11 +156,12 @@ def _store(model: Path | None, adapters: Path | None) -> AdapterStore:
     return store
 
 
-def _check(model: Path | None, adapters: Path | None) -> Options:
+def _check(model: Path | None, adapters: Path | None, repository: Path | None = None) -> Options:
     """The options of the repository with these overrides, their folders known to exist."""
+    file = (repository or default_repository()) / "lmm" / "1" / "model.json"
     given = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
     environment = {name: str(path) for name, path in given.items() if path is not None}
-    options = load_options(default_repository() / "lmm" / "1" / "model.json", environment)
+    options = load_options(file, environment)
     if not (options.model / "config.json").is_file():
         raise ServerError(f"no checkpoint at {options.model}; give one with --model DIR")
     if options.adapters is not None and not options.adapters.is_dir():

@@ -17,19 +17,24 @@ from vlora.serving.supervisor import RestartPolicy, Supervisor
 class FakeServer:
     """Comes up, and goes down as `failures` says; None stands for a signal."""
 
-    def __init__(self, options: ServerOptions, failures: Iterator[str | None]) -> None:
+    def __init__(
+        self, options: ServerOptions, failures: Iterator[str | None], ending: signal.Signals
+    ) -> None:
         self.options = options
         self.log = Path("log")
+        self.is_running = False
         self._failures = failures
+        self._ending = ending
         self.ended: list[str] = []
 
     def __enter__(self) -> FakeServer:
+        self.is_running = True
         return self
 
     def failure(self) -> str | None:
         failure = next(self._failures)
         if failure is None:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self._ending)
         return failure
 
     def explain(self) -> str:
@@ -45,13 +50,14 @@ class FakeServer:
 class Runs:
     """Servers as a supervisor makes them; what it said."""
 
-    def __init__(self, *failures: str | None) -> None:
+    def __init__(self, *failures: str | None, ending: signal.Signals = signal.SIGTERM) -> None:
         self.servers: list[FakeServer] = []
         self.said: list[str] = []
         self._failures = iter(failures)
+        self._ending = ending
 
     def make(self, options: ServerOptions) -> FakeServer:
-        self.servers.append(FakeServer(options, self._failures))
+        self.servers.append(FakeServer(options, self._failures, self._ending))
         return self.servers[-1]
 
     def supervise(self, restart: RestartPolicy | None) -> None:
@@ -108,6 +114,23 @@ def test_waits_grow_up_to_a_bound() -> None:
     assert [policy.wait(n) for n in (1, 2, 3, 9)] == [1, 2, 4, 30]
 
 
+@pytest.fixture
+def ctrl_c_ignored() -> Iterator[None]:
+    """As a script's background process inherits it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_ignored")
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_every_signal_ends_a_server_that_a_script_started(ending: signal.Signals) -> None:
+    runs = Runs(None, ending=ending)
+    runs.supervise(restart=None)
+    assert runs.servers[0].ended == ["stopped"]
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def test_a_second_signal_ends_at_once_and_later_ones_are_ignored() -> None:
     runs = Runs(None)
     handler = signal.getsignal(signal.SIGTERM)
@@ -129,6 +152,17 @@ def test_a_second_signal_ends_at_once_and_later_ones_are_ignored() -> None:
     assert runs.servers[0].ended == ["killed"]
     assert runs.said[-1] == "ending at once"
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_signal_while_it_starts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(server: FakeServer) -> FakeServer:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the signal did not interrupt")
+
+    monkeypatch.setattr(FakeServer, "__enter__", interrupted)
+    runs = Runs()
+    runs.supervise(restart=None)
+    assert runs.said[-1] == "stopped before the server was ready"
 
 
 def test_a_first_server_that_does_not_come_up_is_not_tried_again() -> None:

@@ -23,9 +23,10 @@ KILL_SECONDS = 5.0
 
 
 def start_tied(
-    command: list[str], environment: Mapping[str, str], log: IO[bytes]
+    command: list[str], environment: Mapping[str, str], log: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """A process that ends when this one does, in a session of its own.
+    """A process that ends when this one does, in a session of its own; what it says goes to `log`
+    or, without, where this one's output goes.
 
     The kernel ties it to the very thread that makes it, so a thread is made for it that lives as
     long as it does.
@@ -40,7 +41,7 @@ def start_tied(
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=None if log is None else subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:

@@ -49,8 +49,12 @@ CANCEL_SECONDS = 5.0
 EXIT_SECONDS = 5.0
 """What Triton gets to unload its models once nothing runs any more. It waits that long for idle
 HTTP connections too, however long they have been idle: no option of 2.51 closes them."""
+STANDARD_OUTPUT = Path("-")
 STACK = "\\n\\nAt:"
 """Where the Python stack begins in a line of Triton's log."""
+
+TABLE = ("+", "|")
+"""How the lines of the tables begin that Triton draws of its options and models."""
 
 NOISE = ("CudaDriverHelper", "unable to create stream", "Failed to initialize NVML")
 """Errors in the log of a server that is well, but has no GPU."""
@@ -77,8 +81,8 @@ class ServerOptions:
 
     model, adapters: override `model.json`. model_json: keys that replace those of `model.json`,
     multi_lora: entries added to `multi_lora.json`, both in a copy of the repository made for this
-    run. environment: added to the server's. grace_seconds: what running requests get to finish
-    when the server stops.
+    run. environment: added to the server's. log: a file, or `STANDARD_OUTPUT`. grace_seconds: what
+    running requests get to finish when the server stops.
     """
 
     repository: Path = field(default_factory=default_repository)
@@ -124,6 +128,10 @@ class TritonServer:
         return f"http://localhost:{self.options.metrics_port}/metrics"
 
     @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         return self._running.pid
 
@@ -161,8 +169,10 @@ class TritonServer:
         assembly = assemble(self._folder)
         repository = self._repository(self._folder)
         self.log = self.options.log or self._folder / "tritonserver.log"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        log = self._stack.enter_context(self.log.open("wb"))
+        log = None
+        if self.log != STANDARD_OUTPUT:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            log = self._stack.enter_context(self.log.open("wb"))
         command = [str(assembly.binary), *assembly.arguments, *self._arguments(repository)]
         self._process = start_tied(command, self._environment(assembly), log)
 
@@ -222,7 +232,7 @@ class TritonServer:
     def stop(self, grace_seconds: float | None = None) -> None:
         """Refuse new requests, let running ones finish for so long (by default as the options
         say), cancel the rest, then end the server. Safe to call twice."""
-        if self._process is not None and self.poll() is None:
+        if self._process is not None and self.is_running:
             grace = self.options.grace_seconds if grace_seconds is None else grace_seconds
             if self.failure() is None:
                 self._drain(grace)
@@ -255,7 +265,8 @@ class TritonServer:
         unloaded = [line.split(STACK)[0] for line in text if "failed to load '" in line]
         errors = [line for line in text if line.startswith("E") or "error:" in line.lower()]
         telling = [line for line in errors if not any(noise in line for noise in NOISE)]
-        return "\n".join((unloaded or telling or text)[-lines:])
+        said = [line for line in text if not line.startswith(TABLE)]
+        return "\n".join((unloaded or telling or said)[-lines:])
 
     def _repository(self, folder: Path) -> Path:
         """The repository to serve: the given one, or a copy under `folder` with the overrides."""

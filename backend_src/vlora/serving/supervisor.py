@@ -104,18 +104,23 @@ class Supervisor:
             announce(server, time.monotonic() - started)
             while (failure := server.failure()) is None:
                 time.sleep(WATCH_SECONDS)
-            told = f"{failure}; the server is down\n{server.explain()}"
+            explained = server.explain()
             server.kill()
-            raise ServerError(f"{told}\nits log is {self._log_of(server)}")
+            log = f"its log is {self._log_of(server)}"
+            lines = (f"{failure}; the server is down", explained, log)
+            raise ServerError("\n".join(line for line in lines if line))
         except KeyboardInterrupt:
             self._stop(server)
 
     def _stop(self, server: TritonServer) -> None:
-        grace = server.options.grace_seconds
-        self._say(
-            f"stopping: new requests are refused, running ones get {grace:g} s to finish"
-            " (Ctrl-C again: at once)"
-        )
+        if server.is_running:
+            grace = server.options.grace_seconds
+            self._say(
+                f"stopping: new requests are refused, running ones get {grace:g} s to finish"
+                " (Ctrl-C again: at once)"
+            )
+        else:
+            self._say("stopped before the server was ready")
         try:
             server.stop()
         except KeyboardInterrupt:
@@ -124,7 +129,7 @@ class Supervisor:
 
     def _log_of(self, server: TritonServer) -> Path:
         """Where the log is now: put aside where a next server would begin it anew."""
-        if self._restart is None:
+        if self._restart is None or not server.log.is_file():
             return server.log
         return server.log.replace(server.log.with_name(f"{server.log.name}.before"))
 
