@@ -7,13 +7,14 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import vlora
@@ -108,7 +109,8 @@ def list_adapters(model: ModelOption = None, adapters: AdaptersOption = None) ->
         store = _store(model, adapters)
     console.print(_table_of([store.info(name) for name in store.names()]))
     for name in store.broken:
-        console.print(f"{name} does not load; see `vlora adapters check`", soft_wrap=True)
+        told = f"{name} does not load; see `vlora adapters check`"
+        console.print(told, soft_wrap=True, markup=False)
 
 
 @adapters_app.command("check")
@@ -117,9 +119,9 @@ def check_adapters(model: ModelOption = None, adapters: AdaptersOption = None) -
     with _failures_told():
         store = _store(model, adapters)
     for name in store.names():
-        console.print(f"[green]ok[/]      {name}")
+        console.print(f"[green]ok[/]      {escape(name)}")
     for error in store.broken.values():
-        console.print(f"[red]broken[/]  {error}", soft_wrap=True)
+        console.print(f"[red]broken[/]  {escape(str(error))}", soft_wrap=True)
     if store.broken:
         raise typer.Exit(1)
 
@@ -131,11 +133,13 @@ def _table_of(adapters: Iterable[AdapterInfo]) -> Table:
         table.add_column(head, no_wrap=head not in ("targets", "tasks"))
     for info in adapters:
         table.add_row(
-            info.name,
+            escape(info.name),
             " ".join(map(str, info.ranks)),
             " ".join(target.removesuffix("_proj") for target in info.targets),
-            " ".join(info.tasks) or "any",
-            f"{' '.join(info.head_tasks)}: {len(info.head_labels)}" if info.head_labels else "-",
+            escape(" ".join(info.tasks)) or "any",
+            escape(f"{' '.join(info.head_tasks)}: {len(info.head_labels)}")
+            if info.head_labels
+            else "-",
             info.digest[:12],
         )
     return table
@@ -145,12 +149,12 @@ def _store(model: Path | None, adapters: Path | None) -> AdapterStore:
     """All adapters of the repository with these overrides; importing torch takes a while."""
     from vlora.lora.store import AdapterStore, find_folders
     from vlora.model.decoder_config import load_config
-    from vlora.model.loader import load_lm_head
+    from vlora.model.loader import adapter_shape
 
     options = _check(model, adapters)
     logging.getLogger("vlora").addHandler(logging.NullHandler())  # told in the output instead
     config = load_config(options.model)
-    store = AdapterStore(config.adapter_shape(cache(lambda: load_lm_head(options.model, config))))
+    store = AdapterStore(adapter_shape(options.model, config), options.limits.max_adapter_bytes)
     names = load_adapter_names(default_repository() / "lmm" / "1" / "multi_lora.json")
     store.load(find_folders(options.adapters, names))
     return store
@@ -198,7 +202,7 @@ def _failures_told() -> Iterator[None]:
     try:
         yield
     except (ServerError, VLoraError) as error:
-        problems.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        problems.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
 
 

@@ -29,6 +29,7 @@ Threads = int | Literal["auto"]
 class Limits:
     """What one request may carry; an error that hits one gives the value and the limit.
 
+    max_adapter_bytes: of one adapter's weights, in float32.
     max_request_megapixels: of all its images and frames together, 3 bytes a pixel once decoded.
     max_batch_megapixels: of the requests that the encoder holds decoded beside the one that it
         decodes; a batch with more is encoded in parts. Its memory is bounded by the two together.
@@ -45,6 +46,7 @@ class Limits:
     max_images: int = 64
     max_json_bytes: int = 64 * 1024
     max_metadata_bytes: int = 1024 * 1024
+    max_adapter_bytes: int = 4 * 1024**3
 
 
 @dataclass(frozen=True)

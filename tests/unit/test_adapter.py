@@ -26,13 +26,22 @@ SHAPES = {
     "up_proj": (MIDDLE, HIDDEN),
     "down_proj": (HIDDEN, MIDDLE),
 }
+TARGETED = ["q_proj", "up_proj"]
 PREFIX = "base_model.model.model.language_model.layers"
 
 
 @pytest.fixture
 def model() -> ModelShape:
     lm_head = torch.randn(VOCABULARY, HIDDEN)
-    return ModelShape(LAYERS, HIDDEN, VOCABULARY, SHAPES, lambda: lm_head)
+    return ModelShape(
+        layers=LAYERS,
+        hidden=HIDDEN,
+        vocabulary=VOCABULARY,
+        shapes=SHAPES,
+        prefix="model.language_model.",
+        lm_head=lambda: lm_head,
+        other_modules=lambda: ["vision_tower.encoder.layers.0.mlp.fc1"],
+    )
 
 
 @pytest.fixture
@@ -48,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "adapter"
     path.mkdir()
     save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": TARGETED}
     (path / "adapter_config.json").write_text(json.dumps(config))
     return path
 
@@ -129,6 +138,41 @@ def test_the_digest_is_the_contents_not_the_names(folder: Path, model: ModelShap
         ({"something_new": {"x": 1}}, "something_new"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"r": 0}, "r = 0"),
+        ({"r": 4.0}, "r = 4.0"),
+        ({"r": True}, "r = True"),
+        ({"lora_alpha": float("inf")}, "lora_alpha = inf"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
+        ({"lora_alpha": 10**400}, "lora_alpha = 1000"),
+        ({"use_rslora": "no"}, "use_rslora = 'no'"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern['q_proj'] = None"),
+        ({"alpha_pattern": {"q_proj": [8]}}, "alpha_pattern['q_proj'] = [8]"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern['q_proj'] = '8'"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern['q_proj'] = 1000"),
+        ({"alpha_pattern": {"(": 8}}, "is no regular expression"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern = ['q_proj']"),
+        ({"alpha_pattern": {f"a{i}": 8 for i in range(2001)}}, "2001 patterns"),
+        ({"alpha_pattern": {"(" * 20_000: 8}}, "more than 16384 characters"),
+        ({"alpha_pattern": {f"{'a' * 16000}({i})": 8 for i in range(9)}}, "65536 all together"),
+        ({"alpha_pattern": {"(" * 3000 + ")" * 3000: 8}}, "is no regular expression"),
+        ({"alpha_pattern": {"(?:(?:(?:x{1,99}){1,99}){1,99})": 8}}, "repeats more than 1000 times"),
+        ({"alpha_pattern": {"x{99999999999}": 8}}, "repeats more than 1000 times"),
+        ({"alpha_pattern": {r"(?:q_proj){e<=9}": 8}}, "no repetition"),
+        ({"rank_pattern": {"q_proj": 4.5}}, "rank_pattern['q_proj'] = 4.5"),
+        ({"rank_pattern": {"q_proj": 10**400}}, "with rank 1000"),
+        ({"target_modules": None}, "target_modules = None"),
+        ({"target_modules": []}, "target_modules = []"),
+        ({"target_modules": [["q_proj"]]}, "target_modules = [['q_proj']]"),
+        ({"target_modules": 5}, "target_modules = 5"),
+        ({"target_modules": [*TARGETED, "wq"]}, "'wq' in target_modules"),
+        ({"target_modules": [*TARGETED, "layers.7.mlp.up_proj"]}, "'layers.7.mlp.up_proj'"),
+        ({"target_modules": [*TARGETED, "roj"]}, "'roj' in target_modules"),
+        ({"target_modules": "("}, "'(', which is no regular expression"),
+        ({"target_modules": "all-linear", "layers_to_transform": [0]}, "beside a 'target_modules'"),
+        ({"layers_pattern": "layers"}, "without 'layers_to_transform'"),
+        ({"layers_to_transform": "0"}, "layers_to_transform = '0'"),
+        ({"layers_to_transform": [0, None]}, "layers_to_transform = [0, None]"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "("}, "is no regular expression"),
+        ({"exclude_modules": {"a": 1}}, "exclude_modules = {'a': 1}"),
         ({"lora_alpha": "8"}, "lora_alpha = '8'"),
         ({"r": 8}, "with rank 8"),
         ({"rank_pattern": {"q_proj": 2}}, "with rank 2"),
@@ -151,6 +195,11 @@ def set_inf(tensors: dict[str, torch.Tensor]) -> None:
     tensors[key(0, "B")][1, 2] = torch.inf
 
 
+def fill(dtype: torch.dtype, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    full = torch.full((12, RANK), value, dtype=torch.float64).to(dtype)
+    return lambda tensors: tensors.update({key(0, "B"): full})
+
+
 def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
     return lambda tensors: tensors.update({name: torch.randn(shape)})
 
@@ -158,12 +207,16 @@ def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (set_nan, "NaN or Inf in lora_A"),
-        (set_inf, "NaN or Inf in lora_B"),
+        (set_nan, f"NaN or Inf in '{key(0, 'A')}'"),
+        (set_inf, f"NaN or Inf in '{key(0, 'B')}'"),
+        (fill(torch.float64, 1e39), f"NaN or Inf in '{key(0, 'B')}'"),
+        (fill(torch.float32, 3e38), f"'{key(0, 'B')}', which overflows torch.float32 once scaled"),
+        (fill(torch.bfloat16, 3e38), f"'{key(0, 'B')}', which overflows torch.float32"),
+        (fill(torch.float8_e4m3fn, 1), f"'{key(0, 'B')}' as F8_E4M3"),
         (lambda t: t.pop(key(0, "A")), "no lora_A"),
         (lambda t: t.pop(key(1, "B")), "no lora_B"),
         (lambda t: t.update({key(0, "A"): torch.randn(RANK, 13)}), "(4, 13)"),
-        (lambda t: t.update({key(0, "B"): torch.zeros(12, RANK, dtype=torch.int8)}), "int8"),
+        (lambda t: t.update({key(0, "B"): torch.zeros(12, RANK, dtype=torch.int8)}), "I8"),
         (add(key(7, "A"), RANK, HIDDEN), "does not have"),
         (add(f"{PREFIX}.0.self_attn.q_proj.lora_magnitude_vector", 12), "DoRA"),
         (add("base_model.model.model.embed_tokens.lora_embedding_A", 4, 30), "embeddings"),

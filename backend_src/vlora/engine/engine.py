@@ -20,7 +20,7 @@ from vlora.memory.pool import PagePool
 from vlora.metrics import EngineStats
 from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.inputs import PromptReader
-from vlora.model.loader import load_weights
+from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.runner import Runner, StepResult
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import Vocabulary
@@ -48,7 +48,10 @@ class Engine:
         self.config = load_config(options.model)
         weights = load_weights(options.model, self.config, dtype_of(options.dtype, options.model))
         self.slab = weights.slab
-        self.adapters = AdapterStore(self.config.adapter_shape(lambda: weights.lm_head))
+        self.adapters = AdapterStore(
+            adapter_shape(options.model, self.config, weights.lm_head),
+            options.limits.max_adapter_bytes,
+        )
         self.adapters.load(find_folders(options.adapters, adapter_names or {}))
         pages = options.kv_cache_tokens // options.block_size
         self.pool = PagePool(pages)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from typing import Any
 
 from vlora.atmm.types import Head as Linear
-from vlora.errors import InvalidArgument
+from vlora.lora.peft_config import Refusal, is_names
+from vlora.lora.weights_file import WeightsFile
 
 
 @dataclass(frozen=True)
@@ -27,48 +24,30 @@ class Head:
     tasks: tuple[str, ...]
 
 
-class Refuse(Protocol):
-    def of(self, file: str) -> Refuse: ...
-    def __call__(self, reason: str) -> InvalidArgument: ...
-
-
-def load_head(folder: Path, declared: Any, hidden: int, refuse: Refuse) -> Head | None:
+def load_head(folder: Path, declared: Any, hidden: int, refuse: Refusal) -> Head | None:
     """The head that `vlora.json` declares and `head.safetensors` holds; None where neither does."""
     path = folder / "head.safetensors"
     if declared is None and not path.exists():
         return None
     labels, tasks = _declaration(declared, refuse.of("vlora.json"))
     refuse = refuse.of(path.name)
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError:
-        raise refuse("is missing, though vlora.json declares a head") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise refuse(f"cannot be read: {error}") from error
+    file = WeightsFile(path, refuse)
     expected = {"weight": (len(labels), hidden), "bias": (len(labels),)}
-    if set(tensors) != set(expected):
-        raise refuse(f"must hold 'weight' and 'bias', not {sorted(tensors)}")
+    if set(file.shapes) != set(expected):
+        raise refuse(f"must hold 'weight' and 'bias', not {sorted(file.shapes)}")
     for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise refuse(f"has '{name}' {tuple(tensors[name].shape)}; it must be {shape}")
-        if not bool(torch.isfinite(tensors[name]).all()):
-            raise refuse(f"has NaN or Inf in '{name}'")
-    linear = Linear(tensors["weight"].float(), tensors["bias"].float())
-    return Head(linear, labels, tasks)
+        if file.shapes[name] != shape:
+            raise refuse(f"has '{name}' {file.shapes[name]}; it must be {shape}")
+    return Head(Linear(file.read("weight"), file.read("bias")), labels, tasks)
 
 
-def _declaration(declared: Any, refuse: Refuse) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _declaration(declared: Any, refuse: Refusal) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(labels, tasks) of vlora.json's "head"."""
     if declared is None:
         raise refuse("declares no 'head', though head.safetensors exists")
     if not isinstance(declared, dict) or set(declared) != {"labels", "tasks"}:
         raise refuse('must give \'head\' as {"labels": [...], "tasks": [...]}')
     for key, value in declared.items():
-        if (
-            not isinstance(value, list)
-            or not value
-            or not all(isinstance(item, str) and item for item in value)
-            or len(set(value)) != len(value)
-        ):
+        if not value or not is_names(value) or len(set(value)) != len(value):
             raise refuse(f"must give head.{key} as a list of different names")
     return tuple(declared["labels"]), tuple(declared["tasks"])

@@ -21,6 +21,9 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 )
 """Targets that share their input, in slab order."""
 
+ATTENTION: tuple[str, ...] = (*GROUPS[0], *GROUPS[1])
+"""Targets in a layer's `self_attn`; the others are in its `mlp`."""
+
 TARGETS: tuple[str, ...] = tuple(target for group in GROUPS for target in group)
 
 

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.errors import InvalidArgument, NotFound, nearest
-from vlora.lora.adapter import Adapter, AdapterInfo, ModelShape, Place, load_adapter
+from vlora.lora.adapter import (
+    MAX_ADAPTER_BYTES,
+    Adapter,
+    AdapterInfo,
+    ModelShape,
+    Place,
+    load_adapter,
+)
+from vlora.lora.peft_config import Refusal, as_text
 from vlora.lora.segments import BASE
 
 log = logging.getLogger(__name__)
@@ -23,8 +31,10 @@ MAX_NAMES_IN_ERROR = 20
 class AdapterStore:
     """Owns the packed weights; a slot is an adapter's index in every group."""
 
-    def __init__(self, model: ModelShape) -> None:
+    def __init__(self, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES) -> None:
+        """max_bytes: what one adapter's weights may need in fp32."""
         self._model = model
+        self._max_bytes = max_bytes
         self._adapters: list[Adapter] = []
         self._slots: dict[str, int] = {}
         self._broken: dict[str, InvalidArgument] = {}
@@ -33,13 +43,20 @@ class AdapterStore:
         """Vision task heads by slot."""
 
     def load(self, folders: Mapping[str, Path]) -> None:
-        """Load each named folder, in order of name."""
+        """Load each named folder, in order of name. Whatever fails while one is loaded is that
+        adapter's error alone."""
         for name, folder in sorted(folders.items()):
             try:
-                self._add(load_adapter(name, folder, self._model))
+                self._add(load_adapter(name, folder, self._model, self._max_bytes))
             except InvalidArgument as error:
-                log.warning("%s", error)
-                self._broken[name] = error
+                self._refuse(name, error)
+            except Exception as error:
+                log.exception("while an adapter was loaded")
+                self._refuse(name, Refusal(name, str(folder))(f"does not load: {error!r}"))
+
+    def _refuse(self, name: str, error: InvalidArgument) -> None:
+        log.warning("%s", error)
+        self._broken[as_text(name)] = error
 
     def _add(self, adapter: Adapter) -> None:
         self._slots[adapter.info.name] = len(self._adapters)
@@ -106,14 +123,34 @@ def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]
     if root is not None:
         if not root.is_dir():
             raise InvalidArgument(f"the adapter root {root} is not a folder")
+        try:
+            entries = sorted(root.iterdir())
+        except OSError as error:
+            raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
         folders = {
             entry.name: entry
-            for entry in sorted(root.iterdir())
-            if entry.is_dir() and not entry.name.startswith(".")
+            for entry in entries
+            if _may_be_adapter(entry) and not entry.name.startswith(".")
         }
     for name, folder in names.items():
         path = Path(folder) if root is None else root / folder
-        if name in folders and folders[name].resolve() != path.resolve():
-            log.warning("adapter '%s' is %s by the file, not %s", name, path, folders[name])
+        if name in folders and not _same(folders[name], path):
+            told = map(as_text, (name, str(path), str(folders[name])))
+            log.warning("adapter '%s' is %s by the file, not %s", *told)
         folders[name] = path
     return folders
+
+
+def _may_be_adapter(entry: Path) -> bool:
+    """A folder, or a link that leads nowhere: that is an adapter that does not load."""
+    try:
+        return entry.is_dir() or (entry.is_symlink() and not entry.exists())
+    except OSError:
+        return True
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):
+        return False

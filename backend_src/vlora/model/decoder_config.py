@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from vlora.config import AUTO
 from vlora.errors import InvalidArgument
-from vlora.lora.adapter import ModelShape
-from vlora.lora.slab import TARGETS
+from vlora.lora.slab import ATTENTION, TARGETS
 
 SERVED = ("llama", "qwen2", "mistral")
 """Text configurations whose layers are exactly what `model/decoder.py` computes."""
@@ -24,7 +22,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 EMBEDDING, FINAL_NORM, LM_HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def weight_of(layer: int, target: str) -> str:
@@ -44,7 +41,8 @@ def norm_of(layer: int, norm: str) -> str:
 class DecoderConfig:
     """Sizes of the decoder. `image_token` is None for a checkpoint without images.
 
-    biased: targets with a bias. tied: whether the LM head is the embedding matrix.
+    prefix: before `layers` in the names of transformers' model. biased: targets with a bias.
+    tied: whether the LM head is the embedding matrix.
     """
 
     layers: int
@@ -56,6 +54,7 @@ class DecoderConfig:
     vocabulary: int
     norm_eps: float
     context: int
+    prefix: str
     biased: tuple[str, ...]
     tied: bool
     image_token: int | None
@@ -91,10 +90,6 @@ class DecoderConfig:
                     shapes[bias_of(layer, target)] = shape[:1]
         return shapes
 
-    def adapter_shape(self, lm_head: Callable[[], torch.Tensor]) -> ModelShape:
-        """What adapters have to fit; `lm_head` is only called for one that holds a copy of it."""
-        return ModelShape(self.layers, self.hidden, self.vocabulary, self.target_shapes, lm_head)
-
 
 def dtype_of(asked: str, folder: Path) -> torch.dtype:
     """In which type the weights of a checkpoint are kept: `asked` as the options have it. `auto` is
@@ -126,6 +121,7 @@ def load_config(folder: Path) -> DecoderConfig:
         vocabulary=text.vocab_size,
         norm_eps=text.rms_norm_eps,
         context=text.max_position_embeddings,
+        prefix="model." if text is config else "model.language_model.",
         biased=_biased(text),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         image_token=getattr(config, "image_token_id", getattr(config, "image_token_index", None)),

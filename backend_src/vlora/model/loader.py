@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlora.errors import InvalidArgument
+from vlora.lora.adapter import ModelShape
 from vlora.lora.slab import TARGETS, WeightSlab
 from vlora.model.decoder_config import (
     EMBEDDING,
@@ -121,6 +123,28 @@ def check_files(folder: Path) -> None:
     """Raises InvalidArgument naming the first weights file that is missing, cut short or broken."""
     for file in _files(folder)[0]:
         _opened(file)
+
+
+def adapter_shape(
+    folder: Path, config: DecoderConfig, lm_head: torch.Tensor | None = None
+) -> ModelShape:
+    """What adapters of this checkpoint have to fit. Without `lm_head`, no weight is read but for
+    an adapter that needs it."""
+    return ModelShape(
+        layers=config.layers,
+        hidden=config.hidden,
+        vocabulary=config.vocabulary,
+        shapes=config.target_shapes,
+        prefix=config.prefix,
+        lm_head=cache(lambda: load_lm_head(folder, config) if lm_head is None else lm_head),
+        other_modules=cache(lambda: _modules(folder)),
+    )
+
+
+def _modules(folder: Path) -> frozenset[str]:
+    """Paths of all modules with weights, as the folder's files name them."""
+    keys = (key for file in _files(folder)[0] for key in _opened(file).keys())  # noqa: SIM118
+    return frozenset(key.rpartition(".")[0] for key in keys)
 
 
 def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:

@@ -1,0 +1,384 @@
+"""A zoo of broken adapters: none stops the server or harms another, each is named with its file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from vlora import cli
+from vlora.errors import InvalidArgument
+from vlora.lora import patterns
+from vlora.lora.adapter import ModelShape
+from vlora.lora.peft_config import USED
+from vlora.lora.store import AdapterStore, find_folders
+from vlora.model.decoder_config import load_config
+from vlora.model.loader import adapter_shape
+
+Change = Callable[[Path], object]
+CONFIG, WEIGHTS, EXTRA, HEAD = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "vlora.json",
+    "head.safetensors",
+)
+HEALTHY = ("a-healthy", "z-healthy")
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    return config
+
+
+def config(**changes: Any) -> Change:
+    return lambda folder: (folder / CONFIG).write_text(json.dumps(config_of(folder) | changes))
+
+
+def written(file: str, content: bytes) -> Change:
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def replaced(file: str, by: Callable[[Path], object]) -> Change:
+    """The file is gone, and something else has its name."""
+
+    def change(folder: Path) -> None:
+        (folder / file).unlink(missing_ok=True)
+        by(folder / file)
+
+    return change
+
+
+def weights(edit: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        edit(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return change
+
+
+def stored_as(dtype: torch.dtype) -> Change:
+    return weights(lambda tensors: tensors.update({k: x.to(dtype) for k, x in tensors.items()}))
+
+
+def first(tensors: dict[str, torch.Tensor]) -> str:
+    return min(tensors)
+
+
+def cut(file: str, kept: int) -> Change:
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:kept])
+
+
+def declares(dtype: str, *shape: int, size: int | None = None) -> Change:
+    """A sparse weights file of one tensor that the header declares; it takes no disk."""
+
+    def change(folder: Path) -> None:
+        key = min(load_file(folder / WEIGHTS))
+        width = {"F32": 4, "F16": 2, "F8_E4M3": 1, "I64": 8}[dtype]
+        end = math.prod(shape) * width if size is None else size
+        header = json.dumps({key: {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}})
+        with (folder / WEIGHTS).open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header.encode())
+            file.truncate(8 + len(header) + end)
+
+    return change
+
+
+def renamed(old: str, new: str) -> Change:
+    """Keys of the file, by a regular expression."""
+    return weights(
+        lambda tensors: [
+            tensors.update({re.sub(old, new, key): tensors.pop(key)}) for key in sorted(tensors)
+        ]
+    )
+
+
+def head(labels: Any, tasks: Any = ("classify",), **tensors: torch.Tensor) -> Change:
+    def change(folder: Path) -> None:
+        declared = {"head": {"labels": labels, "tasks": tasks}}
+        (folder / EXTRA).write_text(json.dumps(declared))
+        save_file(tensors, folder / HEAD)
+
+    return change
+
+
+TWO = {"weight": torch.ones(2, 192), "bias": torch.ones(2)}
+
+ZOO: dict[str, tuple[str, Change]] = {
+    # config: what is no JSON object
+    "config-empty": (CONFIG, written(CONFIG, b"")),
+    "config-null": (CONFIG, written(CONFIG, b"null")),
+    "config-list": (CONFIG, written(CONFIG, b"[]")),
+    "config-deep-lists": (CONFIG, written(CONFIG, b"[" * 100_000)),
+    "config-deep-objects": (CONFIG, written(CONFIG, b'{"a":' * 100_000)),
+    "config-noise": (CONFIG, written(CONFIG, bytes(range(256)) * 4)),
+    "config-half-utf16": (CONFIG, written(CONFIG, b"\xff\xfe{")),
+    "config-huge": (CONFIG, written(CONFIG, b" " * (1 << 21) + b"{}")),
+    "config-number": (CONFIG, written(CONFIG, b'{"r": ' + b"9" * 5000 + b"}")),
+    "config-cut": (CONFIG, cut(CONFIG, 200)),
+    "config-gone": (CONFIG, lambda folder: (folder / CONFIG).unlink()),
+    # files that are none
+    "config-folder": (CONFIG, replaced(CONFIG, lambda path: path.mkdir())),
+    "config-pipe": (CONFIG, replaced(CONFIG, os.mkfifo)),
+    "config-device": (CONFIG, replaced(CONFIG, lambda path: path.symlink_to("/dev/zero"))),
+    "config-loop": (CONFIG, replaced(CONFIG, lambda path: path.symlink_to(path))),
+    "weights-folder": (WEIGHTS, replaced(WEIGHTS, lambda path: path.mkdir())),
+    "weights-pipe": (WEIGHTS, replaced(WEIGHTS, os.mkfifo)),
+    "weights-device": (WEIGHTS, replaced(WEIGHTS, lambda path: path.symlink_to("/dev/zero"))),
+    "weights-loop": (WEIGHTS, replaced(WEIGHTS, lambda path: path.symlink_to(path))),
+    "weights-nowhere": (WEIGHTS, replaced(WEIGHTS, lambda path: path.symlink_to("nowhere"))),
+    "weights-gone": (WEIGHTS, lambda folder: (folder / WEIGHTS).unlink()),
+    "extra-folder": (EXTRA, replaced(EXTRA, lambda path: path.mkdir())),
+    "extra-pipe": (EXTRA, replaced(EXTRA, os.mkfifo)),
+    "extra-loop": (EXTRA, replaced(EXTRA, lambda path: path.symlink_to(path))),
+    "link-loop": (CONFIG, lambda folder: (shutil.rmtree(folder), folder.symlink_to(folder))),
+    "link-nowhere": (CONFIG, lambda folder: (shutil.rmtree(folder), folder.symlink_to("none"))),
+    # patterns
+    "alpha-null": (CONFIG, config(alpha_pattern={"q_proj": None})),
+    "alpha-list": (CONFIG, config(alpha_pattern={"q_proj": [1]})),
+    "alpha-text": (CONFIG, config(alpha_pattern={"q_proj": "1"})),
+    "alpha-beyond-floats": (CONFIG, config(alpha_pattern={"q_proj": 10**400})),
+    "alpha-no-pattern": (CONFIG, config(alpha_pattern={"(": 1})),
+    "alpha-no-number": (CONFIG, config(lora_alpha=math.nan)),
+    "alpha-endless": (CONFIG, config(lora_alpha=math.inf)),
+    "pattern-catastrophe": (CONFIG, config(target_modules=r"(.|..)*\.")),
+    "pattern-ahead": (CONFIG, config(alpha_pattern={r"(?=(((.|..)+)+)\.$)": 1})),
+    "pattern-nested": (CONFIG, config(rank_pattern={"(" * 500 + "a" + "){1,9}" * 500: 1})),
+    "pattern-open-end": (CONFIG, config(exclude_modules=".*")),
+    "names-surrogate": (CONFIG, config(target_modules=["q_proj", "\ud800"])),
+    "names-nested": (CONFIG, config(target_modules=[["q_proj"]])),
+    "names-unknown": (CONFIG, config(target_modules=["q_proj", "v_proj", "attn.wq"])),
+    "names-many": (CONFIG, config(target_modules=[f"m{i}" for i in range(50_000)])),
+    "key-surrogate": (CONFIG, config(**{"\ud800": 1})),
+    "key-long": (CONFIG, config(**{"k" * 100_000: 1})),
+    # weights
+    "weights-empty": (WEIGHTS, written(WEIGHTS, b"")),
+    "weights-noise": (WEIGHTS, written(WEIGHTS, bytes(range(256)) * 99)),
+    "weights-cut-header": (WEIGHTS, cut(WEIGHTS, 77)),
+    "weights-cut": (WEIGHTS, cut(WEIGHTS, -1)),
+    "weights-header-size": (WEIGHTS, written(WEIGHTS, struct.pack("<Q", 1 << 62) + b"{}")),
+    "weights-deep-header": (WEIGHTS, written(WEIGHTS, struct.pack("<Q", 50_000) + b"[" * 50_000)),
+    "weights-terabyte": (WEIGHTS, declares("F32", 1 << 30, 256)),
+    "weights-beyond-file": (WEIGHTS, declares("F32", 1 << 30, 256, size=64)),
+    "weights-beyond-all": (WEIGHTS, declares("F32", 1 << 62, 1 << 62, size=64)),
+    "weights-f8": (
+        WEIGHTS,
+        weights(lambda t: t.update({k: t[k].to(torch.float8_e5m2) for k in t})),
+    ),
+    "weights-whole": (WEIGHTS, weights(lambda t: t.update({k: t[k].long() for k in t}))),
+    "weights-complex": (
+        WEIGHTS,
+        weights(lambda t: t.update({k: t[k].to(torch.cfloat) for k in t})),
+    ),
+    "weights-nan": (WEIGHTS, weights(lambda t: t[first(t)].fill_(math.nan))),
+    "weights-inf": (WEIGHTS, weights(lambda t: t[first(t)].fill_(-math.inf))),
+    "weights-overflow": (WEIGHTS, weights(lambda t: [x.fill_(3e38) for x in t.values()])),
+    "weights-none": (WEIGHTS, weights(lambda t: t.clear())),
+    "weights-one-half": (WEIGHTS, weights(lambda t: t.pop(first(t)))),
+    "weights-scalar": (WEIGHTS, weights(lambda t: t.update({first(t): torch.tensor(1.0)}))),
+    "weights-void": (WEIGHTS, weights(lambda t: t.update({first(t): torch.ones(0, 192)}))),
+    "weights-shape": (WEIGHTS, weights(lambda t: t.update({first(t): torch.ones(4, 191)}))),
+    "weights-more": (WEIGHTS, weights(lambda t: t.update({"more": torch.ones(1)}))),
+    "weights-twice": (
+        WEIGHTS,
+        weights(lambda t: t.update({k.replace("base_model.model.", ""): t[k] + 0 for k in t})),
+    ),
+    "weights-layer-99": (WEIGHTS, renamed(r"layers\.\d+\.", "layers.99.")),
+    "weights-layer-huge": (WEIGHTS, renamed(r"layers\.0\.", f"layers.{'9' * 6000}.")),
+    "weights-layer-00": (WEIGHTS, renamed(r"layers\.1\.", "layers.01.")),
+    "weights-left-over": (WEIGHTS, config(target_modules=["q_proj"])),
+    "rank-other": (WEIGHTS, config(r=3)),
+    "rank-beyond-floats": (WEIGHTS, config(r=10**400)),
+    "rank-huge": (WEIGHTS, lambda folder: (config(r=1 << 30)(folder), huge_rank(folder))),
+    # vlora.json and the head
+    "extra-empty": (EXTRA, written(EXTRA, b"")),
+    "extra-deep": (EXTRA, written(EXTRA, b"[" * 100_000)),
+    "extra-key": (EXTRA, written(EXTRA, b'{"\\ud800": 1}')),
+    "extra-tasks": (EXTRA, written(EXTRA, b'{"tasks": ["vqa", null]}')),
+    "extra-tasks-surrogate": (EXTRA, written(EXTRA, b'{"tasks": ["\\udfff"]}')),
+    "extra-accuracy": (EXTRA, written(EXTRA, b'{"accuracy": {"vqa": NaN}}')),
+    "head-undeclared": (EXTRA, lambda folder: save_file(TWO, folder / HEAD)),
+    "head-gone": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), (f / HEAD).unlink())),
+    "head-pipe": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), replaced(HEAD, os.mkfifo)(f))),
+    "head-labels": (EXTRA, head(["a", {"b": 1}], **TWO)),
+    "head-labels-surrogate": (EXTRA, head(["a", "\udc00"], **TWO)),
+    "head-classes": (HEAD, head(["a", "b", "c"], **TWO)),
+    "head-nan": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.tensor([0, math.nan])}))),
+    "head-f8": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.ones(2).to(torch.float8_e5m2)}))),
+    "head-noise": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), written(HEAD, b"\0" * 99)(f))),
+    # names
+    "[red]markup[bold]": (CONFIG, written(CONFIG, b"")),
+    "line\nbreak": (CONFIG, written(CONFIG, b"")),
+    "n" * 255: (CONFIG, written(CONFIG, b"")),
+    "bad-\udcff\udcfe": ("no UTF-8", lambda folder: None),
+}
+
+
+def huge_rank(folder: Path) -> None:
+    """A and B of one module that agree with the config's rank of 2^30: 4 TB, none on disk."""
+    keys = sorted(load_file(folder / WEIGHTS))[:2]
+    shapes, header, at = ((1 << 30, 192), (192, 1 << 30)), {}, 0
+    for key, shape in zip(keys, shapes, strict=True):
+        size = 4 * math.prod(shape)
+        header[key] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    encoded = json.dumps(header).encode()
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + at)
+
+
+@pytest.fixture(scope="module")
+def shape(checkpoint: Path) -> ModelShape:
+    return adapter_shape(checkpoint, load_config(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def zoo(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("zoo")
+    for name in (*HEALTHY, *ZOO):
+        shutil.copytree(adapters_dir / "attention-r4", root / name)
+    for name, (_, change) in ZOO.items():
+        change(root / name)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 0.2)
+
+
+@pytest.fixture(scope="module")
+def loaded(zoo: Path, shape: ModelShape) -> Iterator[AdapterStore]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patterns, "SECONDS", 0.2)
+        store = AdapterStore(shape)
+        store.load(find_folders(zoo, {}))
+        yield store
+
+
+def test_the_healthy_are_served_beside_the_broken(loaded: AdapterStore) -> None:
+    assert loaded.names() == HEALTHY
+    pairs = loaded.group([(0, "q_proj")]).pairs[0]
+    assert len(pairs) == len(HEALTHY)
+    assert pairs[0] is not None
+    assert pairs[1] is not None
+    assert torch.equal(pairs[0].b, pairs[1].b)
+
+
+@pytest.mark.parametrize("name", ZOO, ids=lambda name: ascii(name)[:30])
+def test_each_broken_one_is_named_with_its_file(loaded: AdapterStore, name: str) -> None:
+    file, _ = ZOO[name]
+    known = name.encode(errors="backslashreplace").decode()
+    with pytest.raises(InvalidArgument) as caught:
+        loaded.slot(known)
+    message = str(caught.value)
+    assert message.startswith(f"adapter '{known}': ")
+    assert file in message
+    assert "does not load" not in message, "a reason, not whatever was raised"
+    assert len(message.encode()) < 2000
+
+
+def test_the_limit_of_an_adapters_size_is_a_key(zoo: Path, shape: ModelShape) -> None:
+    store = AdapterStore(shape, max_bytes=1000)
+    store.load({"x": zoo / "a-healthy"})
+    with pytest.raises(InvalidArgument, match=r"'max_adapter_bytes' allows 1000"):
+        store.slot("x")
+
+
+VALUES = (None, True, 0, -1, 7, 1.5, math.nan, math.inf, 10**400, "", "x", "(", "\ud800", [], [1])
+MORE_VALUES = ([None], ["q_proj"], ["\ud800"], {}, {"q_proj": None}, {"x": {}}, [[[[]]]], {"(": 1})
+
+
+def test_any_value_of_any_key_loads_or_is_refused(
+    adapters_dir: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    healthy = adapters_dir / "attention-r4"
+    shutil.copytree(healthy, tmp_path / "x")
+    for key in (*USED, "use_dora", "something_new"):
+        for value in VALUES + MORE_VALUES:
+            given = config_of(healthy) | {key: value}
+            (tmp_path / "x" / CONFIG).write_text(json.dumps(given))
+            store = AdapterStore(shape)
+            store.load({"x": tmp_path / "x"})
+            assert not store.broken or "does not load" not in str(store.broken["x"]), (key, value)
+
+
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
+def test_flipped_bits_load_or_are_refused(
+    adapters_dir: Path, shape: ModelShape, tmp_path: Path, file: str
+) -> None:
+    healthy = adapters_dir / "attention-r4"
+    shutil.copytree(healthy, tmp_path / "x")
+    content = (healthy / file).read_bytes()
+    rng = random.Random(0)
+    for _ in range(150):
+        flipped = bytearray(content)
+        for _ in range(rng.choice((1, 1, 1, 5, 50))):
+            at = rng.randrange(min(len(content), 4000))
+            flipped[at] ^= 1 << rng.randrange(8)
+        (tmp_path / "x" / file).write_bytes(flipped)
+        store = AdapterStore(shape)
+        store.load({"x": tmp_path / "x"})
+        assert not store.broken or "does not load" not in str(store.broken["x"])
+
+
+def test_what_nobody_thought_of_is_that_adapters_error_too(
+    zoo: Path, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its name and folder are told."""
+    from vlora.lora import store as module
+
+    load = module.load_adapter
+
+    def fails(name: str, *more: Any) -> Any:
+        if name == "bad":
+            raise MemoryError("\ud800")
+        return load(name, *more)
+
+    monkeypatch.setattr(module, "load_adapter", fails)
+    store = AdapterStore(shape)
+    store.load({"bad": zoo / "a-healthy", "good": zoo / "a-healthy"})
+    assert store.names() == ("good",)
+    with pytest.raises(
+        InvalidArgument, match=r"adapter 'bad': .*a-healthy does not load"
+    ) as caught:
+        store.slot("bad")
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize(("command", "status"), [("check", 1), ("list", 0)])
+def test_the_commands_tell_of_the_zoo_without_a_traceback(
+    zoo: Path, checkpoint: Path, command: str, status: int
+) -> None:
+    told = CliRunner().invoke(
+        cli.app, ["adapters", command, "--model", str(checkpoint), "--adapters", str(zoo)]
+    )
+    assert told.exit_code == status, told.output
+    assert told.exception is None or isinstance(told.exception, SystemExit)
+    assert "Traceback" not in told.output
+    for name in (*HEALTHY, "config-deep-lists", "[red]markup[bold]", "weights-f8"):
+        assert name in told.output
+    assert ("does not load" in told.output) == (command == "list")
+
+
+def test_a_root_that_is_no_folder_is_a_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = CliRunner().invoke(
+        cli.app,
+        ["adapters", "list", "--model", str(checkpoint), "--adapters", str(tmp_path / "file")],
+    )
+    assert told.exit_code == 1
+    assert "Traceback" not in told.output
