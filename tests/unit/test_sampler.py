@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from vlora.model.sampler import TokenSampler, probabilities
+from vlora.model.sampler import TokenSampler, draw, probabilities
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import FloatArray
 from vlora.sampling import SamplingParams
@@ -39,6 +39,52 @@ def logits_of(seed: int, size: int = 300) -> FloatArray:
 
 
 seeds = st.integers(0, 2**31)
+
+
+def drawn_slowly(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
+    """By the whole distribution, sorted and summed up."""
+    mass = np.cumsum(distribution := probabilities(scores, params))
+    token = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
+    return min(token, int(np.flatnonzero(distribution)[-1]))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    seed=seeds,
+    spread=st.sampled_from([0.01, 1.0, 3.0, 30.0, 300.0]),
+    ties=st.booleans(),
+    masked=st.integers(0, 299),
+    top_k=st.sampled_from([0, 1, 2, 7, 50, 299, 300, 400]),
+    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.95, 0.999999, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-6, 0.05, 1.0]),
+    temperature=st.sampled_from([0.01, 0.7, 1.0, 50.0]),
+    uniform=st.sampled_from([0.0, 0.3, 0.9999, 1 - 2**-53]),
+)
+def test_a_draw_is_to_the_bit_that_of_the_whole_sorted_distribution(
+    seed: int,
+    spread: float,
+    ties: bool,
+    masked: int,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    temperature: float,
+    uniform: float,
+) -> None:
+    scores = logits_of(seed) * np.float32(spread)
+    if ties:
+        scores = np.round(scores)
+    scores[np.random.default_rng(seed).permutation(scores.size)[:masked]] = -np.inf
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert draw(scores, params, uniform) == drawn_slowly(scores, params, uniform)
+
+
+def test_a_draw_over_a_large_vocabulary_is_that_of_the_whole_distribution() -> None:
+    for seed in range(4):
+        scores = logits_of(seed, size=152_064)
+        params = SamplingParams(temperature=0.8, top_k=1000 * (seed % 2), top_p=0.95)
+        for uniform in (0.01, 0.5, 0.99):
+            assert draw(scores, params, uniform) == drawn_slowly(scores, params, uniform)
 
 
 @settings(deadline=None)

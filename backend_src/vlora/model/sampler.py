@@ -7,17 +7,27 @@ change a draw.
 from __future__ import annotations
 
 import hashlib
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from vlora.model.choices import ChoiceMatcher
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import DoubleArray, FloatArray, TokenLogprob
 from vlora.sampling import SamplingParams
 
+IndexArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
 MASKED = np.float32(-np.inf)
+FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
+"""Weights (the largest is 1) from which tokens are tried, one after the other, to hold top-p: of
+152k words few hundred matter, and only these are sorted."""
+ROUNDING = 1e-9
+"""More than sums of so many weights in different orders can differ by."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +85,7 @@ class TokenSampler:
         if params.greedy:
             token = int(scores.argmax())
         else:
-            token = _inverse_cdf(
-                probabilities(scores, params), self._uniform(len(prompt) + len(output))
-            )
+            token = draw(scores, params, self._uniform(len(prompt) + len(output)))
         return Draw(token, self._logprobs(logits, token))
 
     def _uniform(self, position: int) -> float:
@@ -90,7 +98,7 @@ class TokenSampler:
             return None
         wide = logits.astype(np.float64)
         logprobs = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
-        best = np.argsort(-logprobs, kind="stable")[: self._params.logprobs].tolist()
+        best = _largest(logprobs, self._params.logprobs).tolist()
         return tuple(
             TokenLogprob(
                 token_id=index,
@@ -125,12 +133,29 @@ def _penalised(
     return scores
 
 
+def _largest(values: DoubleArray, count: int) -> IndexArray:
+    """Indices of the `count` largest values, best first, the lower index where they are equal."""
+    likely = np.arange(values.size)
+    if 0 < count < values.size:
+        likely = _first(values, count, np.partition(values, -count)[-count])
+    return likely[np.argsort(-values[likely], kind="stable")][:count]
+
+
+def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
+    """[V] fp32 scores → [V] float64 weights, the largest 1."""
+    wide = torch.from_numpy(scores).double().div_(temperature)
+    weights: DoubleArray = wide.sub_(wide.max()).exp_().numpy()
+    return weights
+
+
 def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
-    """[V] fp32 scores → [V] float64 distribution after temperature, min-p, top-k and top-p."""
-    wide = scores.astype(np.float64) / params.temperature
-    weights = np.exp(wide - wide.max())
+    """[V] fp32 scores → [V] float64 distribution after temperature, min-p, top-k and top-p.
+
+    The slow twin of `draw`: it sorts the whole vocabulary.
+    """
+    weights = weights_of(scores, params.temperature)
     if params.min_p > 0.0:
-        weights[weights < params.min_p * weights.max()] = 0.0
+        weights[weights < params.min_p] = 0.0
     if 0 < params.top_k < weights.size:
         smallest = np.partition(weights, -params.top_k)[-params.top_k]
         weights[weights < smallest] = 0.0
@@ -142,7 +167,51 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     return np.asarray(weights / weights.sum())
 
 
-def _inverse_cdf(distribution: DoubleArray, uniform: float) -> int:
-    mass = np.cumsum(distribution)
-    token = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
-    return min(token, int(np.flatnonzero(distribution)[-1]))
+def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
+    """The token at `uniform` in [0, 1) of `probabilities(scores, params)`, to the bit, without
+    sorting more of the vocabulary than the answer can depend on."""
+    weights = weights_of(scores, params.temperature)
+    kept = np.flatnonzero(weights >= max(params.min_p, sys.float_info.min))
+    total = _only(weights, kept).sum()
+    if 0 < params.top_k < kept.size:
+        values = weights[kept]
+        kept = kept[values >= np.partition(values, -params.top_k)[-params.top_k]]
+        total = _only(weights, kept).sum()
+    if params.top_p < 1.0:
+        kept = _nucleus(weights, kept, total, params.top_p)
+        total = _only(weights, kept).sum()
+    mass = np.cumsum(weights[kept] / total)
+    at = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
+    return int(kept[min(at, kept.size - 1)])
+
+
+def _nucleus(weights: DoubleArray, kept: IndexArray, total: np.float64, top_p: float) -> IndexArray:
+    """Of the tokens `kept` (ascending) the smallest set that holds `top_p` of their `total`."""
+    values = weights[kept]
+    likely = values
+    for floor in FLOORS:
+        above = values[values >= floor]
+        if above.sum() > top_p * total * (1 + ROUNDING):
+            likely = above
+            break
+    # Only the order of values matters to the sums; of equal ones the first stay.
+    largest = np.sort(likely)[::-1]
+    short = int(np.searchsorted(np.cumsum(largest) / total, top_p, side="left"))
+    return kept if short >= largest.size else kept[_first(values, short + 1, largest[short])]
+
+
+def _first(values: DoubleArray, count: int, smallest: np.float64) -> IndexArray:
+    """Ascending indices of the `count` largest values, of which `smallest` is the least; of equal
+    ones the lower indices."""
+    above = np.flatnonzero(values > smallest)
+    equal = np.flatnonzero(values == smallest)
+    return np.sort(np.concatenate((above, equal[: count - above.size])))
+
+
+def _only(weights: DoubleArray, kept: IndexArray) -> DoubleArray:
+    """The weights with zeros for all but `kept`: sums depend on where the zeros are."""
+    if kept.size == weights.size:
+        return weights
+    found = np.zeros_like(weights)
+    found[kept] = weights[kept]
+    return found
