@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -229,6 +230,17 @@ def test_nothing_else_is_cleared(tmp_path: Path) -> None:
     finally:
         bystander.kill()
         foreign.unlink()
+
+
+def test_runs_that_begin_and_end_at_the_same_time_do_not_clear_each_other(tmp_path: Path) -> None:
+    def run(_: int) -> None:
+        with run_folder(tmp_path) as folder:
+            (folder / "file").touch()
+            assert (folder / "lock").exists()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(40)))
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_a_folder_of_runs_that_others_can_write_to_is_refused(tmp_path: Path) -> None:

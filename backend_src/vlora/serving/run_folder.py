@@ -65,7 +65,8 @@ def run_folder(root: Path | None = None) -> Iterator[Path]:
     """
     root = root or Path(tempfile.gettempdir()) / f"vlora-{os.getuid()}"
     _make_private(root)
-    with _locked(root / "lock"):  # so that nobody clears a folder that is not locked yet
+    # Under the lock of all runs, so that nobody clears a folder not locked yet, or half gone.
+    with _locked(root / "lock"):
         _clear_dead(root)
         folder = root / secrets.token_hex(8)
         folder.mkdir()
@@ -75,7 +76,8 @@ def run_folder(root: Path | None = None) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            with _locked(root / "lock"):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _clear_dead(root: Path) -> None:
