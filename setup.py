@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
@@ -62,7 +64,22 @@ class BuildKernels(build_ext):
         )
 
 
+class BuildWithData(build_py):
+    """Puts what lies beside the package in the source tree into the wheel, as `vlora/_data`."""
+
+    DATA = ("model_repository", "tools/demo/checkpoint", "tools/demo/adapters")
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for folder in self.DATA:
+            target = Path(self.build_lib) / "vlora" / "_data" / folder
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(ROOT / folder, target, ignore=shutil.ignore_patterns("__pycache__"))
+
+
 setup(
     ext_modules=[Extension("vlora._kernels", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildWithData},
 )

@@ -1,0 +1,62 @@
+"""Commands for who deploys: `vlora probe`, `vlora repository`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlora.errors import InvalidArgument
+
+
+def probe_command(
+    address: Annotated[str, typer.Argument(help="host:port of the server's gRPC.")] = (
+        "localhost:8001"
+    ),
+    deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds within which it has to answer.")
+    ] = 5.0,
+    alive: Annotated[
+        bool,
+        typer.Option(
+            "--alive", help="Status 0 also where it starts, drains or its queue is full."
+        ),
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing; only the status.")] = False,
+) -> None:
+    """Ask a server for one token through every model; tells a dead model from a live one.
+
+    Status 0: it answers. 3: it lives but takes no questions now (starting, draining, queue full).
+    1: nobody listens, a model's process is gone, or no answer came within the deadline.
+    """
+    from vlora.serving.probe import Health, probe
+
+    finding = probe(address, deadline)
+    if not quiet:
+        word = finding.health.name.lower()
+        typer.echo(f"{word} in {finding.seconds:.2f} s: {finding.reason}")
+    well = (Health.READY, Health.ALIVE) if alive else (Health.READY,)
+    raise typer.Exit(0 if finding.health in well else int(finding.health))
+
+
+def repository_command(
+    folder: Annotated[Path, typer.Argument(help="Where to write it: a new or an empty folder.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint for its model.json, as the server sees it.")
+    ] = None,
+    adapters: Annotated[
+        Path | None, typer.Option(help="Folder of adapters, as the server sees it.")
+    ] = None,
+) -> None:
+    """Write a model repository of your own, to mount and change."""
+    from vlora.serving.repository import write_repository
+
+    try:
+        written = write_repository(folder, model, adapters)
+    except (InvalidArgument, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{written}/lmm/1/model.json has the options; serve it with:")
+    typer.echo(f"  vlora serve --repository {written}")
+    typer.echo(f"  tritonserver --model-repository={written} --disable-auto-complete-config")

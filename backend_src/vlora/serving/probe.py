@@ -1,0 +1,103 @@
+"""Asks a running server for one tiny answer: the only way to tell a dead model from a live one.
+
+Triton goes on calling itself live and ready when a model's process has died. A question without
+an image through `video_analytics` passes all four processes (the encoder with zero rows), and its
+answer is one token. Light on purpose, since Kubernetes runs it every few seconds: no torch, no
+tritonclient helpers, and every call has a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+ENSEMBLE = "video_analytics"
+QUESTION = b"ready?"
+SAMPLING = b'{"max_tokens": 1}'
+
+WELL_BUT_BUSY = ("UNAVAILABLE: ", "stopped accepting")
+"""Parts of what a server says that is well but takes nothing more: ours (queue full, draining) and
+Triton's own while it drains. gRPC uses the same status for a connection that broke."""
+
+
+class Health(IntEnum):
+    """What `vlora probe` exits with."""
+
+    READY = 0
+    """It answers questions."""
+    DEAD = 1
+    """Nobody listens, a model's process is gone, or none answers within the deadline."""
+    ALIVE = 3
+    """It lives but takes no questions now: starting, draining, or its queue is full."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict, what it rests on, and the seconds it took."""
+
+    health: Health
+    reason: str
+    seconds: float
+
+
+def probe(
+    address: str, deadline: float = 5.0, clock: Callable[[], float] = time.monotonic
+) -> Finding:
+    """Looks at the gRPC server at `address` (host:port); never takes longer than `deadline`
+    seconds, raises nothing for a server's faults."""
+    started = clock()
+
+    def left() -> float:
+        return max(deadline - (clock() - started), 0.001)
+
+    def finding(health: Health, reason: str) -> Finding:
+        return Finding(health, reason, clock() - started)
+
+    with grpc.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        try:
+            live = stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=left()).live
+            ready = stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=left()).ready
+        except grpc.RpcError as error:
+            return finding(Health.DEAD, f"nobody answers at {address}: {_told(error)}")
+        if not (live and ready):
+            return finding(Health.ALIVE, "the server is up; its models are not ready yet")
+        try:
+            stub.ModelInfer(_question(), timeout=left())
+        except grpc.RpcError as error:
+            return finding(*_verdict(error, deadline))
+    return finding(Health.READY, f"{ENSEMBLE} answered")
+
+
+def _verdict(error: grpc.RpcError, deadline: float) -> tuple[Health, str]:
+    code = error.code()
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return Health.DEAD, f"{ENSEMBLE} gave no answer within {deadline:g} s"
+    if any(words in (error.details() or "") for words in WELL_BUT_BUSY):
+        return Health.ALIVE, f"it takes no question now: {_told(error)}"
+    if code == grpc.StatusCode.NOT_FOUND:
+        return Health.DEAD, f"{ENSEMBLE} is not served there: {_told(error)}"
+    return Health.DEAD, f"{ENSEMBLE} failed: {_told(error)}"
+
+
+def _question() -> Any:
+    request = service_pb2.ModelInferRequest(
+        model_name=ENSEMBLE, id=f"vlora-probe-{uuid.uuid4().hex}"
+    )
+    for name, value in (("text_input", QUESTION), ("sampling_parameters", SAMPLING)):
+        tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+        tensor.contents.bytes_contents.append(value)
+    request.outputs.add(name="result")
+    return request
+
+
+def _told(error: grpc.RpcError) -> str:
+    first_line = (error.details() or "no details").partition("\n")[0]
+    return f"{error.code().name}: {first_line}"
