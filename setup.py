@@ -44,11 +44,12 @@ class BuildKernels(build_ext):
         headers = [*CSRC.rglob("*.h"), *build.glob("*.inc")]
 
         def compiled(unit: kernels.Unit) -> str:
-            """The unit's object: compiled, unless it is newer than all sources."""
+            """The unit's object: compiled, unless it is newer than all that it was made of."""
             target = build / kernels.object_name(unit)
-            newest = max(path.stat().st_mtime for path in [unit.source, *headers])
-            if not target.exists() or target.stat().st_mtime < newest:
+            made_of = _made_of(target.with_suffix(".d")) or [unit.source, *headers]
+            if not _newer(target, made_of):
                 command = [*self.compiler.compiler_so_cxx, *FLAGS, *unit.flags]
+                command += ["-MMD", "-MF", str(target.with_suffix(".d"))]
                 command += [f"-I{path}" for path in include]
                 self.spawn([*command, "-c", str(unit.source), "-o", str(target)])
             return str(target)
@@ -62,6 +63,19 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(
             objects, target, libraries=["dl", "pthread"], target_lang="c++"
         )
+
+
+def _made_of(rule: Path) -> list[Path]:
+    """The files that the compiler read, as it wrote them down; empty where it has not yet."""
+    if not rule.exists():
+        return []
+    return [Path(name) for name in rule.read_text().replace("\\\n", " ").split()[1:]]
+
+
+def _newer(target: Path, sources: list[Path]) -> bool:
+    if not target.exists() or not all(source.exists() for source in sources):
+        return False
+    return target.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 
 
 class BuildWithData(build_py):

@@ -28,6 +28,7 @@ from vlora.config import (
 )
 from vlora.errors import VLoraError
 from vlora.serving.assembly import ServerError
+from vlora.serving.cli import probe_command, repository_command
 from vlora.serving.server import (
     GRACE_SECONDS,
     ServerOptions,
@@ -48,6 +49,8 @@ app = typer.Typer(
 adapters_app = typer.Typer(help="Look at the adapters that a server would load.")
 app.add_typer(adapters_app, name="adapters")
 app.add_typer(bench_app, name="bench")
+app.command("probe")(probe_command)
+app.command("repository")(repository_command)
 console = Console(highlight=False)
 problems = Console(stderr=True, highlight=False)
 

@@ -19,9 +19,7 @@ def probe_command(
     ] = 5.0,
     alive: Annotated[
         bool,
-        typer.Option(
-            "--alive", help="Status 0 also where it starts, drains or its queue is full."
-        ),
+        typer.Option("--alive", help="Status 0 also where it starts, drains or its queue is full."),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing; only the status.")] = False,
 ) -> None:

@@ -1,0 +1,144 @@
+"""`vlora probe` against small gRPC servers of the kinds it has to tell apart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from typer.testing import CliRunner
+
+from vlora.cli import app
+from vlora.serving.probe import ENSEMBLE, Health, probe
+
+Answer = Callable[[Any, grpc.ServicerContext], Any]
+
+
+class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Live; ready and answering as told."""
+
+    def __init__(self, ready: bool, answer: Answer) -> None:
+        self._ready, self._answer = ready, answer
+        self.asked: list[Any] = []
+
+    def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ServerLiveResponse(live=True)
+
+    def ServerReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ServerReadyResponse(ready=self._ready)
+
+    def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.asked.append(request)
+        return self._answer(request, context)
+
+
+def answers(request: Any, context: Any) -> Any:
+    return service_pb2.ModelInferResponse(model_name=request.model_name)
+
+
+def refuses(code: grpc.StatusCode, details: str) -> Answer:
+    return lambda request, context: context.abort(code, details)
+
+
+@contextmanager
+def serving(ready: bool = True, answer: Answer = answers) -> Iterator[tuple[str, Server]]:
+    servicer = Server(ready, answer)
+    server = grpc.server(ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", servicer
+    finally:
+        server.stop(0).wait()
+
+
+def test_a_server_that_answers_is_ready() -> None:
+    with serving() as (address, server):
+        found = probe(address)
+    assert found.health is Health.READY
+    assert [request.model_name for request in server.asked] == [ENSEMBLE]
+    assert len(server.asked[0].id) >= 16
+
+
+def test_a_server_whose_models_load_is_alive_and_is_asked_nothing() -> None:
+    with serving(ready=False) as (address, server):
+        found = probe(address)
+    assert found.health is Health.ALIVE
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        "in ensemble 'video_analytics', UNAVAILABLE: 1024 requests wait already",
+        "Server is stopping, scheduler for model has stopped accepting new inference requests",
+    ],
+)
+def test_a_full_queue_and_a_draining_server_are_alive(details: str) -> None:
+    with serving(answer=refuses(grpc.StatusCode.UNAVAILABLE, details)) as (address, _):
+        assert probe(address).health is Health.ALIVE
+
+
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [
+        (grpc.StatusCode.INTERNAL, "Stub process 'lmm_0_0' is not healthy."),
+        (grpc.StatusCode.NOT_FOUND, "Request for unknown model"),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed"),
+        (grpc.StatusCode.INTERNAL, ""),
+    ],
+)
+def test_a_server_with_a_dead_model_is_dead(code: grpc.StatusCode, details: str) -> None:
+    with serving(answer=refuses(code, details)) as (address, _):
+        found = probe(address)
+    assert found.health is Health.DEAD
+    assert details in found.reason
+
+
+def test_a_server_that_hangs_is_dead_within_the_deadline() -> None:
+    released = threading.Event()
+
+    def hangs(request: Any, context: Any) -> Any:
+        released.wait(30)
+        return answers(request, context)
+
+    with serving(answer=hangs) as (address, _):
+        found = probe(address, deadline=0.5)
+        released.set()
+    assert found.health is Health.DEAD
+    assert "within 0.5 s" in found.reason
+
+
+def test_a_port_where_nobody_listens_is_dead(free_port: int) -> None:
+    assert probe(f"127.0.0.1:{free_port}", deadline=2).health is Health.DEAD
+
+
+@pytest.mark.parametrize(
+    ("ready", "options", "status", "word"),
+    [(True, [], 0, "ready"), (False, [], 3, "alive"), (False, ["--alive"], 0, "alive")],
+)
+def test_the_command_s_status_tells_ready_from_alive(
+    ready: bool, options: list[str], status: int, word: str
+) -> None:
+    with serving(ready=ready) as (address, _):
+        result = CliRunner().invoke(app, ["probe", address, *options])
+    assert result.exit_code == status
+    assert result.output.startswith(f"{word} in ")
+
+
+def test_the_command_s_status_for_a_dead_server_is_one_also_with_alive(free_port: int) -> None:
+    arguments = ["probe", f"127.0.0.1:{free_port}", "--alive", "--deadline", "1"]
+    assert CliRunner().invoke(app, arguments).exit_code == 1
+
+
+@pytest.fixture
+def free_port() -> int:
+    from vlora.serving.server import free_ports
+
+    return free_ports(1)[0]

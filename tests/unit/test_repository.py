@@ -1,0 +1,53 @@
+"""`vlora repository DIR`: a model repository of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vlora.cli import app
+from vlora.config import load_options
+from vlora.errors import InvalidArgument
+from vlora.places import model_repository
+from vlora.serving.repository import write_repository
+
+
+def files_of(folder: Path) -> set[str]:
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return {name for name in found if "__pycache__" not in name}
+
+
+def test_it_holds_every_model_and_names_the_demo_by_absolute_paths(tmp_path: Path) -> None:
+    written = write_repository(tmp_path / "mine")
+    assert files_of(written) == files_of(model_repository())
+    options = load_options(written / "lmm" / "1" / "model.json", environment={})
+    assert (options.model / "config.json").is_file()
+    assert options.adapters is not None
+    assert options.adapters.is_dir()
+
+
+def test_given_folders_stand_in_it_as_they_were_given(tmp_path: Path) -> None:
+    written = write_repository(tmp_path, Path("/models/llava"), Path("/models/adapters"))
+    keys = json.loads((written / "lmm" / "1" / "model.json").read_text())
+    assert (keys["model"], keys["adapters"]) == ("/models/llava", "/models/adapters")
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(InvalidArgument, match="is not empty"):
+        write_repository(tmp_path)
+    assert files_of(tmp_path) == {"precious"}
+    with pytest.raises(InvalidArgument, match="is a file"):
+        write_repository(tmp_path / "precious")
+
+
+def test_the_command_says_how_to_serve_it(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["repository", str(tmp_path / "new")])
+    assert result.exit_code == 0, result.output
+    assert "vlora serve --repository" in result.output
+    again = CliRunner().invoke(app, ["repository", str(tmp_path / "new")])
+    assert again.exit_code == 1
+    assert "is not empty" in again.output
