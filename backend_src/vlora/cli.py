@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -25,6 +25,7 @@ from vlora.config import (
     Options,
     load_adapter_names,
     load_options,
+    read_keys,
 )
 from vlora.errors import VLoraError
 from vlora.serving.assembly import ServerError
@@ -86,13 +87,23 @@ def serve(
     restart: Annotated[
         bool, typer.Option("--restart", help="Start again a server that went down.")
     ] = False,
+    options_file: Annotated[
+        Path | None,
+        typer.Option("--options", help="JSON file of keys that replace those of model.json."),
+    ] = None,
+    triton: Annotated[
+        list[str] | None, typer.Argument(help="After --: arguments of tritonserver itself.")
+    ] = None,
 ) -> None:
     """Serve in the foreground until Ctrl-C; without options, the demo model."""
     with _failures_told():
         served = repository or default_repository()
-        options = _check(model, adapters, served)
+        replacing = {} if options_file is None else read_keys(options_file)
+        options = _check(model, adapters, served, replacing)
         server_options = ServerOptions(
             repository=served,
+            model_json=replacing,
+            triton_arguments=tuple(triton or ()),
             http_port=http_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,
@@ -163,12 +174,17 @@ def _store(model: Path | None, adapters: Path | None) -> AdapterStore:
     return store
 
 
-def _check(model: Path | None, adapters: Path | None, repository: Path | None = None) -> Options:
+def _check(
+    model: Path | None,
+    adapters: Path | None,
+    repository: Path | None = None,
+    replacing: Mapping[str, Any] | None = None,
+) -> Options:
     """The options of the repository with these overrides, their folders known to exist."""
     file = (repository or default_repository()) / "lmm" / "1" / "model.json"
     given = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
     environment = {name: str(path) for name, path in given.items() if path is not None}
-    options = load_options(file, environment)
+    options = load_options(file, environment, replacing)
     if not (options.model / "config.json").is_file():
         raise ServerError(f"no checkpoint at {options.model}; give one with --model DIR")
     if options.adapters is not None and not options.adapters.is_dir():

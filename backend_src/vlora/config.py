@@ -124,12 +124,18 @@ REFUSED: dict[str, str] = {
 }
 
 
-def load_options(path: Path, environment: Mapping[str, str] | None = None) -> Options:
-    """Options from a `model.json`, with the environment's overrides, checked.
+def load_options(
+    path: Path,
+    environment: Mapping[str, str] | None = None,
+    replacing: Mapping[str, Any] | None = None,
+) -> Options:
+    """Options from a `model.json`, with the keys of `replacing` instead of its own and the
+    environment's overrides, checked.
 
     Raises InvalidArgument naming the file, the key and what would be right.
     """
-    options = parse_options(_read_object(path), where=str(path), folder=path.parent)
+    given = read_keys(path) | dict(replacing or {})
+    options = parse_options(given, where=str(path), folder=path.parent)
     environment = os.environ if environment is None else environment
     if environment.get(MODEL_VARIABLE):
         options = replace(options, model=Path(environment[MODEL_VARIABLE]).resolve())
@@ -142,13 +148,14 @@ def load_adapter_names(path: Path) -> dict[str, str]:
     """`multi_lora.json`, name → folder relative to the adapter root; empty without the file."""
     if not path.is_file():
         return {}
-    given = _read_object(path)
+    given = read_keys(path)
     if not all(isinstance(value, str) for value in given.values()):
         raise InvalidArgument(f"{path} must hold a JSON object of adapter name → folder")
     return given
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_keys(path: Path) -> dict[str, Any]:
+    """The keys of a JSON file, unchecked; InvalidArgument where it holds no JSON object."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

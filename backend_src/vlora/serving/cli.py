@@ -22,15 +22,28 @@ def probe_command(
         typer.Option("--alive", help="Status 0 also where it starts, drains or its queue is full."),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing; only the status.")] = False,
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="PEM of the authority, for a server with TLS.")
+    ] = None,
+    tls_name: Annotated[
+        str | None, typer.Option(help="Name in its certificate, where it is not the host asked.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Our key, for mutual TLS.")] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="Our certificate.")] = None,
 ) -> None:
     """Ask a server for one token through every model; tells a dead model from a live one.
 
     Status 0: it answers. 3: it lives but takes no questions now (starting, draining, queue full).
     1: nobody listens, a model's process is gone, or no answer came within the deadline.
     """
-    from vlora.serving.probe import Health, probe
+    from vlora.serving.probe import Health, Tls, probe
 
-    finding = probe(address, deadline)
+    tls = None if tls_ca is None else Tls(tls_ca, tls_name, tls_key, tls_certificate)
+    try:
+        finding = probe(address, deadline, tls)
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
     if not quiet:
         word = finding.health.name.lower()
         typer.echo(f"{word} in {finding.seconds:.2f} s: {finding.reason}")

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -47,11 +48,37 @@ class Finding:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Tls:
+    """How to reach a server with TLS: PEM files; `name` is the one in its certificate, where that
+    is not the host that is asked. key and certificate are ours, for mutual TLS."""
+
+    ca: Path
+    name: str | None = None
+    key: Path | None = None
+    certificate: Path | None = None
+
+
+def _channel(address: str, tls: Tls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address)
+    credentials = grpc.ssl_channel_credentials(
+        tls.ca.read_bytes(),
+        None if tls.key is None else tls.key.read_bytes(),
+        None if tls.certificate is None else tls.certificate.read_bytes(),
+    )
+    named = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
+    return grpc.secure_channel(address, credentials, named)
+
+
 def probe(
-    address: str, deadline: float = 5.0, clock: Callable[[], float] = time.monotonic
+    address: str,
+    deadline: float = 5.0,
+    tls: Tls | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Finding:
     """Looks at the gRPC server at `address` (host:port); never takes longer than `deadline`
-    seconds, raises nothing for a server's faults."""
+    seconds. Raises nothing for a server's faults, OSError for TLS files that cannot be read."""
     started = clock()
 
     def left() -> float:
@@ -60,7 +87,7 @@ def probe(
     def finding(health: Health, reason: str) -> Finding:
         return Finding(health, reason, clock() - started)
 
-    with grpc.insecure_channel(address) as channel:
+    with _channel(address, tls) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
             live = stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=left()).live

@@ -28,8 +28,8 @@ from typing import Any
 
 import psutil
 
-import vlora
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE, load_adapter_names
+from vlora.places import model_repository
 from vlora.serving import draining
 from vlora.serving.assembly import Assembly, ServerError, assemble
 from vlora.serving.ports import choose_ports
@@ -68,10 +68,10 @@ PYTHON_BACKEND = {
 
 
 def default_repository() -> Path:
-    """The repository of this source tree."""
-    folder = Path(vlora.__file__).resolve().parents[2] / "model_repository"
+    """The repository of this source tree, or the one that the installed package carries."""
+    folder = model_repository()
     if not folder.is_dir():
-        raise ServerError(f"no model repository at {folder}; run from a source tree of vlora")
+        raise ServerError(f"no model repository at {folder}; install vlora again")
     return folder
 
 
@@ -82,7 +82,8 @@ class ServerOptions:
     model, adapters: override `model.json`. model_json: keys that replace those of `model.json`,
     multi_lora: entries added to `multi_lora.json`, both in a copy of the repository made for this
     run. environment: added to the server's. log: a file, or `STANDARD_OUTPUT`. grace_seconds: what
-    running requests get to finish when the server stops.
+    running requests get to finish when the server stops. triton_arguments:
+    further ones of tritonserver itself.
     """
 
     repository: Path = field(default_factory=default_repository)
@@ -96,6 +97,7 @@ class ServerOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
     grace_seconds: float = GRACE_SECONDS
+    triton_arguments: tuple[str, ...] = ()
 
 
 class TritonServer:
@@ -299,6 +301,7 @@ class TritonServer:
             # Of a SIGTERM to Triton itself, which passes us by; ours comes when nothing runs.
             f"--exit-timeout-secs={math.ceil(self.options.grace_seconds)}",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
+            *self.options.triton_arguments,
         ]
 
     def _environment(self, assembly: Assembly) -> dict[str, str]:
