@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
 from vlora.cli import app
+from vlora.serving.ports import choose_ports
 from vlora.serving.probe import ENSEMBLE, Health, probe
 
 Answer = Callable[[Any, grpc.ServicerContext], Any]
@@ -139,6 +140,4 @@ def test_the_command_s_status_for_a_dead_server_is_one_also_with_alive(free_port
 
 @pytest.fixture
 def free_port() -> int:
-    from vlora.serving.server import free_ports
-
-    return free_ports(1)[0]
+    return choose_ports({"grpc_port": 0})["grpc_port"]
