@@ -6,6 +6,7 @@ READY := $(VENV)/.set-up
 SERVE ?=
 TESTS ?=
 BENCH ?= --quick
+ACCURACY ?=
 CUDA ?=
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
@@ -24,8 +25,8 @@ test: $(READY) ## Run all tests (a part of them: TESTS=tests/unit)
 demo: $(READY) ## Send real images and video through a server (starts one if there is none) and show answers
 	@$(BIN)/python -m tools.demo.show
 
-accuracy: $(READY) ## Ask a server the whole held-out set and compare with the model card
-	@$(BIN)/python -m tools.demo.accuracy
+accuracy: $(READY) ## Ask a server the held-out set and compare with the card (ACCURACY="--dtype bfloat16")
+	@$(BIN)/python -m tools.demo.accuracy $(ACCURACY)
 
 bench: $(READY) ## Measure the operator: quick by default, in full with BENCH= (figures: docs/benchmarks)
 	@$(BIN)/vlora bench kernels $(BENCH)

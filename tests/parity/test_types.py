@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
 from vlora.bench import llava
@@ -35,7 +36,8 @@ SMALL = llava.Sizes(
     tower_heads=2,
     tower_inner=128,
     image=56,
-    adapters=0,
+    adapters=3,
+    ranks=(8, 64, 16),
 )
 PROMPTS = 12
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -52,10 +54,17 @@ def subject(request: pytest.FixtureRequest, small: llava.Checkpoint) -> tuple[Pa
     return (DEMO, 64) if request.param == "demo" else (small.folder, SMALL.image)
 
 
-def ours(folder: Path, dtype: str, prompts: Sequence[str], images: Sequence[Any]) -> torch.Tensor:
+def ours(
+    folder: Path,
+    dtype: str,
+    prompts: Sequence[str],
+    images: Sequence[Any],
+    adapters: Path | None = None,
+    names: Sequence[str | None] = (None,) * PROMPTS,
+) -> torch.Tensor:
     """[prompts, V] logits after each prompt with its image, by our tower and our engine."""
     encoder = VisionEncoder(folder, 1, TYPES[dtype])
-    engine = Engine(Options(model=folder, dtype=dtype))
+    engine = Engine(Options(model=folder, adapters=adapters, dtype=dtype))
     found: list[torch.Tensor] = []
     forward = Runner.forward
 
@@ -65,12 +74,12 @@ def ours(folder: Path, dtype: str, prompts: Sequence[str], images: Sequence[Any]
         return result
 
     with patch.object(Runner, "forward", kept):
-        for index, (text, image) in enumerate(zip(prompts, images, strict=True)):
+        for index, (text, image, name) in enumerate(zip(prompts, images, names, strict=True)):
             (features,) = encoder.encode([image])
             layout = np.array([[0, len(features), 1, *encoder.grid, 0]], dtype=np.int32)
             params = SamplingParams(temperature=0.0, max_tokens=1)
             given = ImageFeatures(features, layout)
-            request = Request(f"types-{index}", text, params, images=given)
+            request = Request(f"types-{index}", text, params, adapter=name, images=given)
             engine.add(engine.prepare(request), 0.0)
             while not engine.idle:
                 engine.step()
@@ -78,9 +87,18 @@ def ours(folder: Path, dtype: str, prompts: Sequence[str], images: Sequence[Any]
 
 
 @torch.inference_mode()
-def stock(folder: Path, dtype: str, prompts: Sequence[str], images: Sequence[Any]) -> torch.Tensor:
-    """The same by transformers."""
+def stock(
+    folder: Path,
+    dtype: str,
+    prompts: Sequence[str],
+    images: Sequence[Any],
+    adapter: Path | None = None,
+) -> torch.Tensor:
+    """The same by transformers and PEFT, everything in one type."""
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=TYPES[dtype]).eval()
+    if adapter is not None:
+        peft = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)
+        model = peft.to(TYPES[dtype]).eval().get_base_model()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encoder = VisionEncoder(folder, 1)
     found = []
@@ -107,6 +125,33 @@ def test_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_transformers(
     theirs = (stock(folder, "bfloat16", prompts, images) - exact).square().mean().sqrt()
     error = (ours(folder, "bfloat16", prompts, images) - exact).square().mean().sqrt()
     assert 0 < error <= 1.5 * theirs, f"{error:.4g} against {theirs:.4g}"
+
+
+def test_with_adapters_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_peft(
+    small: llava.Checkpoint,
+) -> None:
+    rng = np.random.default_rng(6)
+    side, names = SMALL.image, small.adapter_names
+    prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(PROMPTS)]
+    images = [DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in prompts]
+    asked = [names[index % len(names)] for index in range(PROMPTS)]
+
+    def theirs(dtype: str) -> torch.Tensor:
+        found = torch.empty(PROMPTS, SMALL.vocabulary)
+        for number, name in enumerate(names):
+            chosen = slice(number, None, len(names))
+            found[chosen] = stock(
+                small.folder, dtype, prompts[chosen], images[chosen], small.adapters / name
+            )
+        return found
+
+    exact = theirs("float32")
+    found = ours(small.folder, "float32", prompts, images, small.adapters, asked)
+    assert torch.allclose(found, exact, atol=5e-4)
+    allowed = 1.5 * (theirs("bfloat16") - exact).square().mean().sqrt()
+    found = ours(small.folder, "bfloat16", prompts, images, small.adapters, asked)
+    error = (found - exact).square().mean().sqrt()
+    assert 0 < error <= allowed, f"{error:.4g} against {allowed:.4g}"
 
 
 def test_the_checkpoints_own_type_is_bfloat16_only_where_it_is_stored_so(

@@ -38,7 +38,8 @@ def apply(
     matrix) is skipped. Ranks may differ. A value that is not finite stays in its segment's rows.
 
     y: [T, sum of d_out] and x: [T, d_in], of the group's dtype; rows may be strided, columns not.
-    Segments may overlap (own and −live). bf16 accumulates in fp32.
+    Segments may overlap (own and −live). bf16 accumulates in fp32. Where the group is bf16, y and x
+    may both be fp32: x and what is added to y are then rounded to bf16, y is not.
     config: index into `configs("apply", dtype)`, instead of the table's choice.
     threads: None for torch's number; 1 runs on the caller.
     Raises ValueError for a segment outside x, an unknown slot, or a shape that does not fit.
@@ -50,8 +51,27 @@ def apply(
             f"x {tuple(x.shape)} and y {tuple(y.shape)} do not fit a group"
             f" {group.d_in} → {group.d_outs}"
         )
+    if y.dtype == x.dtype == torch.float32 != group.dtype:
+        added = torch.zeros_like(y, dtype=group.dtype)
+        _apply(added, x.to(group.dtype), segments, group, config, threads, backend)
+        y.add_(added)
+        return
     if y.dtype != group.dtype or x.dtype != group.dtype:
         raise ValueError(f"x is {x.dtype} and y {y.dtype}, the group is {group.dtype}")
+    _apply(y, x, segments, group, config, threads, backend)
+
+
+def _apply(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    segments: Sequence[Segment],
+    group: LoraGroup,
+    config: int | None,
+    threads: int | None,
+    backend: Backend | None,
+) -> None:
+    """`apply` for x and y of the group's own type."""
+    rows, width = y.shape
     chosen = backend or backends.default(y.device.type)
     if chosen != "cpu":
         _check(rows, segments, len(group))

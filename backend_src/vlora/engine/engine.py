@@ -46,11 +46,13 @@ class Engine:
             )
         self._clock = clock
         self.config = load_config(options.model)
-        weights = load_weights(options.model, self.config, dtype_of(options.dtype, options.model))
+        dtype = dtype_of(options.dtype, options.model)
+        weights = load_weights(options.model, self.config, dtype)
         self.slab = weights.slab
         self.adapters = AdapterStore(
             adapter_shape(options.model, self.config, weights.lm_head),
             options.limits.max_adapter_bytes,
+            dtype,
         )
         self.adapters.load(find_folders(options.adapters, adapter_names or {}))
         pages = options.kv_cache_tokens // options.block_size

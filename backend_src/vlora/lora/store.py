@@ -10,7 +10,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from vlora.atmm.groups import HeadGroup, LoraGroup
+from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument, NotFound, nearest
 from vlora.lora.adapter import (
     MAX_ADAPTER_BYTES,
@@ -31,8 +34,15 @@ MAX_NAMES_IN_ERROR = 20
 class AdapterStore:
     """Owns the packed weights; a slot is an adapter's index in every group."""
 
-    def __init__(self, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES) -> None:
-        """max_bytes: what one adapter's weights may need in fp32."""
+    def __init__(
+        self,
+        model: ModelShape,
+        max_bytes: int = MAX_ADAPTER_BYTES,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """max_bytes: what one adapter's weights may need in fp32. dtype: in which the operator gets
+        them; an adapter's own pairs stay fp32, as merging needs them."""
+        self._dtype = dtype
         self._model = model
         self._max_bytes = max_bytes
         self._adapters: list[Adapter] = []
@@ -63,16 +73,20 @@ class AdapterStore:
         self._adapters.append(adapter)
         self.heads.append(adapter.head.linear if adapter.head else None)
         for places, group in self._groups.items():
-            group.append([adapter.pairs.get(place) for place in places])
+            group.append([self._pair(adapter, place) for place in places])
+
+    def _pair(self, adapter: Adapter, place: Place) -> LoraPair | None:
+        pair = adapter.pairs.get(place)
+        return pair and LoraPair(pair.a.to(self._dtype), pair.b.to(self._dtype))
 
     def group(self, places: Sequence[Place]) -> LoraGroup:
         """Pairs of matrices that share their input; the group grows as adapters are added."""
         key = tuple(places)
         if key not in self._groups:
             shapes = [self._model.shape_of(place) for place in key]
-            group = LoraGroup(shapes[0][1], [d_out for d_out, _ in shapes])
+            group = LoraGroup(shapes[0][1], [d_out for d_out, _ in shapes], self._dtype)
             for adapter in self._adapters:
-                group.append([adapter.pairs.get(place) for place in key])
+                group.append([self._pair(adapter, place) for place in key])
             self._groups[key] = group
         return self._groups[key]
 

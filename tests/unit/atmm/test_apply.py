@@ -177,3 +177,21 @@ def test_a_pair_that_does_not_fit_its_group_is_refused() -> None:
         group.append([LoraPair(torch.zeros(4, 16).bfloat16(), torch.zeros(8, 4).bfloat16())])
     with pytest.raises(ValueError, match=r"not torch\.float16"):
         LoraGroup(16, [8], torch.float16)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
+def test_rows_in_fp32_go_through_bf16_adapters_and_are_not_rounded_themselves(
+    backend: backends.Backend,
+) -> None:
+    torch.manual_seed(11)
+    pair = LoraPair(torch.randn(16, 64).to(BF16) / 8, torch.randn(48, 16).to(BF16) / 4)
+    group = LoraGroup.of(64, [pair])
+    x, before = torch.randn(6, 64), torch.randn(6, 48)
+    y = before.clone()
+    op.apply(y, x, [Segment(1, 3, 0), Segment(4, 1, 0, -1)], group, backend=backend)
+    added = x.double() @ pair.a.double().T @ pair.b.double().T
+    signs = torch.tensor([0, 1, 1, 1, -1, 0])[:, None]
+    torch.testing.assert_close((y - before).double(), signs * added, rtol=0.02, atol=0.02)
+    assert torch.equal(y[[0, 5]], before[[0, 5]])
+    with pytest.raises(ValueError, match="the group is"):
+        op.apply(y.to(BF16), x, [Segment(1, 3, 0)], group, backend=backend)
