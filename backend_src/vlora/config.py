@@ -47,6 +47,8 @@ class Limits:
     max_json_bytes: int = 64 * 1024
     max_metadata_bytes: int = 1024 * 1024
     max_adapter_bytes: int = 4 * 1024**3
+    max_choices: int = 256
+    max_choices_bytes: int = 16 * 1024
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ Every refusal is one of these; anything else that escapes is a fault of ours and
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class VLoraError(Exception):
@@ -67,3 +68,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: `; did you mean 'x'?` where something is near, else empty."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def shown(value: Any) -> str:
+    """`value` for a message: as Python writes it, cut where it is long; never fails, and whatever
+    text it holds, UTF-8 can."""
+    try:
+        return _SHORT.repr(value)
+    except (ValueError, RecursionError):  # of integers with thousands of digits, of deep nesting
+        return f"a {type(value).__name__} that is too large to show"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxlong = 60

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 DoubleArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+IndexArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 MIN_STOPPABLE_ID = 16
 """Ids shorter than this cannot be cancelled: load tools reuse small ones for unrelated requests."""

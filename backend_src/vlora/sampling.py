@@ -10,11 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from vlora.errors import InvalidArgument, Unsupported, nearest
+from vlora.errors import InvalidArgument, Unsupported, nearest, shown
+from vlora.strict_json import load_object
 
 MAX_LOGPROBS = 20
-MAX_CHOICES = 256
 MAX_STOP_STRINGS = 16
+
+MIN_TEMPERATURE = 0.01
+"""Below it, but for 0, scores over temperature lose what tells them apart; vLLM's bound."""
+
+RANDOM_SEED = -1
+"""vLLM's other way to say that no seed is given."""
 
 ADAPTER_KEY = "lora_name"
 """Travels among the sampling keys and names the adapter; it says nothing about sampling."""
@@ -22,37 +28,69 @@ ADAPTER_KEY = "lora_name"
 NOT_YET = ("priority", "deadline_ms", "stream_id", "supersede")
 """Keys of the contract that a later version brings; refused by name until then."""
 
+AS_WE_DO: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "detokenize": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "flat_logprobs": (False,),
+    "stream_interval": (1,),
+    "truncate_prompt_tokens": (-1,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "logit_bias": ({},),
+    "extra_args": ({},),
+}
+"""vLLM keys at values that say what is done here anyway; as null each refused key is accepted."""
+
 REFUSED: dict[str, str] = {
+    "n": "send several requests with different 'seed' instead",
     "best_of": "send several requests with different 'seed' instead",
     "use_beam_search": "decoding is greedy or sampled",
     "beam_width": "decoding is greedy or sampled",
     "length_penalty": "it belongs to beam search",
     "early_stopping": "it belongs to beam search",
     "prompt_logprobs": "'logprobs' covers generated tokens",
+    "logprob_token_ids": "'logprobs' gives the best ones",
+    "flat_logprobs": "'logprobs' come one object a token",
     "bad_words": "use 'choices' to restrict the answer",
     "allowed_token_ids": "use 'choices' to restrict the answer",
     "logit_bias": "use 'choices' to restrict the answer",
-    "guided_decoding": "use 'choices' to restrict the answer",
-    "structured_outputs": "use 'choices' to restrict the answer",
-    "guided_choice": "use 'choices' to restrict the answer",
+    "guided_json": "use 'choices' to restrict the answer",
+    "guided_regex": "use 'choices' to restrict the answer",
+    "guided_grammar": "use 'choices' to restrict the answer",
+    "guided_json_object": "use 'choices' to restrict the answer",
+    "repetition_detection": "use 'repetition_penalty'",
+    "thinking_token_budget": "use 'max_tokens'",
     "truncate_prompt_tokens": "a prompt is never truncated; shorten it",
     "logits_processors": "the server runs no client code",
+    "extra_args": "the server runs no client code",
     "skip_special_tokens": "special tokens never appear in text",
     "spaces_between_special_tokens": "special tokens never appear in text",
     "detokenize": "answers are text",
+    "output_kind": "'stream' of the request says how the answer comes",
+    "stream_interval": "a stream brings each token as it comes",
 }
 """vLLM keys that are refused by name, each with what to do instead."""
+
+CHOICE_KEYS = ("structured_outputs", "guided_decoding", "guided_choice")
+"""vLLM's names for what is `choices` here: objects that hold `choice`, and the list itself."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are drawn and when it ends.
 
-    temperature: 0 is greedy. top_k: 0 or -1 is off. top_p, min_p: in [0, 1].
+    temperature: 0 is greedy; the least other is MIN_TEMPERATURE.
+    top_k: 0 or -1 is off. top_p, min_p: in [0, 1].
     repetition_penalty: > 0, over prompt and output tokens, as in transformers and vLLM.
     presence_penalty, frequency_penalty: in [-2, 2], over output tokens.
     seed: draws are keyed by (seed, position), so batch, preemption and mode never change them;
-        None takes one from the request's own id.
+        None takes one from the request's own id, and so does −1.
     stop: the answer ends before the first of these strings (or after it with
         `include_stop_str_in_output`).
     max_tokens: None means up to the context. min_tokens: end of text is masked before that.
@@ -90,23 +128,16 @@ class SamplingParams:
         """
         values: dict[str, Any] = {}
         for key, value in given.items():
-            if key == "n":
-                if _whole(key, value) != 1:
-                    raise Unsupported(f"'n' = {value} is not supported; send {value} requests")
-                continue
-            if key == ADAPTER_KEY:
+            if key in CHOICE_KEYS and value is not None:
+                if "choices" in given or "choices" in values:
+                    raise InvalidArgument(f"'{key}' gives choices once more; give them once")
+                values["choices"] = _choices_of(key, value)
+            elif key == ADAPTER_KEY:
                 _optional(_text)(key, value)
-                continue
-            if key in NOT_YET:
-                raise Unsupported(f"sampling parameter '{key}' is not yet supported")
-            if key in REFUSED:
-                raise Unsupported(f"sampling parameter '{key}' is not supported: {REFUSED[key]}")
-            if key not in _READERS:
-                raise InvalidArgument(
-                    f"unknown sampling parameter '{key}'{nearest(key, KNOWN_KEYS) or '.'}"
-                    f" Known: {', '.join(KNOWN_KEYS)}"
-                )
-            values[key] = _READERS[key](key, value)
+            elif key in _READERS:
+                values[key] = _READERS[key](key, value)
+            elif value is not None or key not in (*REFUSED, *CHOICE_KEYS):
+                _check_as_we_do(key, value)
         if "choices" in values:
             values.setdefault("max_tokens", None)
         params = replace(defaults or SamplingParams(), **values)
@@ -122,8 +153,46 @@ class SamplingParams:
         return params
 
 
+def _check_as_we_do(key: str, value: Any) -> None:
+    """Refuses a key that sets nothing, unless its value says what is done anyway."""
+    if key in NOT_YET:
+        raise Unsupported(f"sampling parameter '{key}' is not yet supported")
+    if key not in REFUSED:
+        raise InvalidArgument(
+            f"unknown sampling parameter {shown(key)}{nearest(key, KNOWN_KEYS) or '.'}"
+            f" Known: {', '.join(KNOWN_KEYS)}"
+        )
+    if not any(_says(value, right) for right in AS_WE_DO.get(key, ())):
+        raise Unsupported(
+            f"sampling parameter '{key}' = {shown(value)} is not supported: {REFUSED[key]}"
+        )
+
+
+def _says(value: Any, right: Any) -> bool:
+    """Whether a client's value is this one; numbers and booleans may be text."""
+    if isinstance(value, str):
+        try:
+            value = _BOOLEANS[value.lower()] if value.lower() in _BOOLEANS else float(value)
+        except ValueError:
+            return False
+    return isinstance(value, bool) == isinstance(right, bool) and bool(value == right)
+
+
+def _choices_of(key: str, value: Any) -> tuple[str, ...]:
+    """The choices in vLLM's words: `{"choice": [...]}`, as an object or as JSON text."""
+    if key == "guided_choice":
+        return _choices(key, value)
+    held = load_object(value, f"'{key}'") if isinstance(value, str) else value
+    if not isinstance(held, dict):
+        raise _wrong(key, value, 'an object {"choice": [...]}')
+    for name, item in held.items():
+        if name != "choice" and item not in (None, False):
+            raise Unsupported(f"'{key}' serves 'choice' alone, not {shown(name)}")
+    return _choices(f"choice' of '{key}", held.get("choice"))
+
+
 def _wrong(key: str, value: Any, right: str) -> InvalidArgument:
-    return InvalidArgument(f"'{key}' must be {right}, not {value!r}")
+    return InvalidArgument(f"'{key}' must be {right}, not {shown(value)}")
 
 
 def _number(key: str, value: Any, low: float, high: float, right: str) -> float:
@@ -176,33 +245,56 @@ def _optional(read: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 def _boolean(key: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
+    if isinstance(value, str) and value.lower() in _BOOLEANS:
+        return _BOOLEANS[value.lower()]
     raise _wrong(key, value, "true or false")
 
 
 def _text(key: str, value: Any) -> str:
-    if not isinstance(value, str):
+    if not _is_text(value):
         raise _wrong(key, value, "a string")
-    return value
+    return str(value)
 
 
-def _texts(most: int, lone: bool) -> Callable[[str, Any], tuple[str, ...]]:
-    right = f"a list of 1 to {most} non-empty strings"
+def _is_text(value: Any) -> bool:
+    """A string that can be written as UTF-8, which half a surrogate pair cannot."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
-    def read(key: str, value: Any) -> tuple[str, ...]:
-        items = [value] if lone and isinstance(value, str) else value
-        if not isinstance(items, list) or not 0 < len(items) <= most:
-            raise _wrong(key, value, right)
-        if not all(isinstance(item, str) and item for item in items):
-            raise _wrong(key, value, right)
-        return tuple(dict.fromkeys(items))
 
-    return read
+def _texts(key: str, value: Any, right: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise _wrong(key, value, right)
+    if not all(_is_text(item) and item for item in value):
+        raise _wrong(key, value, right)
+    return tuple(dict.fromkeys(value))
+
+
+def _choices(key: str, value: Any) -> tuple[str, ...]:
+    return _texts(key, value, "a list of non-empty strings")
 
 
 def _stop(key: str, value: Any) -> tuple[str, ...]:
-    return () if value is None or value == [] else _texts(MAX_STOP_STRINGS, lone=True)(key, value)
+    right = f"a string, or a list of at most {MAX_STOP_STRINGS} non-empty ones"
+    if value is None or value == []:
+        return ()
+    if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:
+        raise _wrong(key, value, right)
+    return _texts(key, [value] if isinstance(value, str) else value, right)
+
+
+def _temperature(key: str, value: Any) -> float:
+    number = _number(key, value, 0.0, 100.0, "a number between 0 and 100")
+    return max(number, MIN_TEMPERATURE) if number else 0.0
+
+
+def _seed(key: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    number = _wholes(-(2**63), 2**64 - 1, "a whole number of at most 64 bits")(key, value)
+    return None if number == RANDOM_SEED else number
 
 
 def _top_k(key: str, value: Any) -> int:
@@ -213,24 +305,30 @@ def _top_k(key: str, value: Any) -> int:
 
 
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
     if not isinstance(value, list) or len(value) > MAX_STOP_STRINGS:
         raise _wrong(key, value, f"a list of at most {MAX_STOP_STRINGS} token ids")
-    return tuple(_whole(key, item) for item in value)
+    return tuple(_TOKEN_ID(key, item) for item in value)
 
+
+_BOOLEANS = {"true": True, "false": False}
 
 _NOT_WITH_CHOICES = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
+
+_TOKEN_ID = _wholes(0, 2**31 - 1, "a list of token ids")
 
 _TOKENS = _wholes(1, 2**31 - 1, "a whole number ≥ 1")
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": _floats(0.0, 100.0, "a number between 0 and 100"),
+    "temperature": _temperature,
     "top_k": _top_k,
     "top_p": _floats(1e-9, 1.0, "a number above 0 and at most 1"),
     "min_p": _floats(0.0, 1.0, "a number between 0 and 1"),
     "repetition_penalty": _floats(1e-3, 100.0, "a number above 0 and at most 100"),
     "presence_penalty": _floats(-2.0, 2.0, "a number between -2 and 2"),
     "frequency_penalty": _floats(-2.0, 2.0, "a number between -2 and 2"),
-    "seed": _optional(_wholes(-(2**63), 2**64 - 1, "a whole number of at most 64 bits")),
+    "seed": _seed,
     "stop": _stop,
     "stop_token_ids": _token_ids,
     "include_stop_str_in_output": _boolean,
@@ -238,7 +336,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "min_tokens": _wholes(0, 2**31 - 1, "a whole number ≥ 0"),
     "ignore_eos": _boolean,
     "logprobs": _optional(_wholes(0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")),
-    "choices": _texts(MAX_CHOICES, lone=False),
+    "choices": _choices,
 }
 
 KNOWN_KEYS: tuple[str, ...] = (*(f.name for f in fields(SamplingParams)), ADAPTER_KEY)

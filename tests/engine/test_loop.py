@@ -179,6 +179,20 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
         "NaN or infinite",
     ),
     (
+        "too many choices",
+        lambda _: request(
+            "x", sampling=SamplingParams.parse({"choices": [str(i) for i in range(257)]})
+        ),
+        InvalidArgument,
+        "'choices' holds 257 choices; the limit is 256",
+    ),
+    (
+        "choices of too many bytes",
+        lambda _: request("x", sampling=SamplingParams.parse({"choices": ["é" * 8193]})),
+        InvalidArgument,
+        "'choices' holds 16386 bytes; the limit is 16384",
+    ),
+    (
         "choices that need more tokens than there are",
         lambda _: request(
             "x", sampling=SamplingParams.parse({"choices": ["q" * 400], "max_tokens": 3})

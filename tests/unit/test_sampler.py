@@ -181,3 +181,22 @@ def test_logprobs_are_the_models_own_with_the_drawn_token_first(vocabulary: Voca
     assert [entry.rank for entry in draw.logprobs if entry.token_id != draw.token] == [
         rank for rank in (1, 2, 3, 4) if rank != draw.logprobs[0].rank
     ]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 0.01])
+def test_a_tiny_temperature_draws_the_largest(vocabulary: Vocabulary, temperature: float) -> None:
+    scores = logits_of(4)
+    drawn = probabilities(scores, SamplingParams(temperature=temperature))
+    assert drawn[scores.argmax()] == pytest.approx(1.0)
+    chosen = sampler(vocabulary, temperature=temperature, seed=3)
+    assert chosen.draw(scores, [], [], 5).token == int(scores.argmax())
+
+
+def test_a_seed_of_minus_one_is_another_draw_for_every_request(vocabulary: Vocabulary) -> None:
+    scores = np.zeros(300, dtype=np.float32)
+    params = SamplingParams.parse({"seed": -1})
+    drawn = {
+        TokenSampler(params, f"request {i}", (EOS,), vocabulary).draw(scores, [], [], 5).token
+        for i in range(20)
+    }
+    assert len(drawn) > 10

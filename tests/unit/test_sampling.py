@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import random
+import re
+
 import pytest
 
-from vlora.errors import InvalidArgument, Unsupported
-from vlora.sampling import NOT_YET, REFUSED, SamplingParams
+from vlora.errors import InvalidArgument, Unsupported, VLoraError
+from vlora.sampling import (
+    AS_WE_DO,
+    CHOICE_KEYS,
+    KNOWN_KEYS,
+    MIN_TEMPERATURE,
+    NOT_YET,
+    REFUSED,
+    SamplingParams,
+)
 
 
 def test_numeric_strings_are_coerced_as_load_tools_send_them() -> None:
@@ -28,20 +40,126 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
 def test_a_known_key_that_is_not_served_is_refused_by_name(key: str) -> None:
-    with pytest.raises(Unsupported, match=f"'{key}'"):
-        SamplingParams.parse({key: 1})
+    for value in ("of no use", [3], {"a": 1}, 2):
+        with pytest.raises(Unsupported, match=f"'{key}'.*{re.escape(REFUSED[key])}"):
+            SamplingParams.parse({key: value})
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_a_key_that_says_what_is_done_anyway_is_accepted(key: str) -> None:
+    for value in (None, *AS_WE_DO.get(key, ())):
+        assert SamplingParams.parse({key: value}) == SamplingParams()
+        if isinstance(value, bool | int):
+            assert SamplingParams.parse({key: str(value)}) == SamplingParams()
+
+
+def test_what_is_done_anyway_is_told_apart_from_what_looks_like_it() -> None:
+    for wrong in ({"best_of": True}, {"use_beam_search": 0}, {"detokenize": 1}, {"n": "one"}):
+        with pytest.raises(Unsupported):
+            SamplingParams.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"structured_outputs": {"choice": ["a", "b"], "regex": None}},
+        {"structured_outputs": '{"choice": ["a", "b"]}'},
+        {"guided_decoding": {"choice": ["a", "b"], "json": None}},
+        {"guided_choice": ["a", "b"]},
+    ],
+)
+def test_vllms_choices_are_ours(given: dict[str, object]) -> None:
+    assert SamplingParams.parse(given) == SamplingParams.parse({"choices": ["a", "b"]})
+    with pytest.raises(InvalidArgument, match="gives choices once more"):
+        SamplingParams.parse({"choices": ["a"], **given})
+    with pytest.raises(InvalidArgument, match="gives choices once more"):
+        SamplingParams.parse({**given, "choices": ["a"]})
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        ({"regex": "a+"}, Unsupported, "serves 'choice' alone, not 'regex'"),
+        ({"choice": ["a"], "json": {}}, Unsupported, "not 'json'"),
+        ({}, InvalidArgument, "'choice' of 'structured_outputs' must be a list"),
+        ({"choice": "a"}, InvalidArgument, "must be a list of non-empty strings, not 'a'"),
+        ([], InvalidArgument, "must be an object"),
+        ("{", InvalidArgument, "not valid JSON"),
+    ],
+)
+def test_other_structured_outputs_are_refused_by_name(
+    value: object, kind: type[VLoraError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        SamplingParams.parse({"structured_outputs": value})
+
+
+def test_seed_minus_one_is_no_seed_and_tiny_temperatures_are_clamped() -> None:
+    assert SamplingParams.parse({"seed": -1}).seed is None
+    assert SamplingParams.parse({"seed": "-1"}).seed is None
+    assert SamplingParams.parse({"seed": -2}).seed == -2
+    for tiny in (1e-300, 5e-324, 0.009):
+        assert SamplingParams.parse({"temperature": tiny}).temperature == MIN_TEMPERATURE
+    assert SamplingParams.parse({"temperature": 0.02}).temperature == 0.02
+    assert SamplingParams.parse({"temperature": 0}).greedy
+
+
+SCALARS: list[object] = [
+    *(None, True, False, 0, 1, -1, 7, 2**63, 2**64, 10**400, 0.0, -0.0, 0.5, 1e308, 5e-324),
+    *(math.inf, math.nan, "", "NaN", "-1", "1e999", "9" * 5000, "true", "\ud800", "x\udfff"),
+    *("\0", "x" * 70_000, "{}", "[1", '{"choice": ["a"]}', "é", "0x10", "1_0", "٣"),
+]
+KEYS = [*KNOWN_KEYS, *REFUSED, *NOT_YET, *CHOICE_KEYS, "", "\ud800", "x" * 5000, "temprature"]
+
+
+def hostile(rng: random.Random, depth: int = 0) -> object:
+    """Any JSON value, and some that no JSON is."""
+    kind = rng.random()
+    if depth == 3 or kind < 0.6:
+        return rng.choice(SCALARS)
+    inner = [hostile(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if kind < 0.8:
+        return inner
+    return {rng.choice(["choice", "json", "\ud800", "a"]): value for value in inner}
+
+
+def test_whatever_a_client_sends_is_read_or_refused_with_an_error_that_can_be_told() -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    read = 0
+    for _ in range(4000):
+        given = {rng.choice(KEYS): hostile(rng) for _ in range(rng.randrange(1, 4))}
+        told = refusal(given)
+        assert told is None or 0 < len(told) < 2000, seed
+        read += told is None
+    assert 20 < read < 3900
+
+
+def refusal(given: dict[str, object]) -> bytes | None:
+    """The message as it goes out; None where the parameters are read, all their text too."""
+    try:
+        params = SamplingParams.parse(given)
+    except VLoraError as error:
+        return error.message.encode()
+    assert all(text.encode() for text in (*params.choices, *params.stop))
+    return None
+
+
+@pytest.mark.parametrize("key", [*KNOWN_KEYS, "n", "best_of", "structured_outputs", "of no use"])
+def test_what_is_too_deep_or_too_long_to_show_is_refused_all_the_same(key: str) -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    for value in (deep, [deep], {"choice": deep}, 10**5000, [10**5000], "9" * 70_000):
+        told = refusal({key: value})
+        assert told is None or len(told) < 2000
+        assert told or isinstance(value, int | str), key
 
 
 @pytest.mark.parametrize("key", NOT_YET)
 def test_a_key_of_a_later_version_is_refused_as_not_yet_supported(key: str) -> None:
     with pytest.raises(Unsupported, match=f"'{key}' is not yet supported"):
         SamplingParams.parse({key: 1})
-
-
-def test_several_answers_of_one_request_are_refused_by_name() -> None:
-    assert SamplingParams.parse({"n": 1}) == SamplingParams()
-    with pytest.raises(Unsupported, match="'n' = 2"):
-        SamplingParams.parse({"n": 2})
 
 
 @pytest.mark.parametrize(
@@ -79,7 +197,8 @@ def test_several_answers_of_one_request_are_refused_by_name() -> None:
         ("choices", []),
         ("choices", "red"),
         ("choices", ["a", ""]),
-        ("choices", [str(i) for i in range(257)]),
+        ("choices", ["a", "\ud800"]),
+        ("stop", "\udfff"),
         ("lora_name", 7),
     ],
 )

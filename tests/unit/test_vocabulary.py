@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from vlora.errors import InvalidArgument
-from vlora.model.choices import ChoiceMatcher
 from vlora.model.vocabulary import TextStream, Vocabulary
 
 
@@ -101,23 +99,3 @@ def test_special_tokens_never_appear_in_text(
     tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
 ) -> None:
     assert "".join(stream_of(vocabulary, list(tokenizer.all_special_ids))) == ""
-
-
-def test_a_choice_that_continues_another_needs_an_end_of_text(vocabulary: Vocabulary) -> None:
-    matcher = ChoiceMatcher(["no", "none"], vocabulary)
-    for byte in b"no":
-        (token,) = vocabulary.tokens_of[bytes([byte])]
-        assert token in matcher.allowed([2], budget=9)
-        matcher.advance(token)
-    assert matcher.complete == "no"
-    assert matcher.finished is None
-    assert 2 in matcher.allowed([2], budget=9)
-
-
-def test_a_choice_outside_the_vocabulary_is_refused(vocabulary: Vocabulary) -> None:
-    class Narrow(Vocabulary):
-        def __init__(self) -> None:
-            self.bytes_of = [b"a", b"b"]
-
-    with pytest.raises(InvalidArgument, match="'abc' cannot be spelled"):
-        ChoiceMatcher(["ab", "abc"], Narrow())

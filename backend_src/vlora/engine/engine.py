@@ -45,6 +45,7 @@ class Engine:
                 f" 'max_num_seqs' = {options.max_num_seqs}: each running request needs a row a step"
             )
         self._clock = clock
+        self._limits = options.limits
         self.config = load_config(options.model)
         dtype = dtype_of(options.dtype, options.model)
         weights = load_weights(options.model, self.config, dtype)
@@ -83,6 +84,7 @@ class Engine:
                 f"'stop_token_ids' holds {beyond[0]}; ids run from 0 to"
                 f" {self.config.vocabulary - 1}"
             )
+        self._check_choices(params.choices)
         if not request.prompt:
             raise InvalidArgument("the prompt is empty; give a text")
         with self._tokenizing:
@@ -98,6 +100,19 @@ class Engine:
         sequence = Sequence(request, prompt, slot, max_tokens, table)
         info = self.adapters.info(request.adapter) if request.adapter else None
         return RequestState(sequence, sampler, self._vocabulary, info)
+
+    def _check_choices(self, choices: tuple[str, ...]) -> None:
+        """Their number and bytes: each token of such an answer is looked up among them."""
+        count, size = len(choices), sum(len(choice.encode()) for choice in choices)
+        limits = self._limits
+        if count > limits.max_choices:
+            raise InvalidArgument(
+                f"'choices' holds {count} choices; the limit is {limits.max_choices}"
+            )
+        if size > limits.max_choices_bytes:
+            raise InvalidArgument(
+                f"'choices' holds {size} bytes; the limit is {limits.max_choices_bytes}"
+            )
 
     def _max_tokens(self, request: Request, prompt: int) -> int:
         """Tokens this answer may have; a prompt or a limit beyond the context is refused."""

@@ -17,10 +17,8 @@ import torch
 
 from vlora.model.choices import ChoiceMatcher
 from vlora.model.vocabulary import Vocabulary
-from vlora.request import DoubleArray, FloatArray, TokenLogprob
+from vlora.request import DoubleArray, FloatArray, IndexArray, TokenLogprob
 from vlora.sampling import SamplingParams
-
-IndexArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 MASKED = np.float32(-np.inf)
 FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
@@ -79,14 +77,16 @@ class TokenSampler:
             scores[[*self._eos, *params.stop_token_ids]] = MASKED
         if self.choices is not None:
             allowed = self.choices.allowed(self._eos, budget)
-            kept = scores[allowed]
-            scores[:] = MASKED
-            scores[allowed] = kept
-        if params.greedy:
-            token = int(scores.argmax())
+            token = int(allowed[self._pick(scores[allowed], len(prompt) + len(output))])
         else:
-            token = draw(scores, params, self._uniform(len(prompt) + len(output)))
+            token = self._pick(scores, len(prompt) + len(output))
         return Draw(token, self._logprobs(logits, token))
+
+    def _pick(self, scores: FloatArray, position: int) -> int:
+        """Index of the drawn one of some tokens' scores, at this position of the sequence."""
+        if self._params.greedy:
+            return int(scores.argmax())
+        return draw(scores, self._params, self._uniform(position))
 
     def _uniform(self, position: int) -> float:
         generator = np.random.Philox(key=self._seed, counter=[position, 0, 0, 0])
@@ -143,8 +143,8 @@ def _largest(values: DoubleArray, count: int) -> IndexArray:
 
 def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
     """[V] fp32 scores → [V] float64 weights, the largest 1."""
-    wide = torch.from_numpy(scores).double().div_(temperature)
-    weights: DoubleArray = wide.sub_(wide.max()).exp_().numpy()
+    wide = torch.from_numpy(scores).double()
+    weights: DoubleArray = wide.sub_(wide.max()).div_(temperature).exp_().numpy()
     return weights
 
 

@@ -50,10 +50,18 @@ class Vocabulary:
                 index.setdefault(spelled, []).append(token)
         return index
 
+    def lengths(self, beginning: bytes) -> tuple[int, ...]:
+        """Lengths in bytes, ascending, of the tokens that begin with these two bytes, or with the
+        first of them and end there."""
+        return self._lengths.get(beginning, (1,))
+
     @cached_property
-    def longest(self) -> int:
-        """Bytes of the longest token."""
-        return max(len(spelled) for spelled in self.bytes_of)
+    def _lengths(self) -> dict[bytes, tuple[int, ...]]:
+        found: dict[bytes, set[int]] = {}
+        for spelled in self.tokens_of:
+            if len(spelled) > 1:
+                found.setdefault(spelled[:2], {1}).add(len(spelled))
+        return {beginning: tuple(sorted(lengths)) for beginning, lengths in found.items()}
 
     def text(self, token: int) -> str:
         return self.bytes_of[token].decode(errors="replace") if token < len(self.bytes_of) else ""
