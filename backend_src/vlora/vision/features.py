@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from cachetools import Cache, LRUCache
 
 from vlora.errors import Internal, VLoraError
 from vlora.request import FloatArray, IntArray
@@ -78,14 +78,13 @@ class FeatureCache:
         self.budget = budget
         self.evictions = 0
         self._lock = threading.Lock()
-        self._entries: OrderedDict[str, FloatArray] = OrderedDict()
+        self._entries: LRUCache[str, FloatArray] = LRUCache(budget, lambda entry: entry.nbytes)
         self._pending: dict[str, PendingFeatures] = {}
-        self._used = 0
 
     @property
     def used(self) -> int:
         """Bytes of features held."""
-        return self._used
+        return int(self._entries.currsize)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -95,7 +94,6 @@ class FeatureCache:
         by `fulfil` or `fail`."""
         with self._lock:
             if key in self._entries:
-                self._entries.move_to_end(key)
                 known: PendingFeatures = Future()
                 known.set_result(self._entries[key])
                 return known, False
@@ -113,7 +111,9 @@ class FeatureCache:
         with self._lock:
             self._pending.pop(key, None)
             if owned.nbytes <= self.budget:
-                self._insert(key, owned)
+                before = len(self._entries)
+                self._entries[key] = owned
+                self.evictions += before + 1 - len(self._entries)
         pending.set_result(owned)
 
     def fail(self, key: str, pending: PendingFeatures, error: VLoraError) -> None:
@@ -125,19 +125,13 @@ class FeatureCache:
     def check_integrity(self) -> None:
         """Raises AssertionError where the books do not balance; for tests and idle times."""
         with self._lock:
-            held = sum(entry.nbytes for entry in self._entries.values())
-            assert held == self._used, f"holds {held} bytes, books say {self._used}"
-            assert self._used <= self.budget, f"{self._used} bytes of {self.budget}"
+            # Past the order of use, which looking must not change.
+            entries = [Cache.__getitem__(self._entries, key) for key in self._entries]
+            held = sum(entry.nbytes for entry in entries)
+            assert held == self.used, f"holds {held} bytes, books say {self.used}"
+            assert self.used <= self.budget, f"{self.used} bytes of {self.budget}"
             assert not self._pending.keys() & self._entries.keys(), "pending and cached"
-            assert not any(entry.flags.writeable for entry in self._entries.values())
-
-    def _insert(self, key: str, features: FloatArray) -> None:
-        while self._used + features.nbytes > self.budget:
-            _, oldest = self._entries.popitem(last=False)
-            self._used -= oldest.nbytes
-            self.evictions += 1
-        self._entries[key] = features
-        self._used += features.nbytes
+            assert not any(entry.flags.writeable for entry in entries)
 
 
 class EncoderService:
