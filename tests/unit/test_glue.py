@@ -130,3 +130,37 @@ def test_inputs_that_cannot_be_read_are_their_own_requests_error(glue: ModuleTyp
             raise ValueError("incorrect length of a string")
 
     assert isinstance(glue.try_inputs(Broken(FakeSender())), VLoraError)
+
+
+def test_another_requests_strings_in_the_encoders_batch_are_not_this_ones_error(
+    glue: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton fails the whole batch, in its own words; a refusal of ours stands."""
+    tensors = {"image_features": np.ones((1, 2, 3)), "image_layout": np.ones((1, 1, 6))}
+    outputs = [
+        SimpleNamespace(name=lambda n=n: n, as_numpy=lambda v=v: v) for n, v in tensors.items()
+    ]
+    others = "incomplete string data for inference input 'image', expecting string of length 9"
+
+    left: list[str] = []
+
+    def respond() -> Any:
+        message = left.pop(0)
+        error = SimpleNamespace(message=lambda: message)
+        return SimpleNamespace(
+            has_error=lambda: bool(message), error=lambda: error, output_tensors=lambda: outputs
+        )
+
+    made = SimpleNamespace(exec=respond)
+    fake = sys.modules["triton_python_backend_utils"]
+    monkeypatch.setattr(fake, "InferenceRequest", lambda **_: made, raising=False)
+
+    left[:] = [others, others, ""]
+    assert glue.encode_images({"text_input": np.zeros(1)}).features.shape == (2, 3)
+    left[:] = ["INVALID_ARG: image 0 is corrupt", ""]
+    with pytest.raises(InvalidArgument, match=r"^image 0 is corrupt$"):
+        glue.encode_images({"text_input": np.zeros(1)})
+    left[:] = [others] * 4
+    with pytest.raises(VLoraError, match="incomplete string data"):
+        glue.encode_images({"text_input": np.zeros(1)})
+    assert len(left) == 1

@@ -22,7 +22,7 @@ from vlora.errors import InvalidArgument, VLoraError
 from vlora.request import ImageFeatures
 from vlora.serving.exporter import Metric
 from vlora.serving.lifeline import Lifeline
-from vlora.serving.responder import Responder, as_vlora_error, from_message, to_message
+from vlora.serving.responder import Responder, as_vlora_error, from_message, is_coded, to_message
 from vlora.serving.tensors import Array, Tensors, flag
 from vlora.serving.vision_encoder import features_from
 from vlora.strict_json import load_object
@@ -30,6 +30,10 @@ from vlora.strict_json import load_object
 log = logging.getLogger(__name__)
 
 E = TypeVar("E")
+
+ENCODE_TRIES = 3
+"""Triton 2.51 fails a whole batch where one request's strings have wrong length prefixes. What
+comes from `lmm` has sound ones, so an error in Triton's own words is another request's."""
 
 LMM = "lmm"
 LMM_UNARY = "lmm_unary"
@@ -213,7 +217,11 @@ def encode_images(tensors: Tensors) -> ImageFeatures:
     """Features from `vision_encoder`, whose batch dimension is put on and taken off. Blocks."""
     batched = {name: value[None] for name, value in tensors.items()}
     outputs = ("image_features", "image_layout")
-    return features_from(_unwrap(_request(VISION_ENCODER, batched, outputs, "").exec()))
+    for _ in range(ENCODE_TRIES):
+        answer = _request(VISION_ENCODER, batched, outputs, "").exec()
+        if not answer.has_error() or is_coded(answer.error().message()):
+            break
+    return features_from(_unwrap(answer))
 
 
 def _request(model: str, tensors: Tensors, outputs: Sequence[str], request_id: str) -> Any:

@@ -58,6 +58,11 @@ def as_sendable(text: str) -> str:
     return "".join(pieces)
 
 
+def is_coded(message: str) -> bool:
+    """Whether a wire message is one of ours, and not Triton's own."""
+    return _CODED.search(message) is not None
+
+
 def from_message(message: str) -> VLoraError:
     """The error behind a wire message; one without a code is not ours, hence Internal."""
     match = _CODED.search(message)
