@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from vlora.config import Options
+from tests.engine.asking import PATIENCE, Collector, endless, request
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.engine.stops import PATIENCE as PATIENCE_OF_STOPS
@@ -23,38 +19,6 @@ from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 
 LONG_ID = "a-client-id-of-its-own"
-PATIENCE = 30.0
-
-
-class Collector:
-    """A sink that remembers, and wakes who waits."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[str, list[Output]] = defaultdict(list)
-        self._news = threading.Condition()
-
-    def __call__(self, output: Output) -> None:
-        with self._news:
-            self.outputs[output.request_id].append(output)
-            self._news.notify_all()
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        with self._news:
-            assert self._news.wait_for(condition, PATIENCE), "nothing came"
-
-    def last(self, request_id: str) -> Output:
-        self.wait(lambda: any(output.finished for output in self.outputs[request_id]))
-        return self.outputs[request_id][-1]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def engine(checkpoint: Path, adapters_dir: Path) -> Engine:
-    return Engine(Options(model=checkpoint, adapters=adapters_dir, max_num_seqs=4))
 
 
 @pytest.fixture
@@ -64,17 +28,6 @@ def loop(engine: Engine) -> Iterator[EngineLoop]:
     loop.shutdown(drain_seconds=0.0)
     engine.check_integrity()
     assert engine.pool.used == 0
-
-
-def request(request_id: str, max_tokens: int = 4, **fields: Any) -> Request:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    values = {"prompt": "<s>what is it?", "sampling": params} | fields
-    return Request(id=request_id, **values)
-
-
-def endless(request_id: str, **fields: Any) -> Request:
-    """Runs until it is ended (for this test's purposes)."""
-    return request(request_id, max_tokens=900, **fields)
 
 
 def test_answers_arrive_in_order_and_end_once(loop: EngineLoop) -> None:
@@ -279,7 +232,32 @@ def test_an_aborted_request_ends_and_an_unknown_one_is_no_error(loop: EngineLoop
     assert isinstance(sink.last("one").error, Cancelled)
 
 
-def test_a_full_queue_refuses_with_its_length(engine: Engine) -> None:
+def test_a_full_queue_refuses_with_its_length_before_any_work(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is being prepared counts, and what is given back counts no more."""
+    loop = EngineLoop(engine, max_waiting=2)
+    loop.admit("one")
+    loop.admit("two")
+    monkeypatch.setattr(engine, "prepare", lambda _: pytest.fail("prepared for nothing"))
+    with pytest.raises(Unavailable, match="the queue is full: 2 requests are waiting"):
+        loop.admit("three")
+    with pytest.raises(Unavailable, match="2 requests are waiting"):
+        loop.submit(request("three"), Collector())
+    monkeypatch.undo()
+    loop.withdraw("one")
+    sink = Collector()
+    loop.submit(request("three"), sink)
+    assert sink.last("three").finish_reason == "length"
+    loop.submit(request("two"), sink)
+    assert sink.last("two").finish_reason == "length"
+    for _ in range(3):
+        with pytest.raises(InvalidArgument, match="prompt is empty"):
+            loop.submit(request("x", prompt=""), sink)
+    loop.shutdown(drain_seconds=0.0)
+
+
+def test_the_queue_holds_what_the_bound_says_while_others_run(engine: Engine) -> None:
     loop = EngineLoop(engine, max_waiting=2)
     sink = Collector()
     refusals = []
@@ -292,6 +270,43 @@ def test_a_full_queue_refuses_with_its_length(engine: Engine) -> None:
     assert 14 <= len(refusals) <= 18
     assert all("2 requests are waiting" in refusal for refusal in refusals)
     loop.shutdown(drain_seconds=0.0)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_request_that_is_still_being_prepared_can_be_ended(
+    loop: EngineLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    loop.admit("one", LONG_ID)
+    with pytest.raises(InvalidArgument, match="live already"):
+        loop.admit("another", LONG_ID)
+    if stopped:
+        loop.stop_client(LONG_ID)
+    else:
+        loop.abort("one")
+    sink = Collector()
+    monkeypatch.setattr(engine, "prepare", lambda _: pytest.fail("prepared for nothing"))
+    with pytest.raises(
+        Cancelled, match=r"own. was cancelled" if stopped else "request was cancelled"
+    ):
+        loop.submit(request("one", client_id=LONG_ID), sink)
+    assert not sink.outputs
+    loop.admit("one", LONG_ID)
+    loop.withdraw("one")
+
+
+def test_shutting_down_waits_for_what_is_being_prepared(engine: Engine) -> None:
+    loop = EngineLoop(engine, max_waiting=6)
+    sink = Collector()
+    loop.admit("one")
+    closing = threading.Thread(target=loop.shutdown, args=(PATIENCE,))
+    closing.start()
+    with loop._wake:
+        assert loop._wake.wait_for(lambda: not loop._accepting, PATIENCE)
+    with pytest.raises(Unavailable, match="shutting down"):
+        loop.admit("late")
+    loop.submit(request("one"), sink)
+    closing.join()
+    assert sink.last("one").finish_reason == "length"
 
 
 def test_shutting_down_lets_live_requests_finish(engine: Engine) -> None:
@@ -338,20 +353,16 @@ def test_a_fault_in_a_step_ends_its_requests_and_not_the_loop(
 
 
 def test_a_sink_that_fails_ends_its_own_request_only(loop: EngineLoop) -> None:
-    sink = Collector()
-    calls = []
+    sink, calls = Collector(), Collector()
 
     def broken(output: Output) -> None:
-        calls.append(output)
+        calls(output)
         raise RuntimeError("the client went away")
 
     loop.submit(endless("broken"), broken)
     loop.submit(request("healthy"), sink)
     assert sink.last("healthy").finish_reason == "length"
-    deadline = time.monotonic() + PATIENCE
-    while not (calls and calls[-1].finished) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert isinstance(calls[-1].error, Cancelled)
+    assert isinstance(calls.last("broken").error, Cancelled)
 
 
 def test_figures_count_what_was_done(loop: EngineLoop) -> None:

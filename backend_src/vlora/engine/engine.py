@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from vlora.config import Options
 from vlora.engine.plan import StepPlan
-from vlora.engine.request_state import RequestState
+from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
@@ -25,6 +27,8 @@ from vlora.model.runner import Runner, StepResult
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import Output, Request
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -147,11 +151,24 @@ class Engine:
         self.scheduler.add(sequence)
 
     def step(self) -> list[Output]:
-        """One iteration; the news of every request that has some."""
+        """One iteration; the news of every request that has some.
+
+        A fault in the forward pass ends the step's requests, one in a row's answer ends that
+        row's; both are told in their last outputs. What is raised is a fault of scheduling or
+        bookkeeping, after which the engine must not be used.
+        """
         plan = self.scheduler.schedule()
         if not plan.chunks:
             return []
-        result = self._forward(plan)
+        try:
+            result = self._forward(plan)
+        except Exception:
+            log.exception("a step failed; its requests are ended")
+            return [
+                output
+                for chunk in plan.chunks
+                for output in self.abort(chunk.sequence_id, Internal("the engine failed on a step"))
+            ]
         return self._update(plan, result)
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> list[Output]:
@@ -207,22 +224,21 @@ class Engine:
     def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Counters forward, tokens drawn, answers ended."""
         now = self._clock()
-        best = result.logits.argmax(dim=1).tolist()
-        logits = iter(zip(result.logits, best, strict=True))
-        scores = iter(result.scores)
+        rows = iter(rows_of(result.logits))
+        heads = iter(result.heads)
         outputs: list[Output] = []
         for chunk in plan.chunks:
             state = self._live[chunk.sequence_id]
             state.sequence.computed += chunk.length
             if not chunk.completes:
                 continue
-            if chunk.use_head:
-                output = state.scored(next(scores), now)
-            else:
-                row, largest = next(logits)
-                output = state.drawn(row, largest, now)
-            outputs.append(output)
-            if output.finished:
+            answer = (
+                partial(state.scored, next(heads), now)
+                if chunk.use_head
+                else partial(state.drawn, next(rows), now)
+            )
+            outputs.append(self._row_output(state, answer, now))
+            if outputs[-1].finished:
                 self._forget(state)
         self._count(
             steps=1,
@@ -231,10 +247,21 @@ class Engine:
             decode_rows=plan.decode_rows,
             prompt_tokens=plan.rows - plan.decode_rows,
             generated_tokens=len(result.logits),
-            finished=sum(output.finished for output in outputs),
+            finished=sum(output.finish_reason is not None for output in outputs),
+            failed=sum(output.error is not None for output in outputs),
             preemptions=len(plan.preempted),
         )
         return outputs
+
+    def _row_output(self, state: RequestState, answer: Callable[[], Output], now: float) -> Output:
+        """A row's own news; whatever goes wrong with it is its request's end, not the step's."""
+        try:
+            return answer()
+        except VLoraError as error:
+            return state.ended(error, now)
+        except Exception:
+            log.exception("answering request %s failed; it is ended", state.sequence.id)
+            return state.ended(Internal("the engine failed on this request"), now)
 
     def _forget(self, state: RequestState) -> None:
         self.scheduler.remove(state.sequence)

@@ -7,11 +7,13 @@ slow client or server never holds up a step.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,28 +30,61 @@ from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request
 
 log = logging.getLogger(__name__)
 
+FATAL_EXIT = 70
+"""Exit code of a process whose engine cannot go on (EX_SOFTWARE of sysexits.h)."""
+
+LAST_WORDS_SECONDS = 5.0
+"""How long a failed engine waits for its clients to be told, before its process ends."""
+
+
+@dataclass
+class _Client:
+    """Who waits for a request. sink: None while the request is being prepared, after `admit` and
+    before `submit`. ended: why it is to be refused then, where it was ended meanwhile."""
+
+    id: str
+    sink: OutputSink | None = None
+    ended: VLoraError | None = None
+
 
 class EngineLoop:
-    """Owns the engine and its two threads, from construction until `shutdown`."""
+    """Owns the engine and its two threads, from construction until `shutdown`.
 
-    def __init__(self, engine: Engine, max_waiting: int) -> None:
+    A request comes in two calls: `admit` before any work on it, `submit` when its images are
+    encoded. From the first on it counts toward the queue's bound and can be ended by `abort` and
+    `stop_client`; `withdraw` gives its place back where it comes to nothing in between.
+
+    **Invariant:** each submitted request gets exactly one last output, whatever fails. A fault in
+    a row ends its request, one in a forward pass ends those of the step. After any other fault
+    (scheduling, bookkeeping) nothing here can be relied on: every request is answered INTERNAL,
+    and the process ends with FATAL_EXIT, so that whoever watches it can start another.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_waiting: int,
+        end_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        """max_waiting: requests admitted and not yet running, at most."""
         self._engine = engine
         self._max_waiting = max_waiting
+        self._end_process = end_process
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], list[Output]]] = deque()
-        self._sinks: dict[str, OutputSink] = {}
+        self._clients: dict[str, _Client] = {}
         self._by_client: defaultdict[str, set[str]] = defaultdict(set)
-        self._client_of: dict[str, str] = {}
+        self._preparing = 0
+        self._to_add = 0
         self._early_stops = EarlyStops()
         self._accepting = True
         self._stopping = False
+        self._failed = False
         self._outbox: queue.SimpleQueue[list[Output] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name="engine", daemon=True),
-            threading.Thread(target=self._respond, name="responses", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._responses = threading.Thread(target=self._respond, name="responses", daemon=True)
+        self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._responses.start()
+        self._steps.start()
 
     @classmethod
     def from_options(
@@ -71,46 +106,83 @@ class EngineLoop:
     def max_model_len(self) -> int:
         return self._engine.max_model_len
 
+    # -- on the callers' threads -------------------------------------------------------------
+
+    def admit(self, request_id: str, client_id: str = "") -> None:
+        """A place in the queue for a request on which no work has been done yet.
+
+        It is held until the request runs, is refused by `submit`, or is withdrawn. Raises
+        Unavailable where the queue is full (with its length) or the server is shutting down,
+        InvalidArgument for an id that is live, Cancelled where the client has stopped it already.
+        """
+        with self._wake:
+            self.check_room()
+            if request_id in self._clients:
+                raise InvalidArgument(f"a request with id '{request_id}' is live already")
+            if len(client_id) >= MIN_STOPPABLE_ID:
+                if self._by_client.get(client_id):
+                    raise InvalidArgument(f"a request with id '{client_id}' is live already")
+                if self._early_stops.take(client_id):
+                    raise Cancelled(f"the request '{client_id}' was cancelled")
+            self._clients[request_id] = _Client(client_id)
+            self._by_client[client_id].add(request_id)
+            self._preparing += 1
+
+    def check_room(self, beside: int = 0) -> None:
+        """Raises Unavailable where a request would be refused now whatever it asks. `beside`: how
+        many more wait to be admitted."""
+        if not self._accepting:
+            raise self._closed()
+        waiting = self._preparing + self._to_add + len(self._engine.scheduler.waiting) + beside
+        if waiting >= self._max_waiting:
+            raise Unavailable(f"the queue is full: {waiting} requests are waiting")
+
+    def withdraw(self, request_id: str) -> None:
+        """Gives an admitted request's place back; no error for one that is submitted or unknown."""
+        with self._wake:
+            client = self._clients.get(request_id)
+            if client is not None and client.sink is None:
+                self._forget(request_id)
+
     def submit(self, request: Request, sink: OutputSink) -> None:
-        """Checks the request on the caller's thread and queues it.
+        """Checks the request on the caller's thread and queues it; admits it, where it was not.
 
         Raises a VLoraError where it is refused; then `sink` is never called. Else `sink` gets
         every output, in order, on the response thread, the last with finish_reason or error.
         """
-        state = self._engine.prepare(request)
-        with self._wake:
-            self._admit(request)
-            self._sinks[request.id] = sink
-            self._by_client[request.client_id].add(request.id)
-            self._client_of[request.id] = request.client_id
-            arrival = time.monotonic()
-            self._inbox.append(partial(self._add, state, arrival))
-            self._wake.notify()
+        if request.id not in self._clients:
+            self.admit(request.id, request.client_id)
+        try:
+            self._check_not_ended(request.id)
+            state = self._engine.prepare(request)
+            with self._wake:
+                self._check_not_ended(request.id)
+                self._clients[request.id].sink = sink
+                self._preparing -= 1
+                self._to_add += 1
+                self._inbox.append(partial(self._add, state, time.monotonic()))
+                self._wake.notify_all()
+        except BaseException:
+            self.withdraw(request.id)
+            raise
 
-    def check_room(self, beside: int = 0) -> None:
-        """Raises Unavailable where a request would be refused now whatever it asks. `beside`: how
-        many more wait to be submitted."""
-        if not self._accepting:
-            raise Unavailable("the server is shutting down")
-        waiting = len(self._engine.scheduler.waiting) + len(self._inbox) + beside
-        if waiting >= self._max_waiting:
-            raise Unavailable(f"the queue is full: {waiting} requests are waiting")
+    def _check_not_ended(self, request_id: str) -> None:
+        if self._stopping:
+            raise self._closed()
+        client = self._clients.get(request_id)
+        if client is None:
+            raise Cancelled("the request was withdrawn")
+        if client.ended is not None:
+            raise client.ended
 
-    def _admit(self, request: Request) -> None:
-        """Whether this loop takes another request now; holds the lock."""
-        self.check_room()
-        if request.id in self._sinks:
-            raise InvalidArgument(f"a request with id '{request.id}' is live already")
-        client_id = request.client_id
-        if len(client_id) >= MIN_STOPPABLE_ID:
-            if self._by_client.get(client_id):
-                raise InvalidArgument(f"a request with id '{client_id}' is live already")
-            if self._early_stops.take(client_id):
-                raise Cancelled(f"the request '{client_id}' was cancelled")
+    def _closed(self) -> Unavailable:
+        if self._failed:
+            return Unavailable("the engine has failed, and its process ends")
+        return Unavailable("the server is shutting down")
 
     def abort(self, request_id: str) -> None:
-        """Ends a live request with Cancelled; an unknown id is no error."""
-        self._post(partial(self._engine.abort, request_id))
+        """Ends a live or admitted request with Cancelled; an unknown id is no error."""
+        self._abort(request_id, Cancelled("the request was cancelled"))
 
     def stop_client(self, client_id: str) -> None:
         """Ends the live request of this client id with Cancelled, or the one that comes soon, if
@@ -128,87 +200,127 @@ class EngineLoop:
             if not request_ids:
                 self._early_stops.wait(client_id)
         for request_id in request_ids:
-            reason = Cancelled(f"the request '{client_id}' was cancelled")
-            self._post(partial(self._engine.abort, request_id, reason))
+            self._abort(request_id, Cancelled(f"the request '{client_id}' was cancelled"))
+
+    def _abort(self, request_id: str, reason: VLoraError) -> None:
+        with self._wake:
+            client = self._clients.get(request_id)
+            if client is None:
+                return
+            if client.sink is None:
+                client.ended = reason
+                return
+            self._inbox.append(partial(self._engine.abort, request_id, reason))
+            self._wake.notify_all()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
     def shutdown(self, drain_seconds: float) -> None:
-        """Refuses new requests, lets live ones finish for so long, cancels the rest."""
+        """Refuses new requests, lets admitted ones finish for so long, cancels the rest."""
         with self._wake:
             self._accepting = False
-        deadline = time.monotonic() + drain_seconds
-        while self._sinks and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with self._wake:
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: not self._clients, drain_seconds)
             self._stopping = True
-            self._wake.notify()
-        for thread in self._threads:
-            thread.join()
+            self._wake.notify_all()
+        self._steps.join()
+        self._responses.join()
 
     # -- the engine's thread -----------------------------------------------------------------
 
-    def _post(self, work: Callable[[], list[Output]]) -> None:
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            for request_id in self._engine.live_ids:
+                self._outbox.put(self._engine.abort(request_id, self._ending()))
+        except Exception:
+            self._fail("the engine")
+        self._outbox.put(None)
+        if self._failed:
+            self._responses.join(LAST_WORDS_SECONDS)
+            if self._responses.is_alive():
+                log.critical("telling the clients takes too long; the process ends")
+                self._end_process(FATAL_EXIT)
+
+    def _turn(self) -> None:
+        """What has come in, then one step."""
         with self._wake:
-            self._inbox.append(work)
-            self._wake.notify()
+            self._wake.wait_for(lambda: self._inbox or self._stopping or not self._engine.idle)
+            work = list(self._inbox)
+            self._inbox.clear()
+        for item in work:
+            self._outbox.put(item())
+        if not self._engine.idle:
+            self._outbox.put(self._engine.step())
 
     def _add(self, state: RequestState, arrival: float) -> list[Output]:
-        self._engine.add(state, arrival)
+        request_id = state.sequence.id
+        try:
+            self._engine.add(state, arrival)
+        except Exception:
+            log.exception("queueing request %s failed; it is ended", request_id)
+            return [Output(request_id, error=Internal("the engine failed on this request"))]
+        finally:
+            with self._wake:
+                self._to_add -= 1
         return []
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._inbox or self._stopping or not self._engine.idle)
-                work = list(self._inbox)
-                self._inbox.clear()
-                stopping = self._stopping
-            for item in work:
-                self._outbox.put(item())
-            if stopping:
-                self._end(self._engine.live_ids, Cancelled("the server is shutting down"))
-                self._outbox.put(None)
-                return
-            self._step()
+    def _fail(self, who: str) -> None:
+        """Nothing new from here on; the response thread tells who waits and ends the process."""
+        log.critical(
+            "%s cannot go on; its process ends with code %d", who, FATAL_EXIT, exc_info=True
+        )
+        with self._wake:
+            self._failed = self._stopping = True
+            self._accepting = False
+            self._wake.notify_all()
 
-    def _step(self) -> None:
-        """One step; a fault of ours ends the requests it may have touched, not the loop."""
-        try:
-            self._outbox.put(self._engine.step())
-        except Exception:
-            log.exception("a step failed; the running requests are ended")
-            reason = Internal("the engine failed on this batch; see the server's log")
-            self._end(self._engine.running_ids, reason)
-
-    def _end(self, request_ids: Iterable[str], reason: VLoraError) -> None:
-        for request_id in request_ids:
-            self._outbox.put(self._engine.abort(request_id, reason))
+    def _ending(self) -> VLoraError:
+        """Why what is left is ended."""
+        if self._failed:
+            return Internal("the engine failed, and its process ends; see the server's log")
+        return Cancelled("the server is shutting down")
 
     # -- the response thread -----------------------------------------------------------------
 
     def _respond(self) -> None:
-        while (outputs := self._outbox.get()) is not None:
-            for output in outputs:
-                self._answer(output)
+        try:
+            while (outputs := self._outbox.get()) is not None:
+                for output in outputs:
+                    self._answer(output)
+        except Exception:
+            self._fail("the thread that answers")
+        reason = self._ending()
+        for request_id in list(self._clients):
+            self._answer(Output(request_id, error=reason))
+        if self._failed:
+            self._end_process(FATAL_EXIT)
 
     def _answer(self, output: Output) -> None:
-        request_id = output.request_id
-        sink = self._sinks.get(request_id)
+        client = self._clients.get(output.request_id)
+        if client is None or client.sink is None:
+            return
         if output.finished:
             with self._wake:
-                del self._sinks[request_id]
-                client_id = self._client_of.pop(request_id)
-                self._by_client[client_id].discard(request_id)
-                if not self._by_client[client_id]:
-                    del self._by_client[client_id]
-                    if len(client_id) >= MIN_STOPPABLE_ID:
-                        self._early_stops.ended(client_id)
-        if sink is None:
-            return
+                self._forget(output.request_id)
         try:
-            sink(output)
+            client.sink(output)
         except Exception:
-            log.exception("answering request %s failed; it is ended", request_id)
-            self.abort(request_id)
+            log.exception("answering request %s failed; it is ended", output.request_id)
+            self.abort(output.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """Holds the lock."""
+        client = self._clients.pop(request_id)
+        if client.sink is None:
+            self._preparing -= 1
+        same = self._by_client[client.id]
+        same.discard(request_id)
+        if not same:
+            del self._by_client[client.id]
+            if len(client.id) >= MIN_STOPPABLE_ID:
+                self._early_stops.ended(client.id)
+        if not self._clients:
+            self._wake.notify_all()

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from vlora.engine.sequence import Sequence
-from vlora.errors import VLoraError
+from vlora.errors import Internal, InvalidArgument, VLoraError
 from vlora.lora.adapter import AdapterInfo
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import TextStream, Vocabulary
 from vlora.request import HeadScores, Output, Timings, TokenLogprob
+
+
+class LogitsRow(NamedTuple):
+    """logits: [V] of one row. largest: the token of the largest one. finite: all of them are."""
+
+    logits: torch.Tensor
+    largest: int
+    finite: bool
+
+
+def rows_of(logits: torch.Tensor) -> list[LogitsRow]:
+    """logits: [rows, V] → its rows, all looked at together."""
+    highest, largest = logits.max(dim=1)
+    # Both pass NaN on; an infinity is the largest of its row, or the smallest.
+    finite = torch.isfinite(highest) & torch.isfinite(logits.amin(dim=1))
+    return [LogitsRow(*row) for row in zip(logits, largest.tolist(), finite.tolist(), strict=True)]
 
 
 class RequestState:
@@ -39,16 +57,18 @@ class RequestState:
         if self._started is None:
             self._started = now
 
-    def drawn(self, logits: torch.Tensor, largest: int, now: float) -> Output:
-        """The next token from logits [V]; `largest` is their argmax."""
+    def drawn(self, row: LogitsRow, now: float) -> Output:
+        """The next token. Raises InvalidArgument or Internal where the logits are not finite."""
+        if not row.finite:
+            raise self._overflow()
         if self._first is None:
             self._first = now
         sequence, sampler = self.sequence, self._sampler
         logprobs = None
-        token = largest
+        token = row.largest
         if not sampler.plain_greedy:
             draw = sampler.draw(
-                logits.numpy(),
+                row.logits.numpy(),
                 sequence.tokens[: sequence.prompt_length],
                 sequence.output,
                 budget=sequence.max_tokens - sequence.output_length,
@@ -81,12 +101,29 @@ class RequestState:
             return text + self._stream.flush(), "length"
         return text, None
 
-    def scored(self, scores: torch.Tensor, now: float) -> Output:
-        """The vision task head's answer: scores [classes]; no token is drawn."""
+    def scored(self, values: torch.Tensor, now: float) -> Output:
+        """The vision task head's answer, from its values [classes]; no token is drawn.
+
+        Raises InvalidArgument where they are not finite."""
+        if not bool(torch.isfinite(values).all()):
+            raise self._overflow()
         self._first = now
         assert self._adapter is not None, "a head belongs to an adapter"
+        scores = torch.softmax(values, dim=0)
         head = HeadScores(self._adapter.head_labels, tuple(scores.tolist()))
         return self._output(now, text=head.best, head=head, finish_reason="stop")
+
+    def _overflow(self) -> VLoraError:
+        """The error of a row that is not finite: of the adapter, else of the features that came
+        with the request, else of the model itself."""
+        if self._adapter is not None:
+            return InvalidArgument(
+                f"adapter '{self._adapter.name}' produces values that are not finite for this"
+                " prompt; its weights are too large"
+            )
+        if self.sequence.prompt.features is not None:
+            return InvalidArgument("the image features lead to values that are not finite")
+        return Internal("the model produces values that are not finite for this prompt")
 
     def ended(self, error: VLoraError, now: float) -> Output:
         """Ended from outside."""

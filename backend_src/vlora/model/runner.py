@@ -23,11 +23,11 @@ from vlora.model.loader import DecoderWeights
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits: [rows, V] fp32, a row for each chunk that completes, in order; scores: one [classes]
-    tensor for each that completes and uses a head, in order, which has no row of logits."""
+    """logits: [rows, V] fp32, a row for each chunk that completes, in order; heads: one
+    [classes] tensor for each that completes and uses a head instead, in order, before softmax."""
 
     logits: torch.Tensor
-    scores: tuple[torch.Tensor, ...]
+    heads: tuple[torch.Tensor, ...]
 
 
 class Runner:
@@ -84,16 +84,13 @@ class Runner:
         segments = signed_segments((chunk.slot, 1) for chunk in drawn)
         logits = self._decoder.logits(normed[: len(drawn)], segments)
         return StepResult(
-            logits, self._scores(normed[len(drawn) :], [chunk.slot for chunk in scored])
+            logits, self._heads(normed[len(drawn) :], [chunk.slot for chunk in scored])
         )
 
-    def _scores(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """hidden: one row a slot → each one's softmax scores; all heads in one call."""
+    def _heads(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """hidden: one row a slot → what each one's head makes of it; all heads in one call."""
         if not slots:
             return ()
         heads = self._adapters.heads
         values = op.heads(hidden, signed_segments((slot, 1) for slot in slots), heads)
-        return tuple(
-            torch.softmax(row[: heads.classes(slot)], dim=0)
-            for row, slot in zip(values, slots, strict=True)
-        )
+        return tuple(row[: heads.classes(slot)] for row, slot in zip(values, slots, strict=True))

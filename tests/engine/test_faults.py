@@ -1,0 +1,218 @@
+"""Whatever fails, each request gets one last output, and others are not harmed."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.asking import PATIENCE, Collector, endless, request
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.engine.loop import FATAL_EXIT, EngineLoop
+from vlora.errors import Internal, InvalidArgument, Unavailable
+from vlora.request import Output, Request
+from vlora.sampling import SamplingParams
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a fault of ours")
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
+    """Every output by request id, of requests that arrive together."""
+    outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
+    for item in requests:
+        engine.add(engine.prepare(item), arrival=0.0)
+    while not engine.idle:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    engine.check_integrity()
+    assert engine.pool.used == 0
+    return outputs
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_a_fault_in_one_row_ends_its_request_and_keeps_the_news_of_the_others(
+    engine: Engine,
+) -> None:
+    """One of the others ends in the very step of the fault, between rows that go on."""
+    asked = [request("a", 6), request("b", 2), request("bad", 6), request("c", 2), request("d", 6)]
+    alone = {item.id: tokens(run(engine, item)[item.id]) for item in asked}
+    outputs: dict[str, list[Output]] = {item.id: [] for item in asked}
+    for item in asked:
+        engine.add(engine.prepare(item), arrival=0.0)
+    engine._live["bad"].drawn = _once_then(engine._live["bad"].drawn, fail)  # type: ignore[method-assign]
+    while not engine.idle:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    engine.check_integrity()
+    assert [output.finished for output in outputs["bad"]] == [False, True]
+    assert isinstance(outputs["bad"][-1].error, Internal)
+    assert "a fault of ours" not in str(outputs["bad"][-1].error)
+    for name in ("a", "b", "c", "d"):
+        assert tokens(outputs[name]) == alone[name]
+        assert outputs[name][-1].finish_reason == "length"
+    assert engine.stats().failed == 1
+
+
+def _once_then(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    calls = iter([first])
+    return lambda *given: next(calls, then)(*given)
+
+
+@pytest.fixture(scope="module")
+def overflowing(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters whose weights are finite and whose products, or head, are not."""
+    folder = tmp_path_factory.mktemp("overflowing") / "adapters"
+    shutil.copytree(adapters_dir, folder)
+    enlarge(folder / "all-r8" / "adapter_model.safetensors", 1e25)
+    enlarge(folder / "head-r8" / "head.safetensors", 3e38)
+    return folder
+
+
+def enlarge(path: Path, factor: float) -> None:
+    weights = load_file(path)
+    assert weights, path
+    save_file({name: (w * factor).clamp(-3e38, 3e38) for name, w in weights.items()}, path)
+
+
+def test_values_that_are_not_finite_are_their_adapters_error_and_no_other_rows(
+    checkpoint: Path, overflowing: Path
+) -> None:
+    engine = Engine(Options(model=checkpoint, adapters=overflowing))
+    healthy = [request("base"), request("other", adapter="attention-r4")]
+    alone = {item.id: tokens(run(engine, item)[item.id]) for item in healthy}
+    wild = SamplingParams(temperature=0.9, seed=1, max_tokens=4, logprobs=2)
+    outputs = run(
+        engine,
+        request("greedy", adapter="all-r8"),
+        *healthy,
+        request("sampled", adapter="all-r8", sampling=wild),
+        request("head", adapter="head-r8", use_head=True),
+        request("text of the head's adapter", adapter="head-r8"),
+    )
+    for name, adapter in (("greedy", "all-r8"), ("sampled", "all-r8"), ("head", "head-r8")):
+        (only,) = outputs[name]
+        assert isinstance(only.error, InvalidArgument)
+        assert f"adapter '{adapter}' produces values that are not finite" in str(only.error)
+        assert only.head is None
+        assert only.logprobs is None
+    assert {name: tokens(outputs[name]) for name in alone} == alone
+    assert outputs["text of the head's adapter"][-1].finish_reason == "length"
+
+
+def test_one_infinite_logit_is_seen_whatever_its_sign(engine: Engine) -> None:
+    forward = engine._runner.forward
+
+    def spoiled(chunks: Any, live: int) -> Any:
+        result = forward(chunks, live)
+        logits = result.logits.clone()
+        for row, value in enumerate((torch.inf, -torch.inf, torch.nan)):
+            logits[row, 7] = value
+        return replace(result, logits=logits)
+
+    engine._runner.forward = spoiled  # type: ignore[method-assign]
+    outputs = run(engine, *(request(name, max_tokens=1) for name in ("+", "-", "nan", "fine")))
+    for name in ("+", "-", "nan"):
+        assert isinstance(outputs[name][-1].error, Internal)
+    assert outputs["fine"][-1].finish_reason == "length"
+
+
+# -- the loop ----------------------------------------------------------------------------------
+
+
+class Ended(threading.Event):
+    """Stands for the end of the process."""
+
+    code: int | None = None
+
+    def __call__(self, code: int) -> None:
+        assert self.code is None, "ended twice"
+        self.code = code
+        self.set()
+
+
+@pytest.fixture
+def ended() -> Ended:
+    return Ended()
+
+
+@pytest.fixture
+def loop(engine: Engine, ended: Ended) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine, max_waiting=16, end_process=ended)
+    yield loop
+    loop.shutdown(drain_seconds=0.0)
+
+
+def test_a_fault_while_the_inbox_is_worked_ends_its_request_only(
+    loop: EngineLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Collector()
+    monkeypatch.setattr(engine, "add", _once_then(fail, engine.add))
+    loop.submit(request("unlucky"), sink)
+    assert isinstance(sink.last("unlucky").error, Internal)
+    loop.submit(request("next"), sink)
+    assert sink.last("next").finish_reason == "length"
+
+
+@pytest.mark.parametrize("broken", ["schedule", "abort", "answer"])
+def test_an_engine_that_cannot_go_on_answers_everyone_and_ends_the_process(
+    loop: EngineLoop,
+    engine: Engine,
+    ended: Ended,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+) -> None:
+    sink = Collector()
+    for index in range(6):
+        loop.submit(endless(f"r{index}"), sink)
+    loop.admit("being prepared")
+    sink.wait(lambda: len(sink.outputs["r0"]) > 2)
+    if broken == "schedule":
+        monkeypatch.setattr(engine.scheduler, "schedule", fail)
+    elif broken == "abort":
+        monkeypatch.setattr(engine.scheduler, "remove", fail)
+        loop.abort("r3")
+    else:
+        monkeypatch.setattr(loop, "_answer", _once_then(fail, loop._answer))
+    assert ended.wait(PATIENCE)
+    assert ended.code == FATAL_EXIT
+    for index in range(6):
+        outputs = sink.outputs[f"r{index}"]
+        assert [output.finished for output in outputs[:-1]] == [False] * (len(outputs) - 1)
+        assert isinstance(outputs[-1].error, Internal)
+    with pytest.raises(Unavailable, match="the engine has failed"):
+        loop.submit(request("being prepared"), sink)
+    with pytest.raises(Unavailable, match="the engine has failed"):
+        loop.admit("late")
+
+
+def test_a_client_that_cannot_be_told_does_not_keep_a_failed_engine_alive(
+    engine: Engine, ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlora.engine.loop.LAST_WORDS_SECONDS", 0.05)
+    loop = EngineLoop(engine, max_waiting=16, end_process=ended)
+    stuck, released = threading.Event(), threading.Event()
+
+    def never_returns(_: Output) -> None:
+        stuck.set()
+        assert released.wait(PATIENCE)
+
+    loop.submit(endless("stuck"), never_returns)
+    assert stuck.wait(PATIENCE)
+    monkeypatch.setattr(engine.scheduler, "schedule", fail)
+    assert ended.wait(PATIENCE)
+    monkeypatch.setattr(loop, "_end_process", lambda _: None)
+    released.set()
+    loop.shutdown(drain_seconds=0.0)
