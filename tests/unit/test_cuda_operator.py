@@ -87,8 +87,9 @@ class Case:
     ) -> torch.Tensor:
         if not isinstance(segments, DeviceSegments):
             segments = self.operator.segments(segments)
-        for workspace in self.operator._workspaces.values():
-            workspace[16:] = 0xFF  # NaN in every type: nothing may count on what lay there
+        self.operator.workspaces[-1][16:] = (
+            0xFF  # NaN in every type: nothing counts on what lay there
+        )
         y = self.before.clone()
         self.operator.apply(y, self.x, segments, self.group, choice)
         self.operator.synchronize()

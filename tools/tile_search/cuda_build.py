@@ -140,10 +140,12 @@ def build(
     folder: Path = BUILD,
     jobs: int | None = None,
     architectures: tuple[int, ...] = ARCHITECTURES,
+    *,
+    fetch: bool = True,
 ) -> Path:
     """Compile what changed and link; returns the library."""
     codes = gencode(architectures)
-    common = [*_common(find_headers(folder)), *codes]
+    common = [*_common(find_headers(folder, fetch=fetch)), *codes]
     units = sorted(SOURCES.glob("*.cu"))
     for name, text in {one.name: one.source for one in chosen}.items():
         units.append(_write(folder / "generated" / f"{name}.cu", text))

@@ -22,7 +22,7 @@ import torch
 
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in
-from vlora.atmm.cuda.library import Library
+from vlora.atmm.cuda.library import CudaError, Library
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment, Segments
 
@@ -104,7 +104,10 @@ def _padded(pair: LoraPair) -> LoraPair:
 
 
 class Operator:
-    """One library on one device (the emulation: on the host's memory). Warms the kernels up."""
+    """One library on one device (the emulation: on the host's memory). Warms the kernels up.
+
+    One workspace serves all calls: those of streams that run side by side need an operator each.
+    """
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self.library, self.device = library, device
@@ -119,8 +122,8 @@ class Operator:
         self.table = Table({})
         self.forced: Choice | None = None
         """For every shape that it can serve, instead of table and arithmetic: tests, benches."""
-        self._workspaces: dict[int, torch.Tensor] = {}
-        self._grown: list[torch.Tensor] = []
+        self.workspaces = [torch.zeros(16, dtype=torch.uint8, device=device)]
+        """The last one serves; those it has outgrown are kept for graphs captured with them."""
         self._groups: WeakKeyDictionary[LoraGroup | HeadGroup, DeviceGroup] = WeakKeyDictionary()
 
     # ---- preparing ------------------------------------------------------------------------------
@@ -253,7 +256,7 @@ class Operator:
     def check(self) -> None:
         """Wait for the device, then raise DeviceFault if it left something out since last time."""
         self.synchronize()
-        for workspace in (*self._workspaces.values(), *self._grown):
+        for workspace in self.workspaces:
             word = workspace[:8].view(torch.int64)
             if text := self.library.fault(int(word.item())):
                 word.zero_()
@@ -264,16 +267,13 @@ class Operator:
             torch.cuda.synchronize(self.device)
 
     def _workspace(self, size: int) -> torch.Tensor:
-        """Of the current stream; grows, and keeps the outgrown for graphs captured with them."""
-        stream = self._stream()
-        found = self._workspaces.get(stream)
-        if found is None or found.numel() < size:
-            if found is not None:
-                self._grown.append(found)
-                size = max(size, 2 * found.numel())
-            found = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self._workspaces[stream] = found
-        return found
+        if self.workspaces[-1].numel() < size:
+            if not self.library.emulated and torch.cuda.is_current_stream_capturing():
+                raise CudaError("a call that is captured must have run once before: its workspace")
+            size = max(size, 2 * self.workspaces[-1].numel())
+            grown = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self.workspaces.append(grown)
+        return self.workspaces[-1]
 
     def _check_place(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:

@@ -1,0 +1,422 @@
+"""`make gpu` = `python3 -m tools.gpu [--out DIR] [--minutes 9]`, from the root of a source tree.
+
+Each stage writes what it finds at once: a stage that is cut short has what it got so far. The last
+one gathers DIR/figures: a table, the figures as JSON, and the tile table, ready to commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.stages import Lacking, Runner, Stage, seconds_given, stage_main, table
+
+ROOT = Path(__file__).resolve().parents[2]
+MINUTES = 9.0
+RESERVE = 8.0
+"""Seconds at the end of a stage's box for what is under way, and for writing."""
+INSTANCES = 32
+"""Tiles of the pruned set: seven seconds of one core each."""
+COPY_BYTES, SIDE = 2 << 30, 8192
+DEVICE_TESTS = (
+    "tests/unit/test_cuda_operator.py",
+    "tests/unit/test_cuda_tiles.py",
+    "tests/unit/atmm",
+)
+ON_DEVICE = "cuda and not emulated"
+SANITIZERS = ("memcheck", "racecheck")
+
+BOXES = {
+    "machine": 25.0,
+    "build": 130.0,
+    "tests": 80.0,
+    "sanitize": 80.0,
+    "search": 80.0,
+    "kernels": 90.0,
+    "switch": 30.0,
+    "report": 10.0,
+}
+
+
+def environment() -> dict[str, str]:
+    """No install: the package and the tests are found in the source tree."""
+    path = [str(ROOT / "backend_src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(p for p in path if p), "PYTHONUNBUFFERED": "1"}
+
+
+def stamp() -> str:
+    """Of everything that a stage's result depends on: sources of the operator and its tools."""
+    digest = hashlib.sha256(platform.node().encode())
+    for folder in ("csrc/atmm", "tools/gpu", "tools/tile_search", "backend_src/vlora/atmm"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.suffix in (".py", ".cu", ".cuh", ".h"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# ---- the stages ------------------------------------------------------------------------------
+
+
+def machine(out: Path) -> str:
+    """What is here, and what it reaches."""
+    found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
+    smi = shutil.which("nvidia-smi")
+    query = "name,driver_version,clocks.sm,clocks.max.sm,power.limit,memory.total"
+    if smi:
+        said = _said([smi, f"--query-gpu={query}", "--format=csv,noheader"])
+        found["nvidia_smi"] = dict(zip(query.split(","), said.split(", "), strict=False))
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    found["nvcc"] = _said([nvcc, "--version"]).splitlines()[-2:-1] if nvcc else None
+    packages = ("torch", "pytest", "hypothesis", "peft", "transformers", "vllm", "sglang")
+    found["packages"] = {name: _version(name) for name in packages}
+    _write(out / "machine.json", found)
+    torch = _torch()
+    from tools.gpu.timing import measure_limits
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    found |= {
+        "device": properties.name,
+        "sm": properties.major * 10 + properties.minor,
+        "multiprocessors": properties.multi_processor_count,
+        "l2_mib": properties.L2_cache_size >> 20,
+        "memory_gib": properties.total_memory >> 30,
+        "cuda": torch.version.cuda,
+    }
+    _write(out / "machine.json", found)
+    size = min(COPY_BYTES, properties.total_memory // 8 // 4 * 4)
+    limits = measure_limits(device, side=SIDE, copy_bytes=size)
+    found["limits"] = {"copy": limits.copy, "bf16": limits.bf16, "fp32": limits.fp32}
+    _write(out / "machine.json", found)
+    return (
+        f"{properties.name}: copy {limits.copy / 1e12:.2f} TB/s, bf16 {limits.bf16 / 1e12:.0f},"
+        f" fp32 {limits.fp32 / 1e12:.0f} TFLOP/s"
+    )
+
+
+def build(out: Path) -> str:
+    """The pruned set, for the architecture at hand (both where there is none)."""
+    from tools.tile_search import cuda_build
+
+    known = _read(out / "machine.json")
+    chosen = cuda_build.instances(INSTANCES)
+    architectures = (known["sm"],) if "sm" in known else cuda_build.ARCHITECTURES
+    try:
+        library = cuda_build.build(chosen, architectures=architectures, fetch=False)
+    except cuda_build.BuildError as error:
+        if "nvcc is not here" in str(error) or "no CUTLASS headers" in str(error):
+            raise Lacking(str(error)) from None
+        raise
+    used = json.loads((library.parent / cuda_build.RESOURCES).read_text())
+    _write(out / "resources.json", used)
+    spilled = sum(one["spill_stores"] > 0 for one in used)
+    return f"{len(chosen)} tiles for sm {architectures}; {spilled} of {len(used)} kernels spill"
+
+
+def tests(out: Path) -> str:
+    """Those of the operator that run on the device, in one pytest."""
+    _operator()
+    if importlib.util.find_spec("pytest") is None:
+        raise Lacking("no pytest")
+    report = out / "tests.xml"
+    command = [*_pytest(), *DEVICE_TESTS, "-k", ON_DEVICE, f"--junitxml={report}"]
+    if importlib.util.find_spec("hypothesis") is None:
+        print("no hypothesis: random problems are left out")
+        command += ["--ignore=tests/unit/atmm/test_apply.py"]
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    counts = _counts(report)
+    _write(out / "tests.json", counts)
+    said = ", ".join(
+        f"{counts[name]} {name}" for name in ("passed", "failures", "errors", "skipped")
+    )
+    if status:
+        raise SystemExit(said)
+    return said
+
+
+def sanitize(out: Path) -> str:
+    """A few calls of every kernel under each tool of compute-sanitizer."""
+    _operator()
+    tool = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+    if tool is None:
+        raise Lacking("no compute-sanitizer (it comes with the CUDA toolkit)")
+    found: dict[str, str] = {}
+    box = (seconds_given() - RESERVE) / len(SANITIZERS)
+    for name in SANITIZERS:
+        command = [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-m"]
+        try:
+            done = subprocess.run(
+                [*command, "tools.gpu.exercise"],
+                cwd=ROOT, timeout=box, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            text = done.stdout + done.stderr
+            print(text[-20000:])
+            summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", text)
+            if "not supported" in text:
+                found[name] = "refuses this device"
+            else:
+                found[name] = summary[-1] if summary else f"no summary (status {done.returncode})"
+                if done.returncode:
+                    found[name] += f", exercise ended with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            found[name] = f"not done after {box:.0f} s"
+        _write(out / "sanitize.json", found)
+    said = "; ".join(f"{name}: {text}" for name, text in found.items())
+    clean = all("SUMMARY: 0 " in text and "ended" not in text for text in found.values())
+    if not clean:
+        if any("refuses" in text for text in found.values()):
+            raise Lacking(said)
+        raise SystemExit(said)
+    return said
+
+
+def search(out: Path) -> str:
+    """The tile table, as far as the time goes; resumed where it was left."""
+    operator = _operator()
+    from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
+
+    wanted, entries = shapes(), []
+    lines = out / "search.jsonl"
+    for entry in CudaSearch(operator).search(wanted, lines, seconds_given() - RESERVE):
+        entries.append(entry)
+        print(
+            f"{entry['key']}: {entry['config']}  {entry['hot_us']} us hot, {entry['cold_us']} cold"
+        )
+    if not entries:
+        raise SystemExit("no shape was done in time")
+    path = write_table(operator, entries, out)
+    changed = sum(entry["config"] != entry["built_in"] for entry in entries)
+    return f"{len(entries)} of {len(wanted)} shapes in {path.name}, {changed} not built in"
+
+
+def kernels(out: Path) -> str:
+    operator = _operator(out)
+    from tools.gpu.kernels import run, summarize
+    from vlora.atmm.cuda.choice import built_in
+    from vlora.bench.cells import GRIDS, load_grid
+
+    cells = load_grid(GRIDS / "kernels.json", ["bf16"], quick=True)
+    more = load_grid(GRIDS / "kernels.json", ["bf16"], quick=False)
+    cells = list(dict.fromkeys([*cells, *more]))
+    from tools.tile_search.cuda_search import shapes
+
+    prefill = [shape for shape in shapes(("bf16",)) if shape.rows >= 16]
+    picks = [
+        built_in(shape, operator.library, operator.multiprocessors, tensor_cores=True)
+        for shape in prefill
+    ]
+    statics = {c.name: c for c in sorted(set(picks), key=picks.count, reverse=True)[:6]}
+    rows = []
+    for result in run(cells, operator, statics, _limits(out), seconds_given() - RESERVE):
+        rows.append(result.as_row())
+        print(json.dumps(rows[-1]))
+        _write(out / "kernels.json", {"rows": rows, "summary": summarize(rows)})
+    if not rows:
+        raise SystemExit("no cell was done in time")
+    return f"{len(rows)} of {len(cells)} cells"
+
+
+def switch(out: Path) -> str:
+    operator = _operator()
+    from tools.gpu.switch import MODELS, measure
+
+    rows = []
+    for model in MODELS:
+        rows.append(measure(model, operator, _limits(out)))
+        print(json.dumps(rows[-1]))
+        _write(out / "switch.json", {"rows": rows})
+    return "; ".join(f"{r['model']} r{r['rank']}: {r['ms']['atmm']} ms" for r in rows)
+
+
+def report(out: Path) -> str:
+    """DIR/figures, from whatever the stages have left."""
+    figures = out / "figures"
+    figures.mkdir(exist_ok=True)
+    kept = ["machine.json", "kernels.json", "switch.json", "resources.json"]
+    found = [out / name for name in kept if (out / name).exists()] + sorted(out.glob("cuda-*.json"))
+    for file in found:
+        shutil.copyfile(file, figures / file.name)
+    text = summary(out)
+    (figures / "summary.md").write_text(text)
+    print(text)
+    return f"{len(found) + 1} files in {figures}"
+
+
+STAGES: Mapping[str, Callable[[Path], str]] = {
+    "machine": machine,
+    "build": build,
+    "tests": tests,
+    "sanitize": sanitize,
+    "search": search,
+    "kernels": kernels,
+    "switch": switch,
+    "report": report,
+}
+AGAIN = ("machine", "report")
+"""Cheap, and true of this run only."""
+
+
+def summary(out: Path) -> str:
+    """A page for docs/benchmarks, of the stages' figures."""
+    here, stages = _read(out / "machine.json"), _read(out / "stages.json").get("stages", {})
+    lines = [f"# ATMM on {here.get('device', 'no GPU')}", ""]
+    if "limits" in here:
+        limits, driver = here["limits"], here.get("nvidia_smi", {}).get("driver_version")
+        lines += [
+            f"Copy {limits['copy'] / 1e12:.2f} TB/s, bf16 {limits['bf16'] / 1e12:.0f} and fp32"
+            f" {limits['fp32'] / 1e12:.1f} TFLOP/s, measured in this run on random data;"
+            f" torch {here['packages']['torch']}, driver {driver}.",
+            "",
+        ]
+    lines += ["| stage | ended | s | says |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {one['ending']} | {one['seconds']:.0f} | {one['says'].replace('|', '/')} |"
+        for name, one in stages.items()
+    ]
+    if figures := _read(out / "kernels.json"):
+        lines += ["", "| kernels (speed-ups, geometric means) | |", "|---|---|"]
+        lines += [f"| {k} | {v} |" for k, v in figures["summary"].items() if k != "left_out"]
+        left = figures["summary"]["left_out"]
+        lines += [f"| left out: {name} | {why} |" for name, why in left.items()]
+    if figures := _read(out / "switch.json"):
+        lines += [
+            "",
+            "| merge | limit ms | atmm | in place | addmm | copy |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['model']} r{r['rank']} | {r['limit_ms']} | {r['ms']['atmm']} |"
+            f" {r['ms']['atmm_in_place']} | {r['ms']['addmm']} | {r['ms']['copy']} |"
+            for r in figures["rows"]
+        ]
+    return "\n".join(lines) + "\n"
+
+
+# ---- what they share --------------------------------------------------------------------------
+
+
+def _torch() -> Any:
+    if importlib.util.find_spec("torch") is None:
+        raise Lacking("no torch for this Python: PYTHON=… names another")
+    import torch
+
+    if not torch.cuda.is_available():
+        driver = "no driver" if shutil.which("nvidia-smi") is None else "a driver"
+        built = torch.version.cuda or "no CUDA"
+        raise Lacking(f"no GPU that torch can use ({driver}; torch was built with {built})")
+    return torch
+
+
+def _operator(out: Path | None = None) -> Any:
+    """The library on the device; with `out`, and the table that the search has just written."""
+    _torch()
+    from vlora.atmm.cuda.choice import Table
+    from vlora.atmm.cuda.operator import current, table_path
+
+    try:
+        operator = current()
+    except ImportError as error:
+        raise Lacking(str(error)) from None
+    if out is not None and (path := table_path(operator.name, out)).exists():
+        operator.table = Table.load(path, operator.library)
+    return operator
+
+
+def _limits(out: Path) -> Any:
+    from tools.gpu.timing import Limits, measure_limits
+
+    known = _read(out / "machine.json").get("limits")
+    if known:
+        return Limits(**known)
+    torch = _torch()
+    return measure_limits(torch.device("cuda"), side=SIDE, copy_bytes=COPY_BYTES)
+
+
+def _pytest() -> list[str]:
+    """Warnings of another torch's own are no errors of ours."""
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "filterwarnings=default",
+    ]
+
+
+def _counts(report: Path) -> dict[str, int]:
+    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    if report.exists():
+        from xml.etree import ElementTree
+
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            for name in counts:
+                counts[name] += int(suite.get(name, "0"))
+    bad = counts["failures"] + counts["errors"] + counts["skipped"]
+    return {**counts, "passed": counts["tests"] - bad}
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _said(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    return (done.stdout or done.stderr).strip()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _write(path: Path, value: object) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(value, indent=1) + "\n")
+    draft.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
+    parser.add_argument("--minutes", type=float, default=MINUTES)
+    parser.add_argument("--only", nargs="+", choices=list(STAGES), default=list(STAGES))
+    parser.add_argument("--stage", choices=list(STAGES), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    out = given.out.resolve()
+    if given.stage:
+        stage_main(lambda: STAGES[given.stage](out))
+        return
+    command = (sys.executable, "-m", "tools.gpu", "--out", str(out), "--stage")
+    stages = [
+        Stage(name, (*command, name), BOXES[name], again=name in AGAIN)
+        for name in STAGES
+        if name in given.only
+    ]
+    outcomes = Runner(out, stamp()).run(stages, given.minutes * 60, environment())
+    print(table(outcomes))
+    if any(one.ending != "done" for one in outcomes.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

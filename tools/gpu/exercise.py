@@ -1,0 +1,83 @@
+"""Every kernel once on small, odd data: what compute-sanitizer runs. Also on the emulation.
+
+Ends with an assertion if a result is wrong: a checker that changes results is worth knowing of.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlora.atmm.cuda.choice import Choice
+from vlora.atmm.cuda.operator import DTYPES, DeviceGroup, MergedParts, Operator, current
+from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
+
+SEGMENTS = [
+    Segment(0, 1, 0),
+    Segment(1, 37, 1, -1),
+    Segment(38, 3, 2),
+    Segment(1, 20, 0),
+    Segment(41, 70, 1),
+]
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float32: 1e-4}
+
+
+def exercise(operator: Operator, tiles: int) -> int:
+    """At most so many pairs of tiles a type. Returns the calls made, each compared with float64."""
+    calls = 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for d_in, d_out in ((136, 72), (131, 67)):
+            group = DeviceGroup(d_in, [d_out], dtype, operator.device)
+            pairs = [
+                LoraPair(_drawn(operator, dtype, r, d_in), _drawn(operator, dtype, d_out, r))
+                for r in (8, 33, 64)
+            ]
+            for pair in pairs:
+                group.append([pair])
+            group.ready()
+            x = _drawn(operator, dtype, 111, d_in) * d_in**0.5
+            before = _drawn(operator, dtype, 111, d_out)
+            want = before.double()
+            for s in SEGMENTS:
+                rows = slice(s.start, s.start + s.length)
+                a, b = (part.double() for part in pairs[s.slot])
+                want[rows] += s.sign * (x[rows].double() @ a.T) @ b.T
+            for choice in _choices(operator, dtype, tiles if d_in % 8 == 0 else 0):
+                y = before.clone()
+                operator.apply(y, x, operator.segments(SEGMENTS), group, choice)
+                error = (y.double() - want).abs().max() / want.abs().max()
+                assert error < TOLERANCE[dtype], (choice, float(error))
+                calls += 1
+        base = torch.randn(130 * 67, device=operator.device).to(dtype)
+        factors = LoraPair(
+            torch.randn(9, 67, device=operator.device), torch.randn(130, 9, device=operator.device)
+        )
+        MergedParts(operator, [MergeUpdate(0, factors)])(torch.empty_like(base), base)
+        calls += 1
+    heads = DeviceGroup(100, [1], torch.float32, operator.device)
+    heads.append_head(Head(torch.randn(7, 100), torch.randn(7)))  # brought to the device
+    heads.ready()
+    x = torch.randn(5, 100, device=operator.device)
+    scores = torch.zeros(5, 7, device=operator.device)
+    operator.apply(scores, x, operator.segments([Segment(0, 5, 0)]), heads, heads=True)
+    operator.check()
+    return calls + 1
+
+
+def _choices(operator: Operator, dtype: torch.dtype, tiles: int) -> list[Choice]:
+    found = [Choice(row_block=block, row_slices=s) for block in (1, 4) for s in (1, 3)]
+    if dtype == torch.float32:
+        return found
+    shrinks = list(operator.library.tiles_of("shrink", DTYPES[dtype]))
+    expands = list(operator.library.tiles_of("expand", DTYPES[dtype]))
+    return found + [
+        Choice(shrinks[i % len(shrinks)], expands[i % len(expands)], 1 + i % 2, rows_up_to=i % 4)
+        for i in range(min(tiles, max(len(shrinks), len(expands))))
+    ]
+
+
+def _drawn(operator: Operator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (torch.randn(*shape, device=operator.device) / shape[-1] ** 0.5).to(dtype)
+
+
+if __name__ == "__main__":
+    print(f"{exercise(current(), tiles=3)} calls")

@@ -1,0 +1,225 @@
+"""`bench kernels` on a GPU: ATMM beside PEFT's loop, slices, dLoRA's einsum, padded batches, static
+choices and, where they import, vLLM's and SGLang's kernels, over the committed grid.
+
+Two figures of each: as a captured graph (what the device does) and call by call (with what the host
+does), where the operator can be captured. Every operator's result is compared with float64 first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tools.gpu.peers import PEERS
+from tools.gpu.timing import Call as Pass
+from tools.gpu.timing import Limits, Timed, Work, interleaved
+from vlora.atmm.cuda.choice import Choice
+from vlora.atmm.cuda.operator import DeviceGroup, Operator
+from vlora.atmm.types import LoraPair
+from vlora.bench.cells import DTYPES, Cell
+from vlora.bench.operators import BASELINES, Baseline, Call
+
+ATMM, STATIC = "atmm", "static: "
+UNCAPTURED = ("peft_loop",)
+"""Its index lists are copied to the device at every call."""
+COLD_BYTES = 256 << 20
+MOST_LAYERS = 32
+ROUNDS = 5
+TOLERANCE = 3e-2
+"""Of the largest true value, in bf16: intermediate and result are rounded to 8 bits."""
+
+
+class Drawn(Cell):
+    """A cell whose adapters are drawn once: drawing again would follow the default device."""
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:  # type: ignore[override]
+        with torch.device("cpu"):
+            return Cell.slots.fget(self)  # type: ignore[attr-defined,no-any-return]
+
+
+class Atmm(Baseline):
+    """The operator under test: the table's choice, or one for every shape that it serves."""
+
+    def __init__(self, operator: Operator, choice: Choice | None = None, name: str = ATMM) -> None:
+        self.name = name  # type: ignore[misc]
+        self._operator, self._choice = operator, choice
+
+    def why_not(self, cell: Cell) -> str | None:
+        if self._choice is not None and self._choice.shrink is not None and cell.width % 8:
+            return "not on 16 bytes"
+        return None
+
+    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+        operator = self._operator
+        group = DeviceGroup(cell.width, [cell.width], pairs[0].a.dtype, operator.device)
+        for pair in pairs:
+            group.append([pair])
+        group.ready()
+        segments = operator.segments(cell.segments)
+
+        def call(y: torch.Tensor, x: torch.Tensor) -> None:
+            operator.apply(y, x, segments, group, self._choice)
+
+        return call
+
+
+@dataclass
+class Result:
+    """One cell: seconds by operator, as a graph and call by call; who was left out and why."""
+
+    cell: Cell
+    limit: float
+    graph: dict[str, Timed] = field(default_factory=dict)
+    eager: dict[str, Timed] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    choice: str = ""
+
+    def as_row(self) -> dict[str, Any]:
+        def us(timed: Mapping[str, Timed]) -> dict[str, float]:
+            return {name: round(one.median * 1e6, 2) for name, one in timed.items()}
+
+        return {
+            **self.cell.as_row(),
+            "name": self.cell.name,
+            "limit_us": round(self.limit * 1e6, 4),
+            "choice": self.choice,
+            "graph_us": us(self.graph),
+            "eager_us": us(self.eager),
+            "noise": {name: round(one.noise, 3) for name, one in self.graph.items()},
+            "left_out": self.left_out,
+        }
+
+
+def measure(
+    cell: Cell, operator: Operator, statics: Mapping[str, Choice], limits: Limits
+) -> Result:
+    """All operators on one cell, interleaved."""
+    cell = Drawn(**vars(cell))
+    device = operator.device
+    generator = torch.Generator().manual_seed(cell.total_rows * cell.width)
+    pairs = [LoraPair(a.to(device), b.to(device)) for a, b in cell.draw_pairs(generator)]
+    x = cell.draw_rows(generator).to(device)
+    result = Result(cell, limits.seconds(cell.bytes, cell.flops, cell.dtype))
+    layers = min(MOST_LAYERS, max(2, -(-COLD_BYTES // cell.adapter_bytes))) if cell.cold else 1
+    if operator.library.emulated:
+        layers = min(layers, 2)
+    candidates = [Atmm(operator), *BASELINES, *PEERS]
+    if not cell.cold:
+        candidates += [Atmm(operator, choice, STATIC + name) for name, choice in statics.items()]
+    want = _expected(x, pairs, cell)
+    passes: dict[str, list[Pass]] = {}
+    for candidate in candidates:
+        reason = candidate.why_not(cell)
+        if reason is None:
+            try:
+                with torch.device(device):
+                    calls = [candidate.prepare(pairs, cell) for _ in range(layers)]
+                error = _error(calls[0], x, want)
+                if not error < TOLERANCE:
+                    reason = f"wrong: {error:.1e} of the largest value"
+            except Exception as raised:  # whatever another's kernels raise is a reason to go on
+                if candidate.name == ATMM:
+                    raise
+                reason = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
+        if reason is not None:
+            result.left_out[candidate.name] = reason
+            continue
+        y = torch.randn_like(x)
+        passes[candidate.name] = [lambda c=call, y=y: c(y, x) for call in calls]  # type: ignore[misc]
+    captured = {}
+    for name, calls in passes.items():
+        if name in UNCAPTURED:
+            continue
+        try:
+            captured[name] = Work(calls, graph=True)
+        except RuntimeError as raised:
+            if name == ATMM:
+                raise
+            result.left_out[f"{name} as a graph"] = str(raised).splitlines()[0][:200]
+    result.graph = interleaved(captured, ROUNDS)
+    eager = {
+        name: Work(calls, graph=False)
+        for name, calls in passes.items()
+        if not name.startswith(STATIC)
+    }
+    result.eager = interleaved(eager, ROUNDS)
+    group = DeviceGroup(cell.width, [cell.width], DTYPES[cell.dtype], device)
+    group.max_rank = max(-(-rank // 8) * 8 for rank in cell.ranks)
+    chosen = operator.choose(torch.empty_like(x), x, operator.segments(cell.segments), group)
+    result.choice = chosen.name
+    operator.check()
+    return result
+
+
+def _expected(x: torch.Tensor, pairs: Sequence[LoraPair], cell: Cell) -> torch.Tensor:
+    """What is added, in float64."""
+    want = torch.zeros_like(x, dtype=torch.float64)
+    for s in cell.segments:
+        rows = slice(s.start, s.start + s.length)
+        a, b = (part.double() for part in pairs[s.slot])
+        want[rows] = (x[rows].double() @ a.T) @ b.T
+    return want
+
+
+def _error(call: Call, x: torch.Tensor, want: torch.Tensor) -> float:
+    before = torch.randn_like(x)
+    y = before.clone()
+    call(y, x)
+    true = before.double() + want
+    return float((y.double() - true).abs().max() / true.abs().max())
+
+
+def run(
+    cells: Sequence[Cell],
+    operator: Operator,
+    statics: Mapping[str, Choice],
+    limits: Limits,
+    seconds: float,
+) -> Iterator[Result]:
+    """Results as they come; ends when the next one would not be done in time."""
+    end, longest = time.monotonic() + seconds, 0.0
+    for cell in cells:
+        started = time.monotonic()
+        if started + 1.5 * longest > end:
+            return
+        yield measure(cell, operator, statics, limits)
+        longest = max(longest, time.monotonic() - started)
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Geometric means of speed-ups by regime, `…_eager` call by call; what PEFT's loop takes can be
+    had call by call only. limit: limit over measured time, 1 = at the limit."""
+    summary: dict[str, Any] = {"cells": len(rows)}
+    for regime, chosen in (
+        ("decode_hot", [r for r in rows if r["regime"] == "decode" and not r["cold"]]),
+        ("decode_cold", [r for r in rows if r["regime"] == "decode" and r["cold"]]),
+        ("prefill", [r for r in rows if r["regime"] == "prefill"]),
+    ):
+        if not chosen:
+            continue
+        summary[f"{regime}_limit"] = _mean([r["limit_us"] / r["graph_us"][ATMM] for r in chosen])
+        for kind, suffix in (("graph_us", ""), ("eager_us", "_eager")):
+            names = sorted({n for r in chosen for n in r[kind] if not n.startswith((ATMM, STATIC))})
+            for name in names:
+                ratios = [r[kind][name] / r[kind][ATMM] for r in chosen if name in r[kind]]
+                summary[f"{regime}_vs_{name}{suffix}"] = _mean(ratios)
+    hot = [r for r in rows if not r["cold"]]
+    by_row = [{name for name in r["graph_us"] if name.startswith(STATIC)} for r in hot]
+    shared = set.intersection(*by_row) if by_row else set()
+    means = {n: _mean([r["graph_us"][n] / r["graph_us"][ATMM] for r in hot]) for n in shared}
+    if means:
+        best = min(means, key=means.__getitem__)
+        summary["adaptive_vs_best_static"], summary["best_static"] = means[best], best
+    summary["left_out"] = {n: why for r in rows for n, why in r["left_out"].items()}
+    return summary
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(statistics.geometric_mean(values), 3)

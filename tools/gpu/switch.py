@@ -1,0 +1,112 @@
+"""`bench switch` on a GPU: the merge of all layers against its limit, torch's addmm and a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tools.gpu.timing import Limits, Work, interleaved
+from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator
+from vlora.atmm.types import LoraPair, MergeUpdate
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Model:
+    """`layers` layers with targets of (d_out, d_in) each, one adapter of one rank on all."""
+
+    name: str
+    layers: int
+    targets: tuple[tuple[int, int], ...]
+    rank: int
+
+    @property
+    def elements(self) -> int:
+        return self.layers * sum(d_out * d_in for d_out, d_in in self.targets)
+
+
+SMALL = ((896, 896), (128, 896), (128, 896), (896, 896))
+MODELS = tuple(
+    Model(name, layers, targets, rank)
+    for name, layers, targets in (
+        ("7B, attention", 32, ((4096, 4096),) * 4),
+        ("0.5B, attention", 24, SMALL),
+    )
+    for rank in (64, 16)
+)
+
+
+def measure(
+    model: Model, operator: Operator, limits: Limits, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Out of place, in place, addmm a matrix, a plain copy. The limit moves W and M once and does
+    the products in fp32, which is what one rounding takes without tensor cores."""
+    device = operator.device
+    base = torch.randn(model.elements, device=device).to(dtype)
+    out = torch.empty_like(base)
+    updates, parts, offset = [], [], 0
+    for _ in range(model.layers):
+        for d_out, d_in in model.targets:
+            a = torch.randn(model.rank, d_in, device=device) / d_in**0.5
+            b = torch.randn(d_out, model.rank, device=device) * 1e-3
+            updates.append(MergeUpdate(offset, LoraPair(a, b)))
+            place = slice(offset, offset + d_out * d_in)
+            view = (base[place].view(d_out, d_in), out[place].view(d_out, d_in))
+            parts.append((*view, a.to(dtype), b.to(dtype)))
+            offset += d_out * d_in
+    merge = MergedParts(operator, updates)
+    merge(out, base)
+    error = _error(out, base, updates)
+    if not error <= 1.01 * torch.finfo(dtype).eps:
+        raise AssertionError(f"{model.name}: {error:.1e} is more than one rounding")
+
+    def addmm() -> None:
+        for source, target, a, b in parts:
+            torch.addmm(source, b, a, out=target)
+
+    in_place = base.clone()
+    timed = interleaved(
+        {
+            "atmm": Work([lambda: merge(out, base)], graph=True),
+            "atmm_in_place": Work([lambda: merge(in_place, in_place)], graph=True),
+            "addmm": Work([addmm], graph=True),
+            "copy": Work([lambda: _none(out.copy_(base))], graph=True),
+        },
+        ROUNDS,
+    )
+    factors = sum(4 * model.rank * (d_out + d_in) for d_out, d_in in model.targets)
+    moved = 2 * dtype.itemsize * model.elements + model.layers * factors
+    limit = limits.seconds(moved, 2 * model.rank * model.elements, "fp32")
+    ms = {name: round(one.median * 1e3, 4) for name, one in timed.items()}
+    return {
+        "model": model.name,
+        "layers": model.layers,
+        "rank": model.rank,
+        "dtype": DTYPES[dtype],
+        "gbytes": round(model.elements * dtype.itemsize / 1e9, 3),
+        "limit_ms": round(limit * 1e3, 4),
+        "roofline": round(limit / timed["atmm"].median, 3),
+        "vs_addmm": round(timed["addmm"].median / timed["atmm"].median, 3),
+        "ms": ms,
+        "noise": {name: round(one.noise, 3) for name, one in timed.items()},
+    }
+
+
+def _error(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]) -> float:
+    """Largest relative error of the first and the last matrix, against float64."""
+    worst = 0.0
+    for offset, (a, b) in (updates[0], updates[-1]):
+        place = slice(offset, offset + b.shape[0] * a.shape[1])
+        want = base[place].double() + (b.double() @ a.double()).flatten()
+        # Near zero fp32's own rounding of the sum counts, not the storage type's.
+        error = (out[place].double() - want).abs() / (want.abs() + 1e-4)
+        worst = max(worst, float(error.max()))
+    return worst
+
+
+def _none(_: object) -> None:
+    """A call's result is not wanted."""

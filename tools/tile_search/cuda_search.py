@@ -1,0 +1,238 @@
+"""The CUDA side of the search: which choices are worth a measurement, and how one is timed.
+
+Candidates come from the tiles of the library at hand, ordered by the arithmetic that also serves
+without a table; adapters hot and cold, as on the CPU; a last alternating duel of the winner with
+the built-in choice, judged by the noise of that duel. Needs only torch, `vlora.atmm`, `tools.gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.gpu.timing import Timed, Work, interleaved
+from vlora.atmm.cuda.choice import (
+    SLICES,
+    TABLE_VERSION,
+    Choice,
+    Shape,
+    built_in,
+    by_rows,
+    expand_cost,
+    shrink_cost,
+)
+from vlora.atmm.cuda.operator import DTYPES, DeviceGroup, DeviceSegments, Operator, table_path
+from vlora.atmm.types import LoraPair, Segment
+
+SIDES = ((4096, 4096), (1024, 1024))
+RANKS = (64, 16, 128)
+SEGMENTS = (8, 1, 32)
+ROWS = (1, 4, 16, 64, 256, 1024)
+MOST_ROWS = 8192
+"""Of one call: above, it is the same blocks more often."""
+ROWS_WORTH_ROW_KERNELS = 32
+FINEST = 6
+"""Shrink tiles, by their cost; as many expand tiles less two."""
+COLD_BYTES = 256 << 20
+"""Adapters of a cold profile rotate through this much: several times any L2."""
+MOST_LAYERS = 64
+ROUNDS, DUEL_ROUNDS = 3, 9
+
+
+def shapes(dtypes: Sequence[str] = ("bf16", "fp16")) -> list[Shape]:
+    """In the order of their weight: a search that is cut short has what matters most."""
+    return [
+        Shape(dtype, rows, d_in, d_out, rank, segments)
+        for dtype in dtypes
+        for rank in RANKS
+        for segments in SEGMENTS
+        for d_in, d_out in SIDES
+        for rows in ROWS
+        if rows * segments <= MOST_ROWS
+    ]
+
+
+@dataclass
+class Data:
+    """Calls of one shape: one layer's adapters (hot), or as many as leave the caches (cold)."""
+
+    y: torch.Tensor
+    x: torch.Tensor
+    segments: DeviceSegments
+    layers: list[DeviceGroup]
+
+    def work(self, operator: Operator, choice: Choice) -> Work:
+        def call(group: DeviceGroup) -> Any:
+            return lambda: operator.apply(self.y, self.x, self.segments, group, choice)
+
+        return Work([call(group) for group in self.layers], graph=True)
+
+
+class CudaSearch:
+    def __init__(self, operator: Operator, cold_bytes: int = COLD_BYTES) -> None:
+        self._operator, self._cold_bytes = operator, cold_bytes
+
+    def built_in(self, shape: Shape) -> Choice:
+        operator = self._operator
+        return built_in(shape, operator.library, operator.multiprocessors, tensor_cores=True)
+
+    def candidates(self, shape: Shape) -> list[Choice]:
+        """Those worth a measurement, the built-in one first."""
+        library, sms = self._operator.library, self._operator.multiprocessors
+        found = [self.built_in(shape)]
+        if shape.rows <= ROWS_WORTH_ROW_KERNELS:
+            base = by_rows(shape, sms)
+            near = [s for s in SLICES if base.row_slices / 4 <= s <= base.row_slices * 4]
+            blocks = (1,) if shape.rows == 1 else (1, 4)
+            found += [
+                Choice(row_block=block, row_slices=s)
+                for block in blocks
+                for s in near
+                if shape.d_in // s >= 128
+            ]
+        if shape.rows >= 4:
+            shrinks = sorted(
+                (shrink_cost(shape, tile, s, sms), s, tile.name)
+                for tile in library.tiles_of("shrink", shape.dtype).values()
+                for s in SLICES
+                if shape.d_in // s >= 128
+            )[:FINEST]
+            expands = sorted(
+                (expand_cost(shape, tile, sms), tile.name)
+                for tile in library.tiles_of("expand", shape.dtype).values()
+            )[: FINEST - 2]
+            if shrinks and expands:
+                up_to = min(shape.rows - 1, found[0].rows_up_to)
+                pairs = [(name, s, expands[0][1]) for _, s, name in shrinks]
+                pairs += [(shrinks[0][2], shrinks[0][1], name) for _, name in expands]
+                found += [Choice(a, b, slices=s, rows_up_to=up_to) for a, s, b in pairs]
+        return list(dict.fromkeys(found))
+
+    def data(self, shape: Shape, *, cold: bool) -> Data:
+        dtype = next(one for one, name in DTYPES.items() if name == shape.dtype)
+        device = self._operator.device
+        size = shape.segments * shape.rank * (shape.d_in + shape.d_out) * dtype.itemsize
+        count = min(MOST_LAYERS, max(2, math.ceil(self._cold_bytes / size))) if cold else 1
+        layers = []
+        for _ in range(count):
+            group = DeviceGroup(shape.d_in, [shape.d_out], dtype, device)
+            for _ in range(shape.segments):
+                a = torch.randn(shape.rank, shape.d_in, device=device) / shape.d_in**0.5
+                b = torch.randn(shape.d_out, shape.rank, device=device) / shape.rank**0.5
+                group.append([LoraPair(a.to(dtype), b.to(dtype))])
+            group.ready()
+            layers.append(group)
+        rows = shape.rows * shape.segments
+        x = torch.randn(rows, shape.d_in, device=device).to(dtype)
+        y = torch.randn(rows, shape.d_out, device=device).to(dtype)
+        segments = [Segment(i * shape.rows, shape.rows, i) for i in range(shape.segments)]
+        return Data(y, x, self._operator.segments(segments), layers)
+
+    def best(self, shape: Shape) -> dict[str, Any]:
+        """The entry of one shape: the least product of hot and cold, if it beats the built-in one
+        by more than the noise of the two."""
+        hot, cold = self.data(shape, cold=False), self.data(shape, cold=True)
+        choices = self.candidates(shape)
+        of_hot = self._times(hot, choices, ROUNDS)
+        of_cold = self._times(cold, choices, ROUNDS)
+        winner = min(choices, key=lambda one: of_hot[one].median * of_cold[one].median)
+        default = self.built_in(shape)
+        two = [default] if winner == default else [default, winner]
+        of_hot, of_cold = (self._times(data, two, DUEL_ROUNDS) for data in (hot, cold))
+        if winner != default and not _beats(winner, default, of_hot, of_cold):
+            winner = default
+        return {
+            "key": shape.key,
+            "config": winner.name,
+            "hot_us": _us(of_hot[winner]),
+            "cold_us": _us(of_cold[winner]),
+            "built_in": default.name,
+            "built_in_hot_us": _us(of_hot[default]),
+            "built_in_cold_us": _us(of_cold[default]),
+            "tried": len(choices),
+            "shape": asdict(shape),
+        }
+
+    def _times(self, data: Data, choices: Sequence[Choice], rounds: int) -> dict[Choice, Timed]:
+        work = {one.name: data.work(self._operator, one) for one in choices}
+        timed = interleaved(work, rounds)
+        return {one: timed[one.name] for one in choices}
+
+    def search(
+        self, wanted: Sequence[Shape], file: Path, seconds: float
+    ) -> Iterator[dict[str, Any]]:
+        """Entries as they are found, those of `file` (one a line) first; new ones are added to it.
+        Ends when the next one would not be done in time."""
+        end, longest = time.monotonic() + seconds, 0.0
+        done = _entries(file, f"{self._operator.name} {_digest(self._operator)}")
+        yield from done.values()
+        for shape in wanted:
+            if shape.key in done:
+                continue
+            started = time.monotonic()
+            if started + 1.5 * longest > end:
+                return
+            entry = self.best(shape)
+            longest = max(longest, time.monotonic() - started)
+            with file.open("a") as lines:
+                lines.write(json.dumps(entry) + "\n")
+            yield entry
+
+
+def _beats(
+    winner: Choice, default: Choice, hot: dict[Choice, Timed], cold: dict[Choice, Timed]
+) -> bool:
+    gain = (hot[default].median * cold[default].median) / (hot[winner].median * cold[winner].median)
+    noise = max(one[of].noise for one in (hot, cold) for of in (winner, default))
+    return gain > (1 + noise) ** 2
+
+
+def _us(timed: Timed) -> float:
+    return round(timed.median * 1e6, 2)
+
+
+def _digest(operator: Operator) -> str:
+    return " ".join(f"{t.kind}/{t.dtype}/{t.name}" for t in operator.library.tiles)
+
+
+def _entries(file: Path, stamp: str) -> dict[str, dict[str, Any]]:
+    """Of an earlier search on the same device with the same tiles; else the file starts afresh."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    if not lines or json.loads(lines[0]) != {"stamp": stamp}:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"stamp": stamp}) + "\n")
+        return {}
+    found = {}
+    for line in lines[1:]:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # the last line may have been cut off
+        found[entry["key"]] = entry
+    return found
+
+
+def write_table(operator: Operator, entries: Sequence[dict[str, Any]], folder: Path) -> Path:
+    """As `vlora.atmm.cuda.operator` reads it from `vlora/atmm/tables`."""
+    path = table_path(operator.name, folder)
+    kept = ("config", "hot_us", "cold_us", "built_in", "built_in_hot_us", "built_in_cold_us")
+    table = {
+        "version": TABLE_VERSION,
+        "device": operator.name,
+        "searched": {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
+        "entries": {
+            e["key"]: {k: e[k] for k in kept} for e in sorted(entries, key=lambda e: e["key"])
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(table, indent=1) + "\n")
+    draft.replace(path)
+    return path
