@@ -69,9 +69,9 @@ __global__ void __launch_bounds__(G::kThreads) grouped_kernel(Group group, int b
     auto *const a = const_cast<Element *>(static_cast<const Element *>(p.a)) + t.from;
     auto *const b = const_cast<Element *>(static_cast<const Element *>(p.b)) + t.from;
     auto *const c = static_cast<typename Rows::Element *>(p.c) + t.offset;
-    typename Mma::IteratorA rows_of_a(typename Mma::IteratorA::Params(p.lda), a, {p.m, t.depth},
+    typename Mma::IteratorA rows_of_a(typename Mma::IteratorA::Layout(p.lda), a, {p.m, t.depth},
                                       thread, {t.row, 0});
-    typename Mma::IteratorB rows_of_b(typename Mma::IteratorB::Params(p.ldb), b, {t.depth, p.n},
+    typename Mma::IteratorB rows_of_b(typename Mma::IteratorB::Layout(p.ldb), b, {t.depth, p.n},
                                       thread, {0, t.column});
     typename Mma::FragmentC sums;
     sums.clear();
