@@ -19,15 +19,8 @@ from tests.unit.atmm.problems import emulation
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in, by_rows
 from vlora.atmm.cuda.library import CudaError, Library
-from vlora.atmm.cuda.operator import (
-    DTYPES,
-    DeviceFault,
-    DeviceGroup,
-    DeviceSegments,
-    Operator,
-    current,
-    table_path,
-)
+from vlora.atmm.cuda.operator import DTYPES, DeviceFault, Operator, current, table_path
+from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
 from vlora.atmm.types import LoraPair, MergeUpdate, Segment
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}

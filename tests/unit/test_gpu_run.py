@@ -13,7 +13,8 @@ import torch
 
 from tests.unit.atmm.problems import emulation
 from tools.gpu import exercise, kernels, switch
-from tools.gpu.__main__ import BOXES, MINUTES, ROOT, STAGES, environment, summary
+from tools.gpu.__main__ import BOXES, MINUTES, ROOT, STAGES, environment
+from tools.gpu.report import summary
 from tools.gpu.stages import Runner, Stage
 from tools.gpu.timing import Limits
 from tools.tile_search.cuda_search import CudaSearch, shapes, write_table

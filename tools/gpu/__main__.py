@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tools.gpu.report import read, report, write
 from tools.gpu.stages import Lacking, Runner, Stage, seconds_given, stage_main, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +81,7 @@ def machine(out: Path) -> str:
     found["nvcc"] = _said([nvcc, "--version"]).splitlines()[-2:-1] if nvcc else None
     packages = ("torch", "pytest", "hypothesis", "peft", "transformers", "vllm", "sglang")
     found["packages"] = {name: _version(name) for name in packages}
-    _write(out / "machine.json", found)
+    write(out / "machine.json", found)
     torch = _torch()
     from tools.gpu.timing import measure_limits
 
@@ -94,11 +95,11 @@ def machine(out: Path) -> str:
         "memory_gib": properties.total_memory >> 30,
         "cuda": torch.version.cuda,
     }
-    _write(out / "machine.json", found)
+    write(out / "machine.json", found)
     size = min(COPY_BYTES, properties.total_memory // 8 // 4 * 4)
     limits = measure_limits(device, side=SIDE, copy_bytes=size)
     found["limits"] = {"copy": limits.copy, "bf16": limits.bf16, "fp32": limits.fp32}
-    _write(out / "machine.json", found)
+    write(out / "machine.json", found)
     return (
         f"{properties.name}: copy {limits.copy / 1e12:.2f} TB/s, bf16 {limits.bf16 / 1e12:.0f},"
         f" fp32 {limits.fp32 / 1e12:.0f} TFLOP/s"
@@ -109,7 +110,7 @@ def build(out: Path) -> str:
     """The pruned set, for the architecture at hand (both where there is none)."""
     from tools.tile_search import cuda_build
 
-    known = _read(out / "machine.json")
+    known = read(out / "machine.json")
     chosen = cuda_build.instances(INSTANCES)
     architectures = (known["sm"],) if "sm" in known else cuda_build.ARCHITECTURES
     try:
@@ -119,7 +120,7 @@ def build(out: Path) -> str:
             raise Lacking(str(error)) from None
         raise
     used = json.loads((library.parent / cuda_build.RESOURCES).read_text())
-    _write(out / "resources.json", used)
+    write(out / "resources.json", used)
     spilled = sum(one["spill_stores"] > 0 for one in used)
     return f"{len(chosen)} tiles for sm {architectures}; {spilled} of {len(used)} kernels spill"
 
@@ -136,7 +137,7 @@ def tests(out: Path) -> str:
         command += ["--ignore=tests/unit/atmm/test_apply.py"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     counts = _counts(report)
-    _write(out / "tests.json", counts)
+    write(out / "tests.json", counts)
     said = ", ".join(
         f"{counts[name]} {name}" for name in ("passed", "failures", "errors", "skipped")
     )
@@ -173,7 +174,7 @@ def sanitize(out: Path) -> str:
                     found[name] += f", exercise ended with {done.returncode}"
         except subprocess.TimeoutExpired:
             found[name] = f"not done after {box:.0f} s"
-        _write(out / "sanitize.json", found)
+        write(out / "sanitize.json", found)
     said = "; ".join(f"{name}: {text}" for name, text in found.items())
     clean = all("SUMMARY: 0 " in text and "ended" not in text for text in found.values())
     if not clean:
@@ -223,7 +224,7 @@ def kernels(out: Path) -> str:
     for result in run(cells, operator, statics, _limits(out), seconds_given() - RESERVE):
         rows.append(result.as_row())
         print(json.dumps(rows[-1]))
-        _write(out / "kernels.json", {"rows": rows, "summary": summarize(rows)})
+        write(out / "kernels.json", {"rows": rows, "summary": summarize(rows)})
     if not rows:
         raise SystemExit("no cell was done in time")
     return f"{len(rows)} of {len(cells)} cells"
@@ -237,22 +238,8 @@ def switch(out: Path) -> str:
     for model in MODELS:
         rows.append(measure(model, operator, _limits(out)))
         print(json.dumps(rows[-1]))
-        _write(out / "switch.json", {"rows": rows})
+        write(out / "switch.json", {"rows": rows})
     return "; ".join(f"{r['model']} r{r['rank']}: {r['ms']['atmm']} ms" for r in rows)
-
-
-def report(out: Path) -> str:
-    """DIR/figures, from whatever the stages have left."""
-    figures = out / "figures"
-    figures.mkdir(exist_ok=True)
-    kept = ["machine.json", "kernels.json", "switch.json", "resources.json"]
-    found = [out / name for name in kept if (out / name).exists()] + sorted(out.glob("cuda-*.json"))
-    for file in found:
-        shutil.copyfile(file, figures / file.name)
-    text = summary(out)
-    (figures / "summary.md").write_text(text)
-    print(text)
-    return f"{len(found) + 1} files in {figures}"
 
 
 STAGES: Mapping[str, Callable[[Path], str]] = {
@@ -267,42 +254,6 @@ STAGES: Mapping[str, Callable[[Path], str]] = {
 }
 AGAIN = ("machine", "report")
 """Cheap, and true of this run only."""
-
-
-def summary(out: Path) -> str:
-    """A page for docs/benchmarks, of the stages' figures."""
-    here, stages = _read(out / "machine.json"), _read(out / "stages.json").get("stages", {})
-    lines = [f"# ATMM on {here.get('device', 'no GPU')}", ""]
-    if "limits" in here:
-        limits, driver = here["limits"], here.get("nvidia_smi", {}).get("driver_version")
-        lines += [
-            f"Copy {limits['copy'] / 1e12:.2f} TB/s, bf16 {limits['bf16'] / 1e12:.0f} and fp32"
-            f" {limits['fp32'] / 1e12:.1f} TFLOP/s, measured in this run on random data;"
-            f" torch {here['packages']['torch']}, driver {driver}.",
-            "",
-        ]
-    lines += ["| stage | ended | s | says |", "|---|---|---|---|"]
-    lines += [
-        f"| {name} | {one['ending']} | {one['seconds']:.0f} | {one['says'].replace('|', '/')} |"
-        for name, one in stages.items()
-    ]
-    if figures := _read(out / "kernels.json"):
-        lines += ["", "| kernels (speed-ups, geometric means) | |", "|---|---|"]
-        lines += [f"| {k} | {v} |" for k, v in figures["summary"].items() if k != "left_out"]
-        left = figures["summary"]["left_out"]
-        lines += [f"| left out: {name} | {why} |" for name, why in left.items()]
-    if figures := _read(out / "switch.json"):
-        lines += [
-            "",
-            "| merge | limit ms | atmm | in place | addmm | copy |",
-            "|---|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {r['model']} r{r['rank']} | {r['limit_ms']} | {r['ms']['atmm']} |"
-            f" {r['ms']['atmm_in_place']} | {r['ms']['addmm']} | {r['ms']['copy']} |"
-            for r in figures["rows"]
-        ]
-    return "\n".join(lines) + "\n"
 
 
 # ---- what they share --------------------------------------------------------------------------
@@ -338,7 +289,7 @@ def _operator(out: Path | None = None) -> Any:
 def _limits(out: Path) -> Any:
     from tools.gpu.timing import Limits, measure_limits
 
-    known = _read(out / "machine.json").get("limits")
+    known = read(out / "machine.json").get("limits")
     if known:
         return Limits(**known)
     torch = _torch()
@@ -383,16 +334,6 @@ def _version(package: str) -> str | None:
 def _said(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     return (done.stdout or done.stderr).strip()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-def _write(path: Path, value: object) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(value, indent=1) + "\n")
-    draft.replace(path)
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from vlora.atmm.cuda.choice import Choice
-from vlora.atmm.cuda.operator import DTYPES, DeviceGroup, MergedParts, Operator, current
+from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator, current
+from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
 
 SEGMENTS = [

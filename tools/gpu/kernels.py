@@ -20,7 +20,8 @@ from tools.gpu.peers import PEERS
 from tools.gpu.timing import Call as Pass
 from tools.gpu.timing import Limits, Timed, Work, interleaved
 from vlora.atmm.cuda.choice import Choice
-from vlora.atmm.cuda.operator import DeviceGroup, Operator
+from vlora.atmm.cuda.operator import Operator
+from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.types import LoraPair
 from vlora.bench.cells import DTYPES, Cell
 from vlora.bench.operators import BASELINES, Baseline, Call

@@ -28,7 +28,8 @@ from vlora.atmm.cuda.choice import (
     expand_cost,
     shrink_cost,
 )
-from vlora.atmm.cuda.operator import DTYPES, DeviceGroup, DeviceSegments, Operator, table_path
+from vlora.atmm.cuda.operator import DTYPES, Operator, table_path
+from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
 from vlora.atmm.types import LoraPair, Segment
 
 SIDES = ((4096, 4096), (1024, 1024))

@@ -12,7 +12,6 @@ import ctypes
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ import torch
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in
 from vlora.atmm.cuda.library import CudaError, Library
+from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment, Segments
+from vlora.atmm.types import MergeUpdate, Segment, Segments
 
 log = logging.getLogger(__name__)
 
@@ -36,71 +36,6 @@ EMULATED_MULTIPROCESSORS = 4
 class DeviceFault(RuntimeError):
     """The device found a segment or an adapter that is not sound, and left it out. Raised where the
     host synchronises next, not by the call that met it."""
-
-
-@dataclass(frozen=True)
-class DeviceSegments:
-    """Segments in waves, on the device; `ends`: of each wave among them."""
-
-    tensor: torch.Tensor
-    ends: tuple[int, ...]
-    shortest: int
-    longest: int
-
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-
-class DeviceGroup:
-    """Adapters of the projections that share an input, as the kernels read them.
-
-    tables[output]: [slots, 3] int64 of (address of A, of B, rank). Ranks are padded to RANK_STEP
-    with zero rows; what is padded, not contiguous or elsewhere is copied, the rest used in place.
-    """
-
-    def __init__(
-        self, d_in: int, d_outs: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.d_in, self.d_outs, self.dtype, self.device = d_in, tuple(d_outs), dtype, device
-        self.max_rank = c.RANK_STEP
-        self.slots = 0
-        self.tables: list[torch.Tensor] = []
-        self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
-        self._keep: list[torch.Tensor] = []
-
-    def append(self, pairs: Sequence[LoraPair | None]) -> None:
-        for rows, pair in zip(self._rows, pairs, strict=True):
-            rows.append((0, 0, 0) if pair is None else self._place(*_padded(pair)))
-        self.slots += 1
-
-    def append_head(self, head: Head | None) -> None:
-        """A head's weight stands for A, its bias for B; classes are not padded."""
-        self._rows[0].append((0, 0, 0) if head is None else self._place(*head))
-        self.slots += 1
-
-    def ready(self) -> None:
-        """Bring the tables up to date: before a call, and before a capture."""
-        if self.tables and self.tables[0].shape[0] == self.slots:
-            return
-        self._keep += self.tables  # a captured graph may still read the old ones
-        self.tables = [
-            torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, 3)
-            for rows in self._rows
-        ]
-
-    def _place(self, a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int]:
-        a, b = a.to(self.device).contiguous(), b.to(self.device).contiguous()
-        self._keep += [a, b]
-        self.max_rank = max(self.max_rank, -(-a.shape[0] // c.RANK_STEP) * c.RANK_STEP)
-        return a.data_ptr(), b.data_ptr(), a.shape[0]
-
-
-def _padded(pair: LoraPair) -> LoraPair:
-    missing = -pair.rank % c.RANK_STEP
-    if missing == 0:
-        return pair
-    pad = torch.nn.functional.pad
-    return LoraPair(pad(pair.a, (0, 0, 0, missing)), pad(pair.b, (0, missing)))
 
 
 class Operator:

@@ -1,0 +1,68 @@
+"""The folder of figures that a run ends with, from whatever its stages have left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+def report(out: Path) -> str:
+    """DIR/figures, from whatever the stages have left."""
+    figures = out / "figures"
+    figures.mkdir(exist_ok=True)
+    kept = ["machine.json", "kernels.json", "switch.json", "resources.json"]
+    found = [out / name for name in kept if (out / name).exists()] + sorted(out.glob("cuda-*.json"))
+    for file in found:
+        shutil.copyfile(file, figures / file.name)
+    text = summary(out)
+    (figures / "summary.md").write_text(text)
+    print(text)
+    return f"{len(found) + 1} files in {figures}"
+
+
+def summary(out: Path) -> str:
+    """A page for docs/benchmarks, of the stages' figures."""
+    here, stages = read(out / "machine.json"), read(out / "stages.json").get("stages", {})
+    lines = [f"# ATMM on {here.get('device', 'no GPU')}", ""]
+    if "limits" in here:
+        limits, driver = here["limits"], here.get("nvidia_smi", {}).get("driver_version")
+        lines += [
+            f"Copy {limits['copy'] / 1e12:.2f} TB/s, bf16 {limits['bf16'] / 1e12:.0f} and fp32"
+            f" {limits['fp32'] / 1e12:.1f} TFLOP/s, measured in this run on random data;"
+            f" torch {here['packages']['torch']}, driver {driver}.",
+            "",
+        ]
+    lines += ["| stage | ended | s | says |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {one['ending']} | {one['seconds']:.0f} | {one['says'].replace('|', '/')} |"
+        for name, one in stages.items()
+    ]
+    if figures := read(out / "kernels.json"):
+        lines += ["", "| kernels (speed-ups, geometric means) | |", "|---|---|"]
+        lines += [f"| {k} | {v} |" for k, v in figures["summary"].items() if k != "left_out"]
+        left = figures["summary"]["left_out"]
+        lines += [f"| left out: {name} | {why} |" for name, why in left.items()]
+    if figures := read(out / "switch.json"):
+        lines += [
+            "",
+            "| merge | limit ms | atmm | in place | addmm | copy |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['model']} r{r['rank']} | {r['limit_ms']} | {r['ms']['atmm']} |"
+            f" {r['ms']['atmm_in_place']} | {r['ms']['addmm']} | {r['ms']['copy']} |"
+            for r in figures["rows"]
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def write(path: Path, value: object) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(value, indent=1) + "\n")
+    draft.replace(path)
