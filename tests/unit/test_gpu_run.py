@@ -110,7 +110,7 @@ import sys, importlib.abc
 GONE = "typer rich jsonschema transformers peft safetensors PIL accelerate grpc tritonclient"
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in GONE.split() or name == "vlora.atmm._cpu":
+        if name.split(".")[0] in GONE.split() or name == "vlora._kernels":
             raise ImportError(f"{name} is not here")
 sys.meta_path.insert(0, Missing())
 import torch

@@ -115,10 +115,8 @@ def build(out: Path) -> str:
     architectures = (known["sm"],) if "sm" in known else cuda_build.ARCHITECTURES
     try:
         library = cuda_build.build(chosen, architectures=architectures, fetch=False)
-    except cuda_build.BuildError as error:
-        if "nvcc is not here" in str(error) or "no CUTLASS headers" in str(error):
-            raise Lacking(str(error)) from None
-        raise
+    except cuda_build.NoToolchain as error:
+        raise Lacking(str(error)) from None
     used = json.loads((library.parent / cuda_build.RESOURCES).read_text())
     write(out / "resources.json", used)
     spilled = sum(one["spill_stores"] > 0 for one in used)

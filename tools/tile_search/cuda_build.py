@@ -24,7 +24,9 @@ from pathlib import Path
 from tools.tile_search.cuda_tiles import KINDS, CudaTile, tiles
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "csrc" / "atmm" / "cuda"
+CSRC = ROOT / "csrc"
+SOURCES = CSRC / "atmm" / "cuda"
+INCLUDES = (f"-I{CSRC / 'atmm' / 'include'}", f"-I{CSRC}")
 BUILD = ROOT / "build" / "cuda"
 LIBRARY = BUILD / "libvlora_atmm_cuda.so"
 RESOURCES = "resources.json"
@@ -49,6 +51,10 @@ HOST_FLAGS = ("-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Wno-unkn
 
 class BuildError(RuntimeError):
     """What is missing, or what the compiler said."""
+
+
+class NoToolchain(BuildError):
+    """A compiler, or headers, that this machine lacks."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def registry(chosen: list[Instance]) -> str:
 def find_nvcc() -> str:
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if nvcc is None:
-        raise BuildError("nvcc is not here; ATMM for CUDA is built only where the CUDA toolkit is")
+        raise NoToolchain("nvcc is not here; ATMM for CUDA is built only where the CUDA toolkit is")
     return nvcc
 
 
@@ -118,7 +124,7 @@ def find_headers(folder: Path = BUILD, *, fetch: bool = True) -> Path:
         if (headers / "cutlass" / "cutlass.h").is_file():
             return headers
     if given or not fetch:
-        raise BuildError(f"no CUTLASS headers in {', '.join(map(str, places))} (VLORA_CUTLASS)")
+        raise NoToolchain(f"no CUTLASS headers in {', '.join(map(str, places))} (VLORA_CUTLASS)")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
     _run([*command, "--target", str(folder / "cutlass"), CUTLASS])
     return places[-1]
@@ -132,7 +138,7 @@ def gencode(architectures: tuple[int, ...]) -> list[str]:
 
 
 def _common(headers: Path) -> list[str]:
-    return [find_nvcc(), *FLAGS, f"-I{headers}", f"-I{SOURCES}", f"-I{SOURCES.parent / 'include'}"]
+    return [find_nvcc(), *FLAGS, f"-I{headers}", f"-I{SOURCES}", *INCLUDES]
 
 
 def build(
@@ -192,17 +198,16 @@ def resources(unit: str, text: str) -> list[dict[str, int | str]]:
 
 
 def emulate(target: Path = EMULATED) -> Path:
-    """The emulation, compiled anew if a source changed; BuildError without a C++ compiler."""
+    """The emulation, compiled anew if a source changed; NoToolchain without a C++ compiler."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        raise BuildError("the emulation needs a C++ compiler")
+        raise NoToolchain("the emulation needs a C++ compiler")
     units = sorted([*SOURCES.glob("*.cu"), *(SOURCES / "host").glob("*.cu")])
-    include = f"-I{SOURCES.parent / 'include'}"
 
     def compiled(unit: Path) -> Path:
         to = target.parent / f"{unit.stem}.o"
         if _stale(to, [unit]):
-            command = [compiler, "-x", "c++", *HOST_FLAGS, include, "-c", str(unit)]
+            command = [compiler, "-x", "c++", *HOST_FLAGS, *INCLUDES, "-c", str(unit)]
             _run([*command, "-o", str(to)])
         return to
 
@@ -230,7 +235,8 @@ def _stale(target: Path, sources: list[Path]) -> bool:
     """Whether a source, or any header of the operator, is newer."""
     if not target.exists():
         return True
-    headers = [*SOURCES.rglob("*.*h"), *SOURCES.parent.glob("include/*/*.h")]
+    shared = [SOURCES.parent / "include" / "atmm" / "segments.h", *(CSRC / "cpu").glob("types.h")]
+    headers = [*SOURCES.rglob("*.*h"), *shared]
     return target.stat().st_mtime < max(p.stat().st_mtime for p in [*sources, *headers])
 
 

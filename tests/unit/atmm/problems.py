@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tools.tile_search.cuda_build import BuildError, emulate
+from tools.tile_search.cuda_build import NoToolchain, emulate
 from vlora.atmm import backends, op, tiles
 from vlora.atmm.cuda.library import Library
 from vlora.atmm.groups import LoraGroup
@@ -33,7 +33,7 @@ def emulation() -> Library:
     """The CUDA kernels compiled for the host; skips without a C++ compiler."""
     try:
         return Library(emulate())
-    except BuildError as error:
+    except NoToolchain as error:
         pytest.skip(str(error))
 
 
