@@ -39,11 +39,11 @@ ON_DEVICE = "cuda and not emulated"
 SANITIZERS = ("memcheck", "racecheck")
 
 BOXES = {
-    "machine": 25.0,
-    "build": 130.0,
+    "machine": 45.0,
+    "build": 120.0,
     "tests": 80.0,
-    "sanitize": 80.0,
-    "search": 80.0,
+    "sanitize": 75.0,
+    "search": 75.0,
     "kernels": 90.0,
     "switch": 30.0,
     "report": 10.0,

@@ -30,7 +30,8 @@ ATMM, STATIC = "atmm", "static: "
 UNCAPTURED = ("peft_loop",)
 """Its index lists are copied to the device at every call."""
 COLD_BYTES = 256 << 20
-MOST_LAYERS = 32
+MOST_LAYERS = 128
+"""Of a cold cell. Small adapters still stay in L2: `layers_mb` says how much rotates."""
 ROUNDS = 5
 TOLERANCE = 3e-2
 """Of the largest true value, in bf16: intermediate and result are rounded to 8 bits."""
@@ -81,6 +82,7 @@ class Result:
     eager: dict[str, Timed] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     choice: str = ""
+    layers: int = 1
 
     def as_row(self) -> dict[str, Any]:
         def us(timed: Mapping[str, Timed]) -> dict[str, float]:
@@ -91,6 +93,7 @@ class Result:
             "name": self.cell.name,
             "limit_us": round(self.limit * 1e6, 4),
             "choice": self.choice,
+            "layers_mb": round(self.layers * self.cell.adapter_bytes / 1e6, 1),
             "graph_us": us(self.graph),
             "eager_us": us(self.eager),
             "noise": {name: round(one.noise, 3) for name, one in self.graph.items()},
@@ -111,6 +114,7 @@ def measure(
     layers = min(MOST_LAYERS, max(2, -(-COLD_BYTES // cell.adapter_bytes))) if cell.cold else 1
     if operator.library.emulated:
         layers = min(layers, 2)
+    result.layers = layers
     candidates = [Atmm(operator), *BASELINES, *PEERS]
     if not cell.cold:
         candidates += [Atmm(operator, choice, STATIC + name) for name, choice in statics.items()]

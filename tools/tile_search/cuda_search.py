@@ -43,7 +43,7 @@ FINEST = 6
 """Shrink tiles, by their cost; as many expand tiles less two."""
 COLD_BYTES = 256 << 20
 """Adapters of a cold profile rotate through this much: several times any L2."""
-MOST_LAYERS = 64
+MOST_LAYERS = 128
 ROUNDS, DUEL_ROUNDS = 3, 9
 
 

@@ -62,7 +62,10 @@ class LoraGroup:
             column.append(pair)
         if "native" in self.__dict__:
             self._add(self.native, slot)
-        elif all(pair is None or pair.a.is_cpu for pair in pairs) and backends.default() == "cpu":
+        elif (
+            any(pair is not None and pair.a.is_cpu for pair in pairs)
+            and backends.default() == "cpu"
+        ):
             _ = self.native  # packs now, at load, and not in the first forward pass
         return slot
 
@@ -129,7 +132,7 @@ class HeadGroup:
         self.heads.append(head)
         if "native" in self.__dict__:
             self._add(self.native, head)
-        elif (head is None or head.weight.is_cpu) and backends.default() == "cpu":
+        elif head is not None and head.weight.is_cpu and backends.default() == "cpu":
             _ = self.native
         return len(self) - 1
 
