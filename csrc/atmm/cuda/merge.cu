@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(VloraMergeCall call)
       (call.merges[middle].first <= block ? begin : end) = middle;
     }
     const VloraMerge m = call.merges[begin];
-    const int64_t columns = ceil_div(m.d_in, kSide);
+    const int64_t columns = div_up(m.d_in, kSide);
     const int64_t row = (block - m.first) / columns * kSide;
     const int64_t column = (block - m.first) % columns * kSide;
     float sums[8][8] = {};
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(VloraMergeCall call)
 
 }  // namespace
 
-int64_t merge_blocks(const VloraMerge &m) { return ceil_div(m.d_out, kSide) * ceil_div(m.d_in, kSide); }
+int64_t merge_blocks(const VloraMerge &m) { return div_up(m.d_out, kSide) * div_up(m.d_in, kSide); }
 
 cudaError_t warm_merge(int *resident) {
   cudaError_t error = cudaSuccess;

@@ -82,7 +82,7 @@ cudaError_t plan(const VloraCall &call, const Workspace &w, int rows_up_to, cuda
 }
 
 cudaError_t reduce(const VloraCall &call, const Workspace &w, int resident, cudaStream_t stream) {
-  const int64_t blocks = ceil_div(w.plane, kSumThreads * kSumVector);
+  const int64_t blocks = div_up(w.plane, kSumThreads * kSumVector);
   const dim3 grid(unsigned(least(blocks, resident)));
   return call.type == VLORA_FP16
              ? launch(reduce_kernel<Half>, grid, kSumThreads, 0, stream, w)

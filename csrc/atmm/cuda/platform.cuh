@@ -114,7 +114,7 @@ __device__ __forceinline__ void load16(const T *from, float (&to)[kVector<T>]) {
 }
 
 VLORA_HD bool aligned16(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-VLORA_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+VLORA_HD int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 VLORA_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 }  // namespace vlora

@@ -20,8 +20,8 @@ struct Slices {
 };
 
 VLORA_HD Slices cut(int d_in, int wanted) {
-  const int depth = int(ceil_div(ceil_div(d_in, wanted), kSliceStep) * kSliceStep);
-  return {int(ceil_div(d_in, depth)), depth};
+  const int depth = int(div_up(div_up(d_in, wanted), kSliceStep) * kSliceStep);
+  return {int(div_up(d_in, depth)), depth};
 }
 
 // C [m, n] += alpha * A [m, k] B^T, B [n, k]; all row-major.
@@ -52,7 +52,7 @@ struct Tile {
 
 VLORA_HD int64_t tiles_of(const Problem &p, int block_rows, int block_columns, int slices) {
   if (p.m <= 0 || p.n <= 0 || p.k <= 0) return 0;
-  return ceil_div(p.m, block_rows) * ceil_div(p.n, block_columns) * slices;
+  return div_up(p.m, block_rows) * div_up(p.n, block_columns) * slices;
 }
 
 // The problem that holds a tile: the last one with first <= tile. Empty problems hold none.
@@ -68,8 +68,8 @@ VLORA_HD Tile tile_at(const Group &g, int begin, int end, int tile) {
   Tile t;
   t.problem = problem_of(g.first, begin, end, tile);
   const Problem &p = g.problems[t.problem];
-  const int columns = int(ceil_div(p.n, g.block_columns));
-  const int per_slice = columns * int(ceil_div(p.m, g.block_rows));
+  const int columns = int(div_up(p.n, g.block_columns));
+  const int per_slice = columns * int(div_up(p.m, g.block_rows));
   const int local = tile - g.first[t.problem];
   const int slice = local / per_slice, rest = local % per_slice;
   t.row = rest / columns * g.block_rows;
@@ -96,7 +96,7 @@ inline Workspace lay_out(const VloraCall &call, const VloraTiles &tiles) {
   uintptr_t at = begin;
   auto take = [&at](int64_t bytes) {
     const uintptr_t part = at;
-    at += uintptr_t(ceil_div(bytes, 16) * 16);
+    at += uintptr_t(div_up(bytes, 16) * 16);
     return reinterpret_cast<void *>(part);
   };
   const int count = capacity_of(call) * call.projection_count;
@@ -254,7 +254,7 @@ inline int64_t most_tiles(const VloraCall &call, int block_rows, int block_colum
                           int slices, int segments) {
   const int64_t rows = least(int64_t(call.rows), int64_t(segments) * call.longest);
   const int64_t row_blocks = rows / block_rows + segments;
-  return row_blocks * ceil_div(columns, block_columns) * slices * call.projection_count;
+  return row_blocks * div_up(columns, block_columns) * slices * call.projection_count;
 }
 
 // How the row kernels share out a call: an item is a (segment, slice, projection, rank block) or a
@@ -281,15 +281,15 @@ inline RowWork row_work(const VloraCall &call, const VloraTiles &tiles) {
   RowWork work;
   work.slices = call.heads ? Slices{1, call.d_in} : cut(call.d_in, tiles.row_slices);
   work.up_to = tiles.shrink == VLORA_ROWS ? INT32_MAX : tiles.rows_up_to;
-  work.rank_blocks = int(ceil_div(call.max_rank, kRanksPerBlock));
-  work.column_blocks = int(ceil_div(widest(call), kColumnsPerBlock));
+  work.rank_blocks = int(div_up(call.max_rank, kRanksPerBlock));
+  work.column_blocks = int(div_up(widest(call), kColumnsPerBlock));
   return work;
 }
 
 // The next item of a block after one whose segment is empty: empty segments come last in their
 // wave, so the rest of the wave is passed over.
 VLORA_HD int64_t past_wave(int64_t item, int64_t step, int64_t end) {
-  return item + ceil_div(end - item, step) * step;
+  return item + div_up(end - item, step) * step;
 }
 
 }  // namespace vlora

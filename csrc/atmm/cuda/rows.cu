@@ -199,9 +199,9 @@ Expand expand_of(int type) {
 // Segments' items along x, their row blocks along y.
 dim3 grid_of(const VloraCall &call, int64_t items, int row_block, int up_to, int resident) {
   constexpr int kTurns = 4;  // blocks for every place on the device: they are of unequal length
-  const int64_t rows = ceil_div(least(call.longest, up_to), row_block);
+  const int64_t rows = div_up(least(call.longest, up_to), row_block);
   const int64_t x = least(items, int64_t(kTurns) * resident);
-  const int64_t y = least(rows, ceil_div(int64_t(kTurns) * resident, x));
+  const int64_t y = least(rows, div_up(int64_t(kTurns) * resident, x));
   return dim3(unsigned(x), unsigned(y));
 }
 
