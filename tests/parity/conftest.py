@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.make_adapters import AdapterSpec, make_adapters
-from tests.parity.oracle import Oracle
 from tests.parity.questions import Case, make_cases
+from tools.demo.oracle import Oracle
 
 LM_HEAD = AdapterSpec("lm-head-r32", rank=32, targets=("q_proj", "down_proj", "lm_head"))
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from tests.parity.oracle import Oracle, Question
+from tools.demo.oracle import Greedy, Oracle, Question
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
 
@@ -28,7 +28,7 @@ class Case:
     max_tokens: int
 
     @cached_property
-    def expected(self) -> tuple[list[int], list[float]]:
+    def expected(self) -> Greedy:
         return self.oracle.greedy(self.question, self.max_tokens)
 
     @cached_property

@@ -39,13 +39,13 @@ def test_every_row_uses_its_own_adapter_not_the_first_one(
 ) -> None:
     """There, ATMM takes adapter 0 for every row."""
     same_words = [c for c in cases if c.question.pixels is not None and not c.question.use_head]
-    answers = {c.question.adapter: c.expected[0] for c in same_words}
+    answers = {c.question.adapter: c.expected.tokens for c in same_words}
     assert len({tuple(tokens[:3]) for tokens in answers.values()}) > 3, "adapters must differ"
     for case, outputs in together:
         assert outputs[-1].adapter == case.question.adapter
         if not case.question.use_head:
             tokens = [token for output in outputs for token in output.token_ids]
-            assert tokens == case.expected[0]
+            assert tokens == case.expected.tokens
 
 
 def test_expand_reads_b_as_d_out_by_rank() -> None:
@@ -67,7 +67,7 @@ def test_the_lora_scale_counts_when_unmerged(
         if case.question.adapter in scaled:
             checked += 1
             tokens = [token for output in outputs for token in output.token_ids]
-            assert tokens == case.expected[0]
+            assert tokens == case.expected.tokens
     assert checked >= 9
 
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.parity.conftest import Tally
-from tests.parity.oracle import near_ties
 from tests.parity.questions import Case
+from tools.demo.oracle import Greedy
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import Cancelled
@@ -122,12 +122,13 @@ def check(case: Case, arrival: Arrival, outputs: list[Output], tally: Tally) -> 
             )
         return
     tokens = [token for output in outputs for token in output.token_ids]
-    expected, gaps = case.expected
+    expected = case.expected
     if last.error is not None:
         if not tokens:
             return
-        expected, gaps = expected[: len(tokens)], gaps[: len(tokens)]
-    tally.ties += near_ties(case.oracle, case.question, (expected, gaps), tokens)
+        count = len(tokens)
+        expected = Greedy(expected.tokens[:count], expected.gaps[:count])
+    tally.ties += case.oracle.near_ties(case.question, expected, tokens)
     tally.tokens += len(tokens)
 
 
@@ -135,7 +136,7 @@ def test_page_pressure_really_preempts(
     cases: list[Case], checkpoint: Path, parity_adapters: Path, tally: Tally
 ) -> None:
     """The schedule that the drawn ones hope for: two growing answers and pages for one."""
-    growing = [i for i, case in enumerate(cases) if len(case.expected[0]) > 16][:2]
+    growing = [i for i, case in enumerate(cases) if len(case.expected.tokens) > 16][:2]
     longest = max(cases[i].length + cases[i].max_tokens for i in growing)
     engine = Engine(
         Options(

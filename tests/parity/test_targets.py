@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from transformers import LlavaForConditionalGeneration
 
-from tests.parity.oracle import Oracle, Question, near_ties
+from tools.demo.oracle import Oracle, Question
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
@@ -177,7 +177,7 @@ def test_such_adapters_answer_as_with_peft(checkpoint: Path, stripped: Path) -> 
         tokens: list[int] = []
         while not engine.idle:
             tokens += [token for output in engine.step() for token in output.token_ids]
-        near_ties(oracle, question, oracle.greedy(question, 24), tokens)
+        oracle.near_ties(question, oracle.greedy(question, 24), tokens)
         answers.add(tuple(tokens))
     assert len(answers) == len(MADE), "adapters must differ, but for the one with a copy's weights"
 
@@ -190,6 +190,7 @@ def test_weights_beside_the_targets_are_refused_where_peft_leaves_them_out(
     narrowed = {"target_modules": ["o_proj", "lm_head"], "exclude_modules": None}
     path.write_text(json.dumps(json.loads(path.read_text()) | narrowed))
     oracle = Oracle(checkpoint, tmp_path)
+    oracle.attach("narrowed")
     applied = [name for name, _ in oracle.model.named_parameters() if "lora_A" in name]
     assert any("o_proj" in name for name in applied)
     assert not any("gate_proj" in name for name in applied)

@@ -382,3 +382,15 @@ def test_a_root_that_is_no_folder_is_a_sentence(checkpoint: Path, tmp_path: Path
     )
     assert told.exit_code == 1
     assert "Traceback" not in told.output
+
+
+def test_a_list_of_adapters_needs_the_models_config_alone(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    told = CliRunner().invoke(
+        cli.app, ["adapters", "list", "--model", str(tmp_path), "--adapters", str(adapters_dir)]
+    )
+    assert told.exit_code == 0, told.output
+    for folder in adapters_dir.iterdir():
+        assert folder.name in told.output

@@ -273,4 +273,21 @@ def test_loading_needs_the_memory_of_the_model_once(large: Path) -> None:
     before = peak_bytes()
     weights = load_weights(large, config)
     grown = peak_bytes() - before
-    assert weights.slab.base.numel() * 4 <= grown <= sum(sizes) + 2 * max(sizes)
+    assert len(weights.norms) == 8
+    assert sum(sizes) / 2 < grown <= sum(sizes) + 2 * max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding-window attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"model_type": "phi3"}, "model type 'phi3' is not served"),
+    ],
+)
+def test_decoders_that_compute_otherwise_are_refused_by_name(
+    folder: Path, changes: dict[str, Any], reason: str
+) -> None:
+    edit_config(folder, **changes)
+    assert reason in refused(folder)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.demo.tokenizer import make_tokenizer
 from vlora.errors import InvalidArgument
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, TASKS, ChatTemplate, render, task_text
 
@@ -89,25 +90,66 @@ def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
         render("segment", "x", 1, 0, BARE)
 
 
-def test_the_prompt_equals_the_checkpoints_own_chat_template(tmp_path: Path) -> None:
-    tokenizer = pytest.importorskip("tools.demo.tokenizer").make_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    template = ChatTemplate.from_checkpoint(tmp_path)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The demo's tokenizer alone."""
+    make_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def with_template(folder: Path, source: str) -> Path:
+    (folder / "chat_template.jinja").write_text(source)
+    return folder
+
+
+def test_the_prompt_equals_the_checkpoints_own_chat_template(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    template = ChatTemplate.from_checkpoint(folder)
     for task, text in (("vqa", "What color is the star?"), ("caption", ""), ("detect", "star")):
         message = {"role": "user", "content": task_text(task, text, "<image>")}
         own = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
         assert render(task, text, 1, 0, template) == own
 
 
-def test_templates_that_want_parts_are_understood(tmp_path: Path) -> None:
-    source = (
-        "{% for m in messages %}USER: {% for p in m['content'] | selectattr('type', 'equalto', "
-        "'text') %}{{ p['text'] }}{% endfor %}{% endfor %} ASSISTANT:"
-    )
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
-    assert ChatTemplate.from_checkpoint(tmp_path) == ChatTemplate("USER: ", " ASSISTANT:")
+PARTS = (
+    "{% for m in messages %}USER: {% for p in m['content'] | selectattr('type', 'equalto', "
+    "'text') %}{{ p['text'] }}{% endfor %}{% endfor %} ASSISTANT:"
+)
 
 
-def test_a_checkpoint_without_a_template_gets_its_bos_token(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
-    assert ChatTemplate.from_checkpoint(tmp_path) == ChatTemplate("<s>", "")
+def test_templates_that_want_parts_are_understood(folder: Path) -> None:
+    expected = ChatTemplate("USER: ", " ASSISTANT:")
+    assert ChatTemplate.from_checkpoint(with_template(folder, PARTS)) == expected
+
+
+def test_templates_of_old_processors_are_found(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    assert ChatTemplate.from_checkpoint(folder) == ChatTemplate("USER: ", " ASSISTANT:")
+    (folder / "chat_template.json").write_text("[]")
+    with pytest.raises(InvalidArgument, match=r"chat_template\.json cannot be read"):
+        ChatTemplate.from_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ raise_exception('only tools here') }}", "fails: only tools here"),
+        ("{% for m in messages %}{{ m['content'] }}", "fails: .*end of template"),
+        ("{{ messages[3]['content'] }}", "fails: .*no element 3"),
+        ("{{ 1 / 0 }}", "fails: division by zero"),
+        ("no text at all", "does not repeat the user's text once"),
+        ("{{ messages[0]['content'] }}{{ messages[0]['content'] }}", "does not repeat"),
+    ],
+)
+def test_a_template_that_fails_is_an_error_with_its_reason(
+    folder: Path, source: str, why: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=why) as caught:
+        ChatTemplate.from_checkpoint(with_template(folder, source))
+    assert str(folder) in str(caught.value)
+
+
+def test_a_checkpoint_without_a_template_gets_its_bos_token(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    assert ChatTemplate.from_checkpoint(folder) == ChatTemplate("<s>", "")

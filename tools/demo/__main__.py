@@ -68,13 +68,15 @@ def evaluate(
     items: Annotated[int, typer.Option(help="Held-out items for each domain.")] = 200,
 ) -> None:
     """Measure base and adapters on the held-out set; write the model card and accuracy.json."""
+    from tools.demo.card import write_card
     from tools.demo.evaluate import evaluate as measure
     from tools.demo.heldout import DOMAINS
 
     unknown = sorted(set(domains or ()) - set(DOMAINS))
     if unknown:
         raise typer.BadParameter(f"unknown domains {unknown}; known: {', '.join(DOMAINS)}")
-    measure(checkpoint, adapters, items, tuple(domains or DOMAINS))
+    measured = measure(checkpoint, adapters, items, tuple(domains or DOMAINS))
+    write_card(checkpoint, adapters, measured)
 
 
 @app.command()

@@ -26,10 +26,9 @@ from rich.table import Table
 from clients.common import first_string, request_inputs, sampling_parameters
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, is_right, items
-from tools.demo.oracle import Answer, Oracle
+from tools.demo.oracle import Different, Oracle
 from vlora.serving.server import ServerOptions, TritonServer
 
-NEAR_TIE = 1e-4
 HEAD_TOLERANCE = 1e-4
 HALF_A_POINT = 0.005
 AT_ONCE = 16
@@ -46,7 +45,7 @@ class Served:
 
 @dataclass
 class Comparison:
-    """One domain. `ties` are texts that differ by a near-tie, `wrong` all other differences."""
+    """One domain. `ties` are tokens that differ by a near-tie, `wrong` all other differences."""
 
     domain: str
     items: int = 0
@@ -60,27 +59,28 @@ class Comparison:
         """How far the server's accuracy is from the oracle's, either way."""
         return abs(self.served_right - self.oracle_right) / self.items
 
-    def add(self, item: Item, served: Served, answer: Answer, labels: Sequence[str]) -> None:
+    def add(self, item: Item, served: Served, oracle: Oracle) -> None:
+        answer = oracle.answer(item, item.adapter)
         self.items += 1
         self.served_right += is_right(item, served.text)
         self.oracle_right += is_right(item, answer.text)
         if answer.scores is not None:
+            labels = oracle.about(item.adapter)["head"]["labels"]
             worst = _worst_score(served, answer.scores, labels)
             if worst > HEAD_TOLERANCE:
                 self.wrong.append(f"{item.id}: head scores differ by {worst:.2e}")
-        elif served.text != answer.text:
-            if min(answer.margins, default=math.inf) <= NEAR_TIE:
-                self.ties += 1
-            else:
-                self.wrong.append(f"{item.id}: {served.text!r} instead of {answer.text!r}")
+            return
+        try:
+            self.ties += oracle.text_ties(item, item.adapter, answer, served.text)
+        except Different as why:
+            told = f"{served.text!r} instead of {answer.text!r}"
+            self.wrong.append(f"{item.id}: {told} ({why})")
 
 
-def _worst_score(served: Served, logits: Sequence[float], labels: Sequence[str]) -> float:
-    """Largest difference between served scores and the softmax of the oracle's logits."""
+def _worst_score(served: Served, expected: Sequence[float], labels: Sequence[str]) -> float:
+    """Largest difference between served scores and the oracle's."""
     if served.scores is None or list(served.scores) != list(labels):
         return math.inf
-    powers = [math.exp(logit - max(logits)) for logit in logits]
-    expected = [power / sum(powers) for power in powers]
     return max(abs(a - b) for a, b in zip(served.scores.values(), expected, strict=True))
 
 
@@ -116,9 +116,7 @@ def compare(url: str, per_domain: int, checkpoint: Path, adapters: Path) -> list
     found = {domain: Comparison(domain) for domain in DOMAINS}
     pairs = list(zip(asked, served, strict=True))
     for item, said in track(pairs, "oracle", transient=True):
-        answer = oracle.answer(item)
-        labels = oracle.about(item.adapter)["head"]["labels"] if answer.scores else ()
-        found[item.domain].add(item, said, answer, labels)
+        found[item.domain].add(item, said, oracle)
     return list(found.values())
 
 

@@ -1,13 +1,10 @@
 """Writes the model card: what the checkpoint is, and what was measured."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tools.demo.evaluate import Measured
 from tools.demo.heldout import adapter_of
 from tools.demo.recipes import RECIPES, Recipe
-
-if TYPE_CHECKING:
-    from tools.demo.evaluate import Measured
 
 _INTRODUCTION = """# Demo checkpoint
 
@@ -60,7 +57,7 @@ most 100), made from seeds apart from training's; digits from a split that train
 """
 
 
-def write_card(checkpoint: Path, adapters: Path, measured: "list[Measured]") -> None:
+def write_card(checkpoint: Path, adapters: Path, measured: list[Measured]) -> None:
     """Write README.md beside the weights."""
     parts = (
         _INTRODUCTION,
@@ -81,7 +78,7 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
-def _accuracy_table(measured: "list[Measured]") -> str:
+def _accuracy_table(measured: list[Measured]) -> str:
     lines = ["| domain | task | adapter | base | with adapter | blind | n |", "|---" * 7 + "|"]
     for one in measured:
         cells = (
@@ -97,7 +94,7 @@ def _accuracy_table(measured: "list[Measured]") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kinds_table(measured: "list[Measured]") -> str:
+def _kinds_table(measured: list[Measured]) -> str:
     asked = next((one for one in measured if one.domain == "vqa"), None)
     lines = ["| skill | accuracy |", "|---|---|"]
     for kind, value in (asked.kinds if asked else {}).items():

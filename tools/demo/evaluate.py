@@ -76,12 +76,10 @@ def _mean(right: dict[str, list[bool]]) -> float:
 def evaluate(
     checkpoint: Path, adapters: Path, n: int = ITEMS, domains: tuple[str, ...] = DOMAINS
 ) -> list[Measured]:
-    """Measure domains and write accuracy.json, each vlora.json and the model card.
+    """Measure domains and write accuracy.json and each vlora.json.
 
     What accuracy.json says of the other domains is kept.
     """
-    from tools.demo.card import write_card
-
     oracle = Oracle(checkpoint, adapters)
     known = read_accuracy(checkpoint)
     for domain in domains:
@@ -91,7 +89,6 @@ def evaluate(
             print_table([known[domain]])
             _write_accuracy(checkpoint, adapters, known)
     measured = [known[domain] for domain in DOMAINS if domain in known]
-    write_card(checkpoint, adapters, measured)
     print_table(measured)
     return measured
 

@@ -1,151 +1,230 @@
-"""The slow oracle: stock transformers and PEFT, greedy, float32, one request at a time.
+"""The oracle, and when an answer may differ from its: what the engine says is right when this does.
 
-What the engine answers is right when it is what this answers.
+The slow twin of the engine: stock transformers and PEFT, greedy, float32, one request at a time.
 """
 
+from __future__ import annotations
+
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
 from tools.demo.heldout import Item
-from vlora.vision.prompts import PLACEHOLDER, TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
+from vlora.request import FloatArray
+from vlora.vision.encoder import PROCESSOR_BACKEND
+from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
+
+NEAR_TIE = 1e-4
+"""Two best logits closer than this may change places when a batch changes a sum's order."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A finished prompt with one placeholder an image. pixels: [images, 3, height, width] fp32."""
+
+    prompt: str
+    adapter: str | None
+    pixels: torch.Tensor | None = field(default=None, repr=False)
+    use_head: bool = False
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """The oracle's own tokens, end of text included, and at each how far the two best logits were
+    apart."""
+
+    tokens: list[int]
+    gaps: list[float]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`token_ids` are the generated ones, end of text included. `scores` [classes] by a head."""
+    """To an item: the text, or a head's top label and its softmax scores [classes]."""
 
-    token_ids: list[int]
     text: str
+    greedy: Greedy | None = None
     scores: list[float] | None = None
-    margins: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class Request:
-    """A finished prompt with its encoded images; `choices` limits the answer to a closed set."""
-
-    prompt: str
-    images: list[bytes]
-    adapter: str | None = None
-    max_tokens: int = 16
-    head: bool = False
-    choices: tuple[str, ...] = ()
+class Different(AssertionError):
+    """An answer differs from the oracle's by more than near-ties."""
 
 
 class Oracle:
-    """Owns one model; adapters are loaded when first asked for and stay."""
+    """One model; adapters are attached when first asked for, and each call switches to its own."""
 
-    def __init__(self, checkpoint: str | Path, adapters_dir: str | Path) -> None:
-        self.adapters_dir = Path(adapters_dir)
-        self.template = ChatTemplate.from_checkpoint(checkpoint)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
-        self.processor: Any = AutoImageProcessor.from_pretrained(checkpoint)
-        base = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-        self.model: Any = base.eval()
-        self.image_tokens = int(base.config.image_seq_length)
-        self.loaded: set[str] = set()
-
-    def answer(self, asked: Item | Request, adapter: str | None = "its own") -> Answer:
-        """Answer an item (by its own adapter unless told otherwise) or a finished request."""
-        request = self.request_of(asked, adapter) if isinstance(asked, Item) else asked
-        with torch.inference_mode():
-            inputs = self._inputs(request)
-            if request.adapter is None:
-                if not self.loaded:
-                    return self._generate(inputs, request)
-                with self.model.disable_adapter():
-                    return self._generate(inputs, request)
-            self._select(request.adapter)
-            if request.head:
-                return self._read_head(inputs, request.adapter)
-            return self._generate(inputs, request)
-
-    def request_of(self, item: Item, adapter: str | None = "its own") -> Request:
-        """Return the request a client's item becomes, prompt rendered."""
-        chosen = item.adapter if adapter == "its own" else adapter
-        about = self.about(chosen) if chosen else {}
-        prompt = render(item.task, item.text, len(item.images), len(item.frames), self.template)
-        return Request(
-            prompt=prompt,
-            images=item.images + item.frames,
-            adapter=chosen,
-            max_tokens=TASK_DEFAULT_MAX_TOKENS[item.task],
-            head=item.task in about.get("head", {}).get("tasks", []),
+    def __init__(self, checkpoint: str | Path, adapters: str | Path) -> None:
+        self._adapters = Path(adapters)
+        self._template = ChatTemplate.from_checkpoint(checkpoint)
+        self._processor: Any = AutoImageProcessor.from_pretrained(
+            checkpoint, backend=PROCESSOR_BACKEND
         )
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+        model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+        self.model: Any = model.eval()
+        self._image_token: int = model.config.image_token_id
+        self._rows: int = model.config.image_seq_length
+        self._attached: set[str] = set()
 
-    def about(self, adapter: str) -> dict[str, Any]:
-        """Return an adapter's vlora.json."""
-        import json
+    def prompt_ids(self, question: Question) -> list[int]:
+        """Token ids with each placeholder expanded to the tower's image tokens."""
+        ids: list[int] = []
+        for token in self.tokenizer(question.prompt, add_special_tokens=False)["input_ids"]:
+            ids.extend([token] * (self._rows if token == self._image_token else 1))
+        return ids
 
-        text = (self.adapters_dir / adapter / "vlora.json").read_text(encoding="utf-8")
+    @torch.inference_mode()
+    def features(self, pixels: torch.Tensor) -> FloatArray:
+        """[images, 3, h, w] → [images · rows, hidden], by the stock tower and connector."""
+        found = self._base.get_image_features(pixel_values=pixels)
+        parts = getattr(found, "pooler_output", found)
+        return np.concatenate([part.reshape(-1, part.shape[-1]).numpy() for part in parts])
+
+    @torch.inference_mode()
+    def greedy(self, question: Question, max_tokens: int) -> Greedy:
+        ids = torch.tensor([self.prompt_ids(question)])
+        with self._using(question.adapter):
+            result = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                **_pixels(question),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        best = torch.stack(result.logits)[:, 0].topk(2, dim=-1).values
+        gaps = (best[:, 0] - best[:, 1]).tolist()
+        return Greedy(result.sequences[0, ids.shape[1] :].tolist(), gaps)
+
+    @torch.inference_mode()
+    def logits(self, question: Question, answer: Sequence[int] = ()) -> torch.Tensor:
+        """Teacher-forced: [len(answer) + 1, V], the logits before each token and after the last."""
+        ids = torch.tensor([[*self.prompt_ids(question), *answer]])
+        with self._using(question.adapter):
+            logits = self.model(input_ids=ids, **_pixels(question)).logits[0]
+        return logits[-len(answer) - 1 :]
+
+    @torch.inference_mode()
+    def head_scores(self, question: Question) -> torch.Tensor:
+        """Softmax scores of the adapter's head on the last prompt token's final-norm state."""
+        assert question.adapter is not None
+        head = load_file(self._adapters / question.adapter / "head.safetensors")
+        ids = torch.tensor([self.prompt_ids(question)])
+        with self._using(question.adapter):
+            hidden = self._base.model(input_ids=ids, **_pixels(question)).last_hidden_state
+        return torch.softmax(head["weight"] @ hidden[0, -1] + head["bias"], dim=0)
+
+    def near_ties(self, question: Question, expected: Greedy, got: Sequence[int]) -> int:
+        """How many tokens of `got` differ from the oracle's own choice; each only by a near-tie.
+
+        Raises Different for any other difference (DESIGN, section 5): at the first differing token
+        the oracle's two best logits must be a near-tie, and the rest is checked teacher-forced.
+        """
+        pairs = enumerate(zip(expected.tokens, got, strict=False))
+        first = next((at for at, (theirs, ours) in pairs if theirs != ours), None)
+        if first is None:
+            if len(got) != len(expected.tokens):
+                raise Different(f"{len(got)} tokens instead of {len(expected.tokens)}: {got}")
+            return 0
+        if expected.gaps[first] > NEAR_TIE:
+            raise Different(
+                f"token {first}: {got[first]} instead of {expected.tokens[first]},"
+                f" gap {expected.gaps[first]:.2e}"
+            )
+        logits = self.logits(question, got)
+        ties = 0
+        for position in range(first, len(got)):
+            behind = float(logits[position].max() - logits[position, got[position]])
+            if behind > NEAR_TIE:
+                raise Different(f"token {position} is {behind:.2e} behind the oracle's")
+            ties += int(logits[position].argmax()) != got[position]
+        return ties
+
+    def question(self, item: Item, adapter: str | None) -> Question:
+        """What a client's item becomes: its prompt rendered, its images preprocessed."""
+        files = item.images + item.frames
+        prompt = render(item.task, item.text, len(item.images), len(item.frames), self._template)
+        tasks = self.about(adapter).get("head", {}).get("tasks", []) if adapter else []
+        return Question(prompt, adapter, self._preprocess(files), item.task in tasks)
+
+    def answer(self, item: Item, adapter: str | None) -> Answer:
+        """Answer an item under an adapter or the base, up to the task's own limit."""
+        question = self.question(item, adapter)
+        if question.use_head:
+            scores = self.head_scores(question)
+            labels = self.about(question.adapter)["head"]["labels"]
+            return Answer(labels[int(scores.argmax())], scores=scores.tolist())
+        greedy = self.greedy(question, TASK_DEFAULT_MAX_TOKENS[item.task])
+        text = self.tokenizer.decode(greedy.tokens, skip_special_tokens=True)
+        return Answer(text, greedy)
+
+    def text_ties(self, item: Item, adapter: str | None, answer: Answer, text: str) -> int:
+        """`near_ties` of an answer that is only known as text, by the tokens that spell it."""
+        if text == answer.text or answer.greedy is None:
+            return 0
+        got = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(got) < TASK_DEFAULT_MAX_TOKENS[item.task]:
+            got.append(self.tokenizer.eos_token_id)
+        return self.near_ties(self.question(item, adapter), answer.greedy, got)
+
+    def about(self, adapter: str | None) -> dict[str, Any]:
+        """An adapter's vlora.json."""
+        text = (self._adapters / str(adapter) / "vlora.json").read_text(encoding="utf-8")
         parsed: dict[str, Any] = json.loads(text)
         return parsed
 
-    def _select(self, adapter: str) -> None:
-        folder = str(self.adapters_dir / adapter)
-        if not self.loaded:
-            self.model = PeftModel.from_pretrained(self.model, folder, adapter_name=adapter).eval()
-        elif adapter not in self.loaded:
-            self.model.load_adapter(folder, adapter_name=adapter)
-        self.loaded.add(adapter)
-        self.model.set_adapter(adapter)
+    def attach(self, adapter: str) -> None:
+        """Load an adapter; nothing where it has been."""
+        if adapter in self._attached:
+            return
+        folder = str(self._adapters / adapter)
+        if self._attached:
+            self.model.load_adapter(folder, adapter_name=_key(adapter))
+        else:
+            self.model = PeftModel.from_pretrained(self.model, folder, adapter_name=_key(adapter))
+        self.model.eval()
+        self._attached.add(adapter)
 
-    def _inputs(self, request: Request) -> dict[str, Tensor]:
-        expanded = request.prompt.replace(PLACEHOLDER, PLACEHOLDER * self.image_tokens)
-        inputs = dict(self.tokenizer(expanded, add_special_tokens=False, return_tensors="pt"))
-        inputs.pop("token_type_ids", None)
-        if request.images:
-            pictures = [Image.open(io.BytesIO(data)).convert("RGB") for data in request.images]
-            inputs["pixel_values"] = self.processor(pictures, return_tensors="pt")["pixel_values"]
-        return inputs
-
-    def _generate(self, inputs: dict[str, Tensor], request: Request) -> Answer:
-        made = self.model.generate(
-            **inputs,
-            max_new_tokens=request.max_tokens,
-            do_sample=False,
-            prefix_allowed_tokens_fn=self._only(request.choices, inputs["input_ids"].shape[1]),
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        ids = made.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        best = [logits[0].topk(2).values for logits in made.logits]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return Answer(ids, text, margins=tuple(float(two[0] - two[1]) for two in best))
-
-    def _only(self, choices: tuple[str, ...], start: int) -> Callable[..., list[int]] | None:
-        """Allow only tokens that continue one of the choices."""
-        if not choices:
+    def _preprocess(self, files: Sequence[bytes]) -> torch.Tensor | None:
+        if not files:
             return None
-        spelt = [
-            [*self.tokenizer(choice, add_special_tokens=False).input_ids, self._end]
-            for choice in choices
-        ]
-
-        def allowed(_: int, ids: Tensor) -> list[int]:
-            done = ids[start:].tolist()
-            more = {s[len(done)] for s in spelt if len(s) > len(done) and s[: len(done)] == done}
-            return sorted(more) or [self._end]
-
-        return allowed
+        pictures = [Image.open(io.BytesIO(data)).convert("RGB") for data in files]
+        pixels: torch.Tensor = self._processor(pictures, return_tensors="pt")["pixel_values"]
+        return pixels
 
     @property
-    def _end(self) -> int:
-        return int(self.tokenizer.eos_token_id)
+    def _base(self) -> Any:
+        return self.model.get_base_model() if self._attached else self.model
 
-    def _read_head(self, inputs: dict[str, Tensor], adapter: str) -> Answer:
-        head = load_file(self.adapters_dir / adapter / "head.safetensors")
-        hidden = self.model.model.model(**inputs, use_cache=False).last_hidden_state[0, -1]
-        scores = head["weight"] @ hidden + head["bias"]
-        labels = self.about(adapter)["head"]["labels"]
-        return Answer([], labels[int(scores.argmax())], scores.tolist())
+    @contextmanager
+    def _using(self, adapter: str | None) -> Iterator[None]:
+        if adapter is not None:
+            self.attach(adapter)
+            self.model.set_adapter(_key(adapter))
+            yield
+        elif self._attached:
+            with self.model.disable_adapter():
+                yield
+        else:
+            yield
+
+
+def _pixels(question: Question) -> dict[str, torch.Tensor]:
+    return {} if question.pixels is None else {"pixel_values": question.pixels}
+
+
+def _key(adapter: str) -> str:
+    """PEFT names modules after adapters; a module's name may not hold a dot."""
+    return adapter.replace(".", "_")

@@ -21,7 +21,8 @@ MAX_CHARACTERS_TOGETHER = 64 * 1024
 MAX_REPETITIONS = 1000
 """Product of all counted repetitions of a pattern: nested, they multiply while it is compiled."""
 SECONDS = 5.0
-"""For all matching of one adapter; a usual one needs milliseconds."""
+"""Of processor time, which is what `regex` counts, for all matching of one adapter; a usual one
+needs milliseconds."""
 
 MAX_PATTERNS = 2000
 """In one object of the config: a model of 126 layers has 882 matrices that can be named."""
@@ -69,13 +70,13 @@ class Matcher:
 
     def _run(self, how: str, pattern: str, path: str) -> Any:
         compiled = self._compiled(pattern)
-        started = time.monotonic()
+        started = time.process_time()
         try:
             return getattr(compiled, how)(path, timeout=max(self._seconds, 1e-3))
         except TimeoutError:
             raise self._refuse(f"has the pattern {_shown(pattern)}, which takes too long") from None
         finally:
-            self._seconds -= time.monotonic() - started
+            self._seconds -= time.process_time() - started
 
     def _compile(self, pattern: str) -> Any:
         self._characters -= len(pattern)

@@ -71,6 +71,8 @@ class TextStream:
     """Turns tokens into text deltas, never splitting a character, and stops at stop strings.
 
     What could be the beginning of a stop string is held back until it is decided.
+    Together they are `decode`'s text, half a character at the end included (as U+FFFD), which the
+    `DecodeStream` of tokenizers never gives.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Task prompts: the templates of the V-LoRA paper's appendix C (Fig. 25) inside a chat template.
 
 Training and serving both import this module, so a prompt is spelt in one place. Pure text: it
-knows no tokenizer, no tensors and no image sizes. A prompt holds one `<image>` placeholder per
+knows no tokens, no tensors and no image sizes. A prompt holds one `<image>` placeholder per
 image or frame; the engine later expands each into the tower's image tokens.
 
 Who decides where images stand: by default they come first, images before frames. A text that
@@ -71,26 +71,33 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, folder: str | Path) -> "ChatTemplate":
-        """Read and render the template once, with a marker in the user's place.
+        """What the tokenizer's own call makes of one user turn, with a marker for its text.
 
         A checkpoint without a chat template gets its bos token before the text and nothing after.
+        Raises InvalidArgument for a template that fails, or leaves the text out.
         """
-        folder = Path(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        special = {
-            name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")
-        }
-        source = _template_source(folder, config)
-        if source is None:
-            return cls(prefix=special["bos_token"], suffix="")
-        as_text: Any = _SENTINEL
-        as_parts: Any = [{"type": "text", "text": _SENTINEL}]
-        for content in (as_text, as_parts):
-            rendered = _render_jinja(source, content, special)
+        from transformers import AutoTokenizer  # not for the processes that only need the tasks
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        template = tokenizer.chat_template or _template_of_the_processor(Path(folder))
+        if template is None:
+            return cls(prefix=tokenizer.bos_token or "", suffix="")
+        why = "does not repeat the user's text once"
+        for content in (_SENTINEL, [{"type": "text", "text": _SENTINEL}]):
+            try:
+                rendered = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": content}],
+                    chat_template=None if tokenizer.chat_template else template,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+            except Exception as error:  # a template is a program of the checkpoint's author
+                why = f"fails: {error}"
+                continue
             if rendered.count(_SENTINEL) == 1:
                 prefix, suffix = rendered.split(_SENTINEL)
                 return cls(prefix=prefix, suffix=suffix)
-        raise InvalidArgument(f"the chat template of {folder} does not repeat the user's text once")
+        raise InvalidArgument(f"the chat template of {folder} {why}")
 
 
 def render(task: str, text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
@@ -133,48 +140,13 @@ def _check_placeholders(text: str, num_images: int, num_frames: int) -> None:
         )
 
 
-def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """Find the Jinja source where transformers 5, processors and transformers 4 keep it."""
-    jinja = folder / "chat_template.jinja"
-    if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
-    in_json = _read_json(folder / "chat_template.json").get("chat_template")
-    source = in_json or tokenizer_config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return None if source is None else str(source)
-
-
-def _render_jinja(source: str, content: Any, special: dict[str, str]) -> str:
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.globals["raise_exception"] = refuse
-    messages = [{"role": "user", "content": content}]
+def _template_of_the_processor(folder: Path) -> str | None:
+    """The template where processors of transformers 4 keep it, which tokenizers do not read."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return None
     try:
-        return environment.from_string(source).render(
-            messages=messages, add_generation_prompt=True, tools=None, **special
-        )
-    except (TemplateError, TypeError):
-        return ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    parsed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return parsed
-
-
-def _token_text(token: Any) -> str:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
+        template = json.loads(file.read_bytes())["chat_template"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InvalidArgument(f"{file} cannot be read: {error!r}") from error
+    return str(template)
