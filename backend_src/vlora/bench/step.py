@@ -16,7 +16,7 @@ from vlora.bench.bed import NAMES, TestBed
 from vlora.bench.footprint import footprint
 from vlora.bench.limits import Limits
 from vlora.bench.neighbour import slow_down
-from vlora.bench.parts import PARTS, clocked
+from vlora.bench.parts import ATTENTION, PARTS, clocked
 from vlora.bench.timing import Timing, geometric_mean, interleaved
 
 ITEMSIZE = {"fp32": 4, "bf16": 2}
@@ -251,12 +251,14 @@ def surroundings(cells: Sequence[Cell], effort: Effort, root: Path | None = None
 
 
 def _interpreter(cell: Cell, tiny: TestBed, effort: Effort) -> float | None:
-    """Seconds of the same step where there is next to nothing to compute."""
+    """Seconds of the same step where there is next to nothing to compute; without attention, whose
+    keys and values of so many positions come from memory even there."""
     if cell.phase != "decode":
         return None
     tiny.stage(cell.rows, cell.context + 1, cell.context)
     step = tiny.step(tiny.mix(cell.rows, 0))
-    return interleaved({"": step}, rounds=effort.rounds, warm=True, budget=effort.budget)[""].median
+    found = interleaved({"": step}, rounds=effort.rounds, warm=True, budget=effort.budget)[""]
+    return found.median * (1 - _shares(step)[ATTENTION])
 
 
 def _shares(step: Callable[[], None]) -> dict[str, float]:
