@@ -48,6 +48,7 @@ TRITONS_OWN = (
     "string elements",
     "has no shape but model requires batch dimension",
     "batch size does not match other inputs",
+    "inference request batch-size must be",
     "But no field is set",
     "has invalid type. It should be either",
     "expected number of inputs between",

@@ -246,17 +246,22 @@ class Mutator:
         for name in dice.sample(sorted(chosen), dice.randint(1, 3)):
             question.inputs[name] = chosen[name]
 
+    def _one(self, question: Question) -> Tensor:
+        if not question.inputs:
+            self._set(question, "task", b"vqa")
+        return question.inputs[self.dice.choice(sorted(question.inputs))]
+
     def _shape(self, question: Question) -> None:
-        tensor = question.inputs[self.dice.choice(sorted(question.inputs))]
+        tensor = self._one(question)
         shapes = ([], [0], [2], [1, 1], [-1], [1] * 9, [len(tensor.raw)], [0, 2**62], [2**40])
         tensor.shape = self.dice.choice(shapes[: -1 if question.way == "infer" else None])
 
     def _datatype(self, question: Question) -> None:
-        tensor = question.inputs[self.dice.choice(sorted(question.inputs))]
+        tensor = self._one(question)
         tensor.datatype = self.dice.choice(("BOOL", "INT32", "FP32", "FP64", "UINT8", "BF16", "X"))
 
     def _bytes(self, question: Question) -> None:
-        tensor = question.inputs[self.dice.choice(sorted(question.inputs))]
+        tensor = self._one(question)
         raw = bytearray(tensor.raw)
         for _ in range(self.dice.randint(1, 6)):
             if raw:
@@ -284,7 +289,7 @@ class Mutator:
         )
 
     def _drop(self, question: Question) -> None:
-        name = self.dice.choice(sorted(question.inputs))
+        name = self.dice.choice(sorted(question.inputs) or ["task"])
         if len(question.inputs) > 1:
             del question.inputs[name]
             question.texts.pop(name, None)
