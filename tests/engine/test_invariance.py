@@ -69,3 +69,14 @@ def test_sampled_answers_do_not_depend_on_batch_chunks_or_preemption(
     assert answers(cramped, requests(cramped.adapters.names())[::-1]) == alone
     assert cramped.stats().preemptions > 0
     assert len({tuple(tokens) for tokens, _ in alone.values()}) == len(PARAMS)
+
+
+def test_two_threads_of_the_engine_say_what_one_says(checkpoint: Path, adapters_dir: Path) -> None:
+    engine = Engine(Options(model=checkpoint, adapters=adapters_dir))
+    asked = requests(engine.adapters.names())
+    alone = answers(engine, asked)
+    torch.set_num_threads(2)
+    try:
+        assert answers(engine, asked) == alone
+    finally:
+        torch.set_num_threads(1)
