@@ -51,16 +51,22 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.stopped: list[str] = []
         self.refuse: VLoraError | None = None
+        self.admitted: set[str] = set()
         self.room: int | None = None
         self._sinks: dict[str, OutputSink] = {}
 
-    def check_room(self, beside: int = 0) -> None:
-        if self.room is not None and beside >= self.room:
-            raise Unavailable(f"the queue is full: {beside} requests are waiting")
+    def admit(self, request_id: str, client_id: str = "") -> None:
+        if self.room is not None and len(self.admitted) >= self.room:
+            raise Unavailable(f"the queue is full: {len(self.admitted)} requests are waiting")
+        self.admitted.add(request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        self.admitted.discard(request_id)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         if self.refuse is not None:
             raise self.refuse
+        self.admitted.remove(request.id)
         self.requests.append(request)
         self._sinks[request.id] = sink
 

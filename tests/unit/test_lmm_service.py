@@ -193,6 +193,14 @@ def test_images_that_wait_for_the_encoder_count_as_waiting(setting: Setting) -> 
     assert isinstance(setting.ask(**IMAGE).failure, type(None))
 
 
+def test_a_request_that_comes_to_nothing_waits_no_longer(setting: Setting) -> None:
+    assert setting.ask(task=strings(["fly"])).failure is not None
+    assert setting.ask(sampling_parameters=strings(['{"lora_name": "nobody"}'])).failure
+    setting.engine.refuse = InvalidArgument("the prompt is too long")
+    assert setting.ask().failure is setting.engine.refuse
+    assert not setting.engine.admitted
+
+
 @pytest.mark.parametrize("place", [0, 1], ids=["being encoded", "waiting for the encoder"])
 def test_a_request_at_the_encoder_ends_at_once_when_its_client_goes(
     setting: Setting, place: int
@@ -203,6 +211,7 @@ def test_a_request_at_the_encoder_ends_at_once_when_its_client_goes(
     responders[place].cancelled = True
     assert responders[place].done.wait(5)
     assert isinstance(responders[place].failure, Cancelled)
+    assert len(setting.engine.admitted) == 1
     setting.gate.set()
     eventually(lambda: setting.engine.requests)
     setting.pool.submit(lambda: None).result()

@@ -116,7 +116,11 @@ class EngineLoop:
         InvalidArgument for an id that is live, Cancelled where the client has stopped it already.
         """
         with self._wake:
-            self.check_room()
+            if not self._accepting:
+                raise self._closed()
+            waiting = self._preparing + self._to_add + len(self._engine.scheduler.waiting)
+            if waiting >= self._max_waiting:
+                raise Unavailable(f"the queue is full: {waiting} requests are waiting")
             if request_id in self._clients:
                 raise InvalidArgument(f"a request with id '{request_id}' is live already")
             if len(client_id) >= MIN_STOPPABLE_ID:
@@ -127,15 +131,6 @@ class EngineLoop:
             self._clients[request_id] = _Client(client_id)
             self._by_client[client_id].add(request_id)
             self._preparing += 1
-
-    def check_room(self, beside: int = 0) -> None:
-        """Raises Unavailable where a request would be refused now whatever it asks. `beside`: how
-        many more wait to be admitted."""
-        if not self._accepting:
-            raise self._closed()
-        waiting = self._preparing + self._to_add + len(self._engine.scheduler.waiting) + beside
-        if waiting >= self._max_waiting:
-            raise Unavailable(f"the queue is full: {waiting} requests are waiting")
 
     def withdraw(self, request_id: str) -> None:
         """Gives an admitted request's place back; no error for one that is submitted or unknown."""

@@ -52,7 +52,8 @@ class Engine(Protocol):
 
     @property
     def adapters(self) -> Adapters: ...
-    def check_room(self, beside: int = 0) -> None: ...
+    def admit(self, request_id: str, client_id: str = "") -> None: ...
+    def withdraw(self, request_id: str) -> None: ...
     def submit(self, request: Request, sink: OutputSink) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def stop_client(self, client_id: str) -> None: ...
@@ -74,7 +75,8 @@ class LmmService:
     response, and only then. One in `_encoding` besides belongs to whoever takes it out: the pool
     thread that goes on with it, or what ends it before.
 
-    pool: runs the calls of `encode`, which block. What waits there counts as the engine's queue.
+    pool: runs the calls of `encode`, which block. What waits there the engine has admitted, so
+    that it counts as its queue.
     observe: makes the observer of one request. cancel_elsewhere: passes on the id of a cancelled
     request to where it may still wait; it blocks, and may fail.
     """
@@ -98,7 +100,6 @@ class LmmService:
         self._pool = pool
         self._live: dict[str, Responder] = {}
         self._encoding: dict[str, _Encoding] = {}
-        self._submitting = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix="cancel")
@@ -122,9 +123,7 @@ class LmmService:
                 return
             if self._closed.is_set():
                 raise Unavailable("the server is shutting down")
-            with self._lock:
-                beside = len(self._encoding) + self._submitting
-            self._engine.check_room(beside)
+            self._engine.admit(request_id, client_id)
             call = read_call(tensors, parameters, client_id, self._limits)
             with self._lock:
                 self._live[request_id] = responder
@@ -172,23 +171,15 @@ class LmmService:
             return  # ended while it waited
         try:
             found = self._encode({"text_input": strings([one.call.text]), **one.images})
-            if self._take_encoding(request_id, submitting=1) is not None:
-                try:
-                    self._submit(one.call.with_images(found), request_id, one.responder)
-                finally:
-                    with self._lock:
-                        self._submitting -= 1
+            if self._take_encoding(request_id) is not None:
+                self._submit(one.call.with_images(found), request_id, one.responder)
         except Exception as error:
             if request_id in self._live:
                 self._fail(request_id, one.responder, error)
 
-    def _take_encoding(self, request_id: str, submitting: int = 0) -> _Encoding | None:
-        """Take a request out of `_encoding`; 1 for `submitting` goes on counting it as waiting."""
+    def _take_encoding(self, request_id: str) -> _Encoding | None:
         with self._lock:
-            one = self._encoding.pop(request_id, None)
-            if one is not None:
-                self._submitting += submitting
-            return one
+            return self._encoding.pop(request_id, None)
 
     def _end_encoding(self, request_id: str, reason: VLoraError) -> bool:
         """End a request whose images are not encoded yet; False where there is none."""
@@ -235,6 +226,7 @@ class LmmService:
     def _fail(self, request_id: str, responder: Responder, error: Exception) -> None:
         self._take_encoding(request_id)
         self._forget(request_id)
+        self._engine.withdraw(request_id)
         try:
             responder.fail(as_vlora_error(error, "answering the request"))
         except Exception:
