@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from tests.parity.oracle import near_ties
 from tests.parity.questions import Case
 from tests.parity.test_schedules import HEAD_TOLERANCE
 from vlora.config import Options
@@ -61,4 +60,4 @@ def test_tokens_and_scores_are_the_oracles_whichever_adapter_is_live(
             torch.testing.assert_close(scores, case.scores, rtol=0.0, atol=HEAD_TOLERANCE)
             continue
         tokens = [token for output in said for token in output.token_ids]
-        assert near_ties(case.oracle, case.question, case.expected, tokens) <= 1
+        assert case.oracle.near_ties(case.question, case.expected, tokens) <= 1
