@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -93,7 +95,29 @@ std::unique_ptr<SegmentList> make_segments(
   return std::make_unique<SegmentList>(std::move(segments));
 }
 
-// The projections of one input and every slot's packed pairs. The addresses are the caller's.
+// A matrix as the caller holds it: strides in elements.
+struct Matrix {
+  uintptr_t address;
+  int64_t rows, columns;
+  ptrdiff_t row_stride, column_stride;
+
+  const void* at() const { return reinterpret_cast<const void*>(address); }
+};
+
+// One adapter's pair for one projection: a [rank, d_in], b [d_out, rank]. A head: a [classes, d_in],
+// b [1, classes], its bias.
+struct Factors {
+  Matrix a, b;
+};
+
+// Every slot's packed pairs at one moment. A call goes through those that it found, whatever is
+// published meanwhile; a slot's store is freed with the last snapshot that has it.
+struct Slots {
+  std::vector<Pair> pairs;  // [slots][outputs]
+  std::vector<std::shared_ptr<const void>> stores;
+};
+
+// The projections of one input and what goes through them, by slot. What is packed is its own.
 class Group {
  public:
   Group(int64_t d_in, const std::vector<int64_t>& d_outs, const std::string& dtype)
@@ -110,35 +134,63 @@ class Group {
     }
   }
 
-  // A matrix of a slot to `to`, packed_bytes(n, k, first) long; first: of the first product.
-  void pack(uintptr_t to, uintptr_t matrix, int64_t n, int64_t k, ptrdiff_t n_stride,
-            ptrdiff_t k_stride, bool first) const {
-    vlora::atmm::pack(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(matrix), n, k,
-                      n_stride, k_stride, dtype_, bundle_, first);
-  }
-
-  size_t packed_bytes(int64_t n, int64_t k, bool first) const {
-    return vlora::atmm::packed_bytes(n, k, dtype_, first);
-  }
-
-  void add_slot(const std::vector<std::optional<std::tuple<int32_t, uintptr_t, uintptr_t>>>& pairs) {
-    if (pairs.size() != outputs_.size())
-      throw std::invalid_argument(std::to_string(pairs.size()) + " pairs for " +
+  // Packs one adapter, its factors for each output or none, and publishes it; `slot` is a present one
+  // or the next. The matrices are read before this returns, without the interpreter's lock.
+  void set_slot(int64_t slot, const std::vector<std::optional<Factors>>& factors) {
+    if (factors.size() != outputs_.size())
+      throw std::invalid_argument(std::to_string(factors.size()) + " pairs for " +
                                   std::to_string(outputs_.size()) + " outputs");
-    for (const auto& pair : pairs) {
-      if (!pair) {
-        pairs_.push_back({0, nullptr, nullptr});
-        continue;
+    // One store in the order of use, all A, then all B: what lies ahead is what comes next.
+    size_t bytes = 0;
+    for (size_t o = 0; o < factors.size(); ++o)
+      if (const auto& f = factors[o]) {
+        const Matrix &a = f->a, &b = f->b;
+        if (a.rows < 1 || a.rows > INT32_MAX || a.columns != d_in_ || b.rows != outputs_[o].d_out ||
+            b.columns != a.rows)
+          throw std::invalid_argument("output " + std::to_string(o) + ": a pair of rank " +
+                                      std::to_string(a.rows) + " does not fit");
+        bytes += packed_bytes(a, true) + packed_bytes(b, false);
       }
-      const auto& [rank, a, b] = *pair;
-      if (rank < 1) throw std::invalid_argument("rank " + std::to_string(rank));
-      pairs_.push_back({rank, reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(b)});
-    }
+    py::gil_scoped_release released;
+    const std::shared_ptr<char> store = allocate(bytes);
+    char* at = store.get();
+    std::vector<Pair> pairs(factors.size(), Pair{0, nullptr, nullptr});
+    for (size_t o = 0; o < factors.size(); ++o)
+      if (const auto& f = factors[o]) {
+        pairs[o].rank = int32_t(f->a.rows);
+        pairs[o].a = pack(&at, f->a, true);
+      }
+    for (size_t o = 0; o < factors.size(); ++o)
+      if (const auto& f = factors[o]) pairs[o].b = pack(&at, f->b, false);
+    publish(slot, pairs, store);
+  }
+
+  // The same of a head, fp32: its bias is kept as it is.
+  void set_head(int64_t slot, const std::optional<Factors>& head) {
+    if (!head) return clear_slot(slot);
+    const Matrix &w = head->a, &bias = head->b;
+    if (w.rows < 1 || w.rows > INT32_MAX || w.columns != d_in_ || bias.rows != 1 ||
+        bias.columns != w.rows || dtype_ != Dtype::kFp32)
+      throw std::invalid_argument("a head of " + std::to_string(w.rows) + " classes does not fit");
+    py::gil_scoped_release released;
+    const size_t bias_bytes = (size_t(w.rows) * sizeof(float) + 63) / 64 * 64;
+    const std::shared_ptr<char> store = allocate(packed_bytes(w, true) + bias_bytes);
+    char* at = store.get();
+    Pair pair{int32_t(w.rows), pack(&at, w, true), at};
+    for (int64_t i = 0; i < w.rows; ++i)
+      reinterpret_cast<float*>(at)[i] = static_cast<const float*>(bias.at())[i * bias.column_stride];
+    publish(slot, {pair}, store);
+  }
+
+  // From now on nothing goes through the slot.
+  void clear_slot(int64_t slot) {
+    publish(slot, std::vector<Pair>(outputs_.size(), Pair{0, nullptr, nullptr}), nullptr);
   }
 
   void apply(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
              const SegmentList& segments, int64_t config, int threads) const {
-    const Problem p = problem(y, y_stride, x, x_stride, rows, segments);
+    const std::shared_ptr<const Slots> slots = now();
+    const Problem p = problem(*slots, y, y_stride, x, x_stride, rows, segments);
     const Lookup chooser(Operation::kApply, config);
     py::gil_scoped_release released;
     vlora::atmm::apply(current(), p, segments, chooser, threads);
@@ -146,27 +198,67 @@ class Group {
 
   void heads(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
              const SegmentList& segments) const {
-    const Problem p = problem(y, y_stride, x, x_stride, rows, segments);
+    const std::shared_ptr<const Slots> slots = now();
+    const Problem p = problem(*slots, y, y_stride, x, x_stride, rows, segments);
     py::gil_scoped_release released;
     vlora::atmm::heads(current(), p, segments);
   }
 
  private:
-  Problem problem(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
-                  const SegmentList& segments) const {
-    const int64_t slots = int64_t(pairs_.size() / outputs_.size());
-    if (segments.rows() > rows || segments.slots() > slots) {
+  size_t packed_bytes(const Matrix& m, bool first) const {
+    return vlora::atmm::packed_bytes(m.rows, m.columns, dtype_, first);
+  }
+
+  const void* pack(char** at, const Matrix& m, bool first) const {
+    char* const to = *at;
+    vlora::atmm::pack(to, m.at(), m.rows, m.columns, m.row_stride, m.column_stride, dtype_, bundle_,
+                      first);
+    *at += packed_bytes(m, first);
+    return to;
+  }
+
+  static std::shared_ptr<char> allocate(size_t bytes) {
+    void* const memory = std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64));
+    if (!memory) throw std::bad_alloc();
+    return std::shared_ptr<char>(static_cast<char*>(memory), std::free);
+  }
+
+  std::shared_ptr<const Slots> now() const {
+    std::lock_guard<std::mutex> lock(change_);
+    return slots_;
+  }
+
+  void publish(int64_t slot, const std::vector<Pair>& pairs, std::shared_ptr<const void> store) {
+    std::shared_ptr<const Slots> before;  // freed after the lock
+    std::lock_guard<std::mutex> lock(change_);
+    before = slots_;
+    auto next = std::make_shared<Slots>(*before);
+    if (slot < 0 || size_t(slot) > next->stores.size())
+      throw std::invalid_argument("slot " + std::to_string(slot) + " is neither one of the " +
+                                  std::to_string(next->stores.size()) + " nor the next");
+    const size_t outputs = outputs_.size();
+    if (size_t(slot) == next->stores.size()) {
+      next->stores.emplace_back();
+      next->pairs.resize(next->pairs.size() + outputs);
+    }
+    std::copy(pairs.begin(), pairs.end(), next->pairs.begin() + ptrdiff_t(size_t(slot) * outputs));
+    next->stores[size_t(slot)] = std::move(store);
+    slots_ = std::move(next);
+  }
+
+  Problem problem(const Slots& packed, uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride,
+                  int64_t rows, const SegmentList& segments) const {
+    const int64_t slots = int64_t(packed.stores.size());
+    if (segments.slots() > slots)
+      throw std::invalid_argument("slot " + std::to_string(segments.slots() - 1) +
+                                  " is not one of the " + std::to_string(slots) + " adapters");
+    if (segments.rows() > rows) {
       for (int wave = 0; wave < segments.waves(); ++wave)
         for (const Segment* s = segments.begin(wave); s != segments.end(wave); ++s)
           if (s->start + s->length > rows)
             throw std::invalid_argument("segment " + SegmentList::text(*s) + " lies outside the " +
                                         std::to_string(rows) + " rows");
-      throw std::invalid_argument(segments.slots() > slots
-                                      ? "slot " + std::to_string(segments.slots() - 1) +
-                                            " is not one of the " + std::to_string(slots) +
-                                            " adapters"
-                                      : "a segment lies outside the " + std::to_string(rows) +
-                                            " rows");
+      throw std::invalid_argument("a segment lies outside the " + std::to_string(rows) + " rows");
     }
     const size_t size = size_of(dtype_);
     if (x % size || y % size) throw std::invalid_argument("x or y is not aligned to its type");
@@ -181,16 +273,17 @@ class Group {
     p.outputs = int32_t(outputs_.size());
     p.output = outputs_.data();
     p.slots = slots;
-    p.pairs = pairs_.data();
+    p.pairs = packed.pairs.data();
     p.bundle = bundle_;
     return p;
   }
 
-  int64_t d_in_;
-  Dtype dtype_;
-  int bundle_;  // its matrices were packed so, whatever the instruction set of a call
+  const int64_t d_in_;
+  const Dtype dtype_;
+  const int bundle_;  // its matrices were packed so, whatever the instruction set of a call
   std::vector<Output> outputs_;
-  std::vector<Pair> pairs_;
+  mutable std::mutex change_;
+  std::shared_ptr<const Slots> slots_ = std::make_shared<Slots>();
 };
 
 void merge_all(uintptr_t out, uintptr_t in, const std::string& dtype,
@@ -223,11 +316,14 @@ void use_table(const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& r
   s.tables[int(cpu::isa())] = s.kept.back().get();
 }
 
-// "": back to adaptive tiles; "default": the built-in tile; else a configuration's name.
-void pin(const std::string& name) {
+// "": back to adaptive tiles; "default": the built-in tile; else a configuration's name. What was
+// pinned before.
+std::string pin(const std::string& name) {
   State& s = state();
-  s.pinned = name.empty() || name == "default" ? nullptr : &named(name);
-  s.one_order = !name.empty();
+  const TileConfig* const next = name.empty() || name == "default" ? nullptr : &named(name);
+  const TileConfig* const last = s.pinned.exchange(next);
+  const bool ordered = s.one_order.exchange(!name.empty());
+  return last ? name_of(*last) : ordered ? "default" : "";
 }
 
 py::list configs(const std::string& operation, const std::string& dtype) {
@@ -253,11 +349,20 @@ py::list configs(const std::string& operation, const std::string& dtype) {
 void bind_atmm(py::module_& m) {
   m.doc() = "ATMM on the CPU; vlora.atmm is its interface.";
   py::class_<SegmentList>(m, "Segments").def(py::init(&make_segments));
+  py::class_<Matrix>(m, "Matrix")
+      .def(py::init([](uintptr_t address, std::pair<int64_t, int64_t> shape,
+                       std::pair<ptrdiff_t, ptrdiff_t> strides) {
+             return Matrix{address, shape.first, shape.second, strides.first, strides.second};
+           }),
+           py::arg("address"), py::arg("shape"), py::arg("strides"));
+  py::class_<Factors>(m, "Factors")
+      .def(py::init([](const Matrix& a, const Matrix& b) { return Factors{a, b}; }), py::arg("a"),
+           py::arg("b"));
   py::class_<Group>(m, "Group")
       .def(py::init<int64_t, const std::vector<int64_t>&, const std::string&>())
-      .def("packed_bytes", &Group::packed_bytes)
-      .def("pack", &Group::pack)
-      .def("add_slot", &Group::add_slot)
+      .def("set_slot", &Group::set_slot)
+      .def("set_head", &Group::set_head)
+      .def("clear_slot", &Group::clear_slot)
       .def("apply", &Group::apply)
       .def("heads", &Group::heads);
   m.def("merge", &merge_all);

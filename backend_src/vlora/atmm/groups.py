@@ -22,7 +22,8 @@ class LoraGroup:
     """Projections [d_out, d_in] with one input, and each slot's pair for each of them.
 
     pairs[output][slot] is None where that adapter does not target that projection. A group keeps
-    what it is given alive; the packed copies are its own. dtype: of rows, weights and outputs.
+    what it is given alive; the packed copies are the core's. A slot may be set and cleared while
+    calls run: each goes through the weights that it found. dtype: of rows, weights and outputs.
     """
 
     def __init__(
@@ -35,7 +36,6 @@ class LoraGroup:
         self.width = sum(d_outs)
         self.dtype = dtype
         self.pairs: tuple[list[LoraPair | None], ...] = tuple([] for _ in self.d_outs)
-        self._packed: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         """Slots so far."""
@@ -55,19 +55,27 @@ class LoraGroup:
         Raises ValueError for a pair that does not fit its projection.
         """
         slot = len(self)
+        self.put(slot, pairs)
+        return slot
+
+    def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
+        """Set one adapter's pairs in a slot that is there, or in the next. ValueError as `append`,
+        and for another slot."""
+        if not 0 <= slot <= len(self):
+            raise ValueError(f"slot {slot} is neither one of the {len(self)} nor the next")
         for output, (pair, d_out) in enumerate(zip(pairs, self.d_outs, strict=True)):
             if pair is not None:
                 self._check(slot, output, pair, d_out)
+        on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
+        if "native" in self.__dict__ or (on_cpu and backends.default() == "cpu"):
+            # Packed now, at load, and not in the first forward pass.
+            self.native.set_slot(slot, [None if p is None else factors(*p) for p in pairs])
         for column, pair in zip(self.pairs, pairs, strict=True):
-            column.append(pair)
-        if "native" in self.__dict__:
-            self._add(self.native, slot)
-        elif (
-            any(pair is not None and pair.a.is_cpu for pair in pairs)
-            and backends.default() == "cpu"
-        ):
-            _ = self.native  # packs now, at load, and not in the first forward pass
-        return slot
+            column[slot : slot + 1] = [pair]
+
+    def clear(self, slot: int) -> None:
+        """From now on nothing goes through the slot; calls that run finish with what they found."""
+        self.put(slot, [None] * len(self.d_outs))
 
     def _check(self, slot: int, output: int, pair: LoraPair, d_out: int) -> None:
         a, b = tuple(pair.a.shape), tuple(pair.b.shape)
@@ -84,21 +92,13 @@ class LoraGroup:
 
     @cached_property
     def native(self) -> Any:
-        """The core's view of this group, made when it is first used."""
+        """The core's view of this group, made when it is first used. ValueError for pairs that are
+        not in the CPU's memory."""
         core = native.kernels().atmm
         group = core.Group(self.d_in, list(self.d_outs), DTYPES[self.dtype])
-        for slot in range(len(self)):
-            self._add(group, slot)
+        for slot, pairs in enumerate(zip(*self.pairs, strict=True)):
+            group.set_slot(slot, [None if pair is None else factors(*pair) for pair in pairs])
         return group
-
-    def _add(self, group: Any, slot: int) -> None:
-        # One store in the order of use, all A, then all B: what lies ahead is what comes next.
-        pairs = [column[slot] for column in self.pairs]
-        present = [pair for pair in pairs if pair is not None]
-        store, places = pack(group, [p.a for p in present], [p.b for p in present])
-        self._packed.append(store)
-        addresses = iter(zip(places[: len(present)], places[len(present) :], strict=True))
-        group.add_slot([None if p is None else (p.rank, *next(addresses)) for p in pairs])
 
 
 class HeadGroup:
@@ -107,7 +107,6 @@ class HeadGroup:
     def __init__(self, d_in: int) -> None:
         self.d_in = d_in
         self.heads: list[Head | None] = []
-        self._packed: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         return len(self.heads)
@@ -119,6 +118,13 @@ class HeadGroup:
 
     def append(self, head: Head | None) -> int:
         """Add one adapter's head. Returns its slot; ValueError if it does not fit."""
+        self.put(len(self), head)
+        return len(self) - 1
+
+    def put(self, slot: int, head: Head | None) -> None:
+        """Set the head of a slot that is there, or of the next; None: it has none."""
+        if not 0 <= slot <= len(self):
+            raise ValueError(f"slot {slot} is neither one of the {len(self)} nor the next")
         if head is not None and (
             head.weight.dim() != 2
             or head.weight.shape[1] != self.d_in
@@ -126,45 +132,35 @@ class HeadGroup:
             or head.weight.dtype != torch.float32
         ):
             raise ValueError(
-                f"slot {len(self)}: a head of {tuple(head.weight.shape)} {head.weight.dtype} with"
+                f"slot {slot}: a head of {tuple(head.weight.shape)} {head.weight.dtype} with"
                 f" bias {tuple(head.bias.shape)} does not fit fp32 inputs of {self.d_in}"
             )
-        self.heads.append(head)
-        if "native" in self.__dict__:
-            self._add(self.native, head)
-        elif head is not None and head.weight.is_cpu and backends.default() == "cpu":
-            _ = self.native
-        return len(self) - 1
+        on_cpu = head is not None and head.weight.is_cpu
+        if "native" in self.__dict__ or (on_cpu and backends.default() == "cpu"):
+            _set_head(self.native, slot, head)
+        self.heads[slot : slot + 1] = [head]
 
     @cached_property
     def native(self) -> Any:
+        """As of LoraGroup."""
         group = native.kernels().atmm.Group(self.d_in, [1], DTYPES[torch.float32])
-        for head in self.heads:
-            self._add(group, head)
+        for slot, head in enumerate(self.heads):
+            _set_head(group, slot, head)
         return group
 
-    def _add(self, group: Any, head: Head | None) -> None:
-        if head is None:
-            group.add_slot([None])
-            return
-        store, (weight,) = pack(group, [head.weight], [])
-        bias = head.bias.float().contiguous()
-        self._packed += [store, bias]
-        group.add_slot([(head.weight.shape[0], weight, bias.data_ptr())])
+
+def _set_head(group: Any, slot: int, head: Head | None) -> None:
+    if head is None:
+        group.set_head(slot, None)
+        return
+    bias = head.bias.float()  # alive until it has been copied
+    group.set_head(slot, factors(head.weight, bias[None]))
 
 
-def pack(
-    group: Any, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[int]]:
-    """Matrices [n, k], any strides, of the first product (x Aᵀ) and the second → the panels that
-    the kernels read (csrc/atmm/README.md): one store, and the address of each in it, on 64 bytes.
-    """
-    matrices = [(matrix, True) for matrix in first] + [(matrix, False) for matrix in second]
-    sizes = [group.packed_bytes(*matrix.shape, is_first) for matrix, is_first in matrices]
-    store = torch.empty(sum(sizes) + 64, dtype=torch.uint8)
-    places, at = [], store.data_ptr() + -store.data_ptr() % 64
-    for (matrix, is_first), size in zip(matrices, sizes, strict=True):
-        group.pack(at, matrix.data_ptr(), *matrix.shape, *matrix.stride(), is_first)
-        places.append(at)
-        at += size
-    return store, places
+def factors(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Where the core finds two matrices, any strides. ValueError if not in the CPU's memory."""
+    core = native.kernels().atmm
+    for matrix in (a, b):
+        if not matrix.is_cpu:
+            raise ValueError(f"weights on {matrix.device}; the CPU's operator cannot read them")
+    return core.Factors(*(core.Matrix(m.data_ptr(), m.shape, m.stride()) for m in (a, b)))

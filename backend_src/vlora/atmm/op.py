@@ -75,6 +75,8 @@ def _apply(
     chosen = backend or backends.default(y.device.type)
     if chosen != "cpu":
         _check(rows, segments, len(group))
+    else:
+        _on_cpu(x, y)
     if chosen == "reference":
         reference.apply(y, x, segments, group)
         return
@@ -125,6 +127,8 @@ def heads(
         reference.heads(y, x, segments, group)
         return y
     x = x.contiguous()
+    if chosen == "cpu":
+        _on_cpu(x)
     if chosen == "cuda":
         device = operator.current()
         device.apply(y, x, device.segments(segments), device.group(group), heads=True)
@@ -180,6 +184,7 @@ def merge(
     if chosen == "cuda":
         operator.current().merge(out, base, updates, sign)
         return
+    _on_cpu(out, base, *(factor for _, pair in updates for factor in pair))
     native.kernels().atmm.merge(
         out.data_ptr(),
         base.data_ptr(),
@@ -192,6 +197,13 @@ def merge(
         -1 if config is None else config,
         threads or torch.get_num_threads(),
     )
+
+
+def _on_cpu(*tensors: torch.Tensor) -> None:
+    """The core takes addresses: they must be of this memory."""
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise ValueError(f"a tensor on {tensor.device}; the CPU's operator cannot read it")
 
 
 def _check(rows: int, segments: Sequence[Segment], slots: int) -> None:

@@ -130,11 +130,11 @@ def pinned(name: str | None = None) -> Iterator[None]:
     """One tile for every shape (the built-in one by default), and sums in one order: a row's
     output is then bit-identical whatever the batch."""
     core = native.kernels().atmm
-    core.pin(name or "default")
+    before = core.pin(name or "default")
     try:
         yield
     finally:
-        core.pin("")
+        core.pin(before)
 
 
 def peak(dtype: str, seconds: float, threads: int = 1) -> float:

@@ -23,6 +23,8 @@ class SegmentList {
         throw std::invalid_argument("segment " + text(s) +
                                     ": start, length and slot must not be negative, the sign +1"
                                     " or -1");
+      if (s.length > INT64_MAX - s.start)
+        throw std::invalid_argument("segment " + text(s) + " ends beyond any row");
       if (s.start < end_) apart = false;
       end_ = std::max(end_, s.start + s.length);
       slots_ = std::max<int64_t>(slots_, s.slot + 1);

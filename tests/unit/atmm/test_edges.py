@@ -1,0 +1,162 @@
+"""What must not reach a kernel, and what may change while one runs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.unit.atmm.problems import FP32, check, compiled, expected, group_of
+from vlora.atmm import op, tiles
+from vlora.atmm.groups import HeadGroup, LoraGroup, factors
+from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
+
+pytestmark = compiled
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [Segment(2**63 - 8, 16, 0)],
+        [Segment(0, 4, 0), Segment(2**63 - 1, 2**63 - 1, 0)],
+        [Segment(1, 2**63 - 1, 0)],
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_segment_that_ends_beyond_any_row_is_refused(
+    segments: list[Segment], backend: str
+) -> None:
+    group = group_of(16, [8], [4])
+    with pytest.raises(ValueError, match=r"beyond any row|outside the 4 rows"):
+        op.apply(torch.zeros(4, 8), torch.randn(4, 16), segments, group, backend=backend)  # type: ignore[arg-type]
+
+
+def test_tensors_of_another_memory_are_refused() -> None:
+    group, segments = group_of(16, [8], [4]), [Segment(0, 4, 0)]
+    y, x = torch.zeros(4, 8), torch.randn(4, 16)
+    with pytest.raises(ValueError, match="on meta"):
+        op.apply(y, x.to("meta"), segments, group, backend="cpu")
+    with pytest.raises(ValueError, match="on meta"):
+        op.apply(y.to("meta"), x, segments, group)
+    pair = LoraPair(torch.randn(4, 16, device="meta"), torch.randn(8, 4, device="meta"))
+    with pytest.raises(ValueError, match="on meta"):
+        group.append([pair])
+    elsewhere = LoraGroup(16, [8])
+    elsewhere.append([pair])
+    with pytest.raises(ValueError, match="on meta"):
+        op.apply(y, x, segments, elsewhere, backend="cpu")
+    with pytest.raises(ValueError, match="on meta"):
+        op.merge(torch.zeros(128), torch.zeros(128), [MergeUpdate(0, pair)], backend="cpu")
+    heads = HeadGroup(16)
+    heads.append(Head(torch.randn(3, 16), torch.randn(3)))
+    with pytest.raises(ValueError, match="on meta"):
+        op.heads(x.to("meta"), segments, heads, backend="cpu")
+
+
+def test_slots_are_set_and_cleared_for_the_calls_that_follow() -> None:
+    group, other = group_of(64, [32, 48], [8, 16]), group_of(64, [32, 48], [40])
+    x, segments = torch.randn(9, 64), [Segment(0, 4, 0), Segment(4, 5, 1)]
+    group.put(0, [column[0] for column in other.pairs])
+    check(torch.randn(9, 80), x, segments, group, "cpu")
+    group.clear(1)
+    y = torch.randn(9, 80)
+    check(y, x, segments, group, "cpu")
+    for backend in ("cpu", "reference"):
+        got = y.clone()
+        op.apply(got, x, segments, group, backend=backend)  # type: ignore[arg-type]
+        assert torch.equal(got[4:], y[4:])
+    with pytest.raises(ValueError, match="slot 3 is neither one of the 2 nor the next"):
+        group.put(3, [None, None])
+    heads = HeadGroup(64)
+    for classes in (3, 5):
+        heads.append(Head(torch.randn(classes, 64), torch.randn(classes)))
+    new = Head(torch.randn(7, 64), torch.randn(7))
+    heads.put(0, new)
+    torch.testing.assert_close(
+        op.heads(x, [Segment(0, 9, 0)], heads), x @ new.weight.T + new.bias, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_group_changes_while_calls_run() -> None:
+    group = group_of(256, [192], [16, 32])
+    replacements = [group_of(256, [192], [rank]).pairs[0][0] for rank in (8, 24, 64)]
+    x = torch.randn(24, 256)
+    segments = [Segment(0, 12, 0), Segment(12, 12, 1)]
+    zero = torch.zeros(24, 192)
+    wanted = [expected(zero, x, segments, group)[12:]]
+    for pair in replacements:
+        group.put(1, [pair])
+        wanted.append(expected(zero, x, segments, group)[12:])
+    first = expected(zero, x, segments, group)[:12]
+    over, wrong = threading.Event(), []
+
+    def call() -> None:
+        while not over.is_set():
+            y = zero.clone()
+            op.apply(y, x, segments, group, backend="cpu", threads=1)
+            fits = [torch.allclose(y[12:].double(), want, atol=1e-3) for want in wanted]
+            if not any(fits) or not torch.allclose(y[:12].double(), first, atol=1e-3):
+                wrong.append(y)
+
+    callers = [threading.Thread(target=call) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for turn in range(150):
+        group.put(1, [replacements[turn % 3]])
+        group.append([replacements[turn % 3]])
+    over.set()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_packing_leaves_the_interpreter_to_others() -> None:
+    """A thread that counts goes on counting while a large adapter is packed."""
+    group = LoraGroup(4096, [4096])
+    pair = LoraPair(torch.randn(256, 4096), torch.randn(4096, 256))
+    group.append([None])
+    counted, over, begun = [0], threading.Event(), threading.Event()
+
+    def count() -> None:
+        while not over.is_set():
+            counted[0] += 1
+            begun.set()
+
+    other = threading.Thread(target=count)
+    other.start()
+    begun.wait()
+    given = factors(*pair)
+    native = group.native
+    before = counted[0]
+    native.set_slot(0, [given])
+    during = counted[0] - before
+    over.set()
+    other.join()
+    # With the lock held throughout, at most one switch between two lines here.
+    assert during > 10
+
+
+def test_nested_pins_end_in_their_order() -> None:
+    group, x = group_of(700, [130], [24], FP32), torch.randn(40, 700)
+    names = [config["name"] for config in tiles.configs("apply", "fp32")]
+
+    def row() -> torch.Tensor:
+        y = torch.zeros(40, 130)
+        op.apply(y, x, [Segment(0, 40, 0)], group, backend="cpu", threads=1)
+        alone = torch.zeros(1, 130)
+        op.apply(alone, x[:1], [Segment(0, 1, 0)], group, backend="cpu", threads=1)
+        assert torch.equal(alone[0], y[0])
+        return y
+
+    with tiles.pinned(names[-1]):
+        outer = row()
+        with tiles.pinned(names[0]):
+            row()
+        assert torch.equal(row(), outer)
+        with pytest.raises(ValueError, match="none such"), tiles.pinned("none such"):
+            pass
+        assert torch.equal(row(), outer)
+    tiles.reset_counters()
+    op.apply(torch.zeros(40, 130), x, [Segment(0, 40, 0)], group, backend="cpu")
+    assert sum(tiles.counters().values()) == 1  # adaptive again
