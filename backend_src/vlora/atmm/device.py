@@ -39,6 +39,18 @@ class Device:
         )
 
     @property
+    def cold_bytes(self) -> int:
+        """A working set that the caches do not hold: four times the last level, in bytes. At most
+        256 MiB: a virtual machine reports a host's cache, of which it has a part."""
+        return min(max(4 * self.l3 << 10, 128 << 20), 256 << 20)
+
+    def is_near(self, name: str) -> bool:
+        """Whether a name is of a device with this vendor, family and L2. The model and the last
+        level are a virtual machine's to make up."""
+        ours, others = self.name.split("-"), name.split("-")
+        return len(others) == len(ours) and all(ours[i] == others[i] for i in (0, 1, 4))
+
+    @property
     def name(self) -> str:
         """As in the names of tile tables: amd-f26-m2-48-1024-32768."""
         vendor = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(self.vendor, self.vendor)

@@ -99,16 +99,32 @@ def load(*paths: Path) -> None:
 
 
 def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
-    """Use the committed tables of this CPU and the current instruction set; [] if there are none
-    or they are of another build (logged: the built-in tiles then serve)."""
-    start = f"{Device.here().name}-{native.kernels().cpu.isa()}-"
-    paths = [path for name in DTYPE_NAMES if (path := folder / f"{start}{name}.json").exists()]
+    """Use the committed tables of this CPU and the current instruction set, or of one near it
+    (vendor, family, L2); [] if there are none or they are of another build (logged: the built-in
+    tiles then serve)."""
+    found = (_table(folder, native.kernels().cpu.isa(), dtype) for dtype in DTYPE_NAMES)
+    paths = [path for path in found if path is not None]
+    if not paths:
+        return []  # what somebody has loaded stays
     try:
         load(*paths)
     except ValueError as error:
         log.warning("ATMM: tile tables are left out: %s", error)
         return []
     return paths
+
+
+def _table(folder: Path, isa: str, dtype: str) -> Path | None:
+    device, end = Device.here(), f"-{isa}-{dtype}.json"
+    exact = folder / (device.name + end)
+    if exact.exists():
+        return exact
+    near = (
+        path
+        for path in sorted(folder.glob(f"*{end}"))
+        if device.is_near(path.name.removesuffix(end))
+    )
+    return next(near, None)
 
 
 def clear() -> None:

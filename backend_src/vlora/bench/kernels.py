@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from vlora.atmm.device import Device
 from vlora.bench.atmm import MULTIPLY, READ, Atmm, Beside, StaticTile, static_tiles
 from vlora.bench.cells import Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import BASELINES, Baseline, Call, InFloat32
 from vlora.bench.timing import Timing, geometric_mean, interleaved, single_calls
 
-COLD_TOTAL_BYTES = 128 << 20
+COLD_TOTAL_BYTES = Device.here().cold_bytes
 """Adapters of a cold cell rotate through as many layers as make this much."""
 FEWEST_LAYERS, MOST_LAYERS = 2, 512
 MULTIPLY_ROUNDS = 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,15 @@ def test_keys_have_128_bits_and_differ_by_bucket_only() -> None:
     assert all(0 <= key < 1 << 128 for key in keys)
 
 
+def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
+    device = Device("AuthenticAMD", 25, 1, 32, 512, 32768)
+    assert device.is_near("amd-f25-m97-32-512-480000")
+    for other in ("amd-f26-m1-32-512-32768", "amd-f25-m1-32-1024-32768", "amd-f25"):
+        assert not device.is_near(other)
+    assert device.cold_bytes == 128 << 20
+    assert dataclasses.replace(device, l3=480 << 10).cold_bytes == 256 << 20
+
+
 @compiled
 def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_left_out(tmp_path: Path) -> None:
     name = tiles.configs("apply", "fp32")[0]["name"]
@@ -98,6 +108,12 @@ def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_left_out(tmp_p
             x, y = torch.randn(1, 64).to(dtype), torch.zeros(1, 32, dtype=dtype)
             op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu")
         assert tiles.counters()["hits"] == 2
+        here = Device.here()
+        virtual = dataclasses.replace(here, model=here.model + 1, l3=here.l3 + 1)
+        (tmp_path / f"{start}bf16.json").rename(
+            tmp_path / f"{virtual.name}-{tiles.isas()[0]}-bf16.json"
+        )
+        assert len(tiles.load_for_this_cpu(tmp_path)) == 2
         (tmp_path / f"{start}fp32.json").write_text(json.dumps({"version": 99, "entries": {}}))
         assert tiles.load_for_this_cpu(tmp_path) == []
         assert tiles.load_for_this_cpu(tmp_path / "none") == []
