@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 
 LAYERS = [
-    {"atmm", "metrics", "errors", "native", "places", "strict_json"},
+    {"atmm", "kernels", "metrics", "errors", "native", "places", "strict_json"},
     {"memory", "request", "sampling", "config", "cores", "waiting"},
     {"lora"},
     {"model"},

@@ -92,7 +92,7 @@ class TestBed:
 
     def _fill(self) -> None:
         """Zeros would be pages that were never there."""
-        store = self.engine._runner._store._data
+        store = self.engine._runner._store.cache
         flat = store.view(-1)
         drawn = torch.randn(min(FILL, flat.numel())).to(store.dtype)
         for start in range(0, flat.numel(), FILL):

@@ -12,16 +12,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from vlora.atmm import op
+from vlora.kernels import ops
 from vlora.model.attention import AttentionPlan
 
 PRODUCTS, ATTENTION, LORA = "products", "attention", "lora"
 PARTS = (PRODUCTS, ATTENTION, LORA)
 
 _PLACES: tuple[tuple[object, str, str], ...] = (
-    (torch.nn.functional, "linear", PRODUCTS),
+    (ops, "linear", PRODUCTS),
     (AttentionPlan, "attend", ATTENTION),
     (op, "apply", LORA),
 )

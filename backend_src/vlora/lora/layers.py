@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import Segment
+from vlora.kernels import ops
 from vlora.lora.slab import WeightSlab
 
 
@@ -32,21 +32,10 @@ class LoraLinear:
         self._place = slab.place(layer, *group)
         self._bias = bias
         self._lora = lora
-        self.widths = [slab.shapes[target][0] for target in group]
 
     def __call__(self, x: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
         """x: [T, d_in] fp32 → [T, sum of the group's d_out] fp32."""
-        y = product(x, self._place.view(self._slab.active), self._bias)
+        y = ops.linear(x, self._place.view(self._slab.active), self._bias)
         if segments:
             op.apply(y, x, segments, self._lora)
         return y
-
-
-def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x: [T, d_in] fp32, weight: [d_out, d_in] fp32 or bf16 → x weightᵀ + bias, fp32.
-
-    bf16 is widened, one matrix at a time: no product ever rounds its rows.
-    """
-    return F.linear(x, weight.float(), bias)

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 
 from vlora.atmm import op
 from vlora.atmm.types import Segment
+from vlora.kernels import ops
 from vlora.lora.adapter import LM_HEAD
-from vlora.lora.layers import LoraLinear, product
+from vlora.lora.layers import LoraLinear
 from vlora.lora.slab import GROUPS
 from vlora.lora.store import AdapterStore
-from vlora.model.attention import AttentionPlan
+from vlora.model.attention import AttentionPlan, Rotary
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import DecoderWeights
 
@@ -42,19 +43,20 @@ class Decoder:
     def forward(
         self, hidden: torch.Tensor, attention: AttentionPlan, segments: Sequence[Segment]
     ) -> torch.Tensor:
-        """hidden: [T, hidden] embeddings → [T, hidden] before the final norm."""
+        """hidden: [T, hidden] embeddings, overwritten → [T, hidden] before the final norm."""
         angles = attention.positions[:, None] * self._weights.inverse_frequencies
-        rotary = _Rotary(angles, self._weights.rope_scale)
+        rotary = Rotary(angles, self._weights.rope_scale)
+        delta: torch.Tensor | None = None
         for layer in self._layers:
-            hidden = layer.forward(hidden, attention, rotary, segments)
-        return hidden
+            delta = layer.forward(hidden, delta, attention, rotary, segments)
+        return hidden if delta is None else hidden + delta
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _norm(hidden, self._weights.final_norm, self._config.norm_eps)
+        return ops.add_norm(hidden, None, self._weights.final_norm, self._config.norm_eps)
 
     def logits(self, hidden: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
         """hidden: [rows, hidden] after the final norm; segments over these rows → [rows, V]."""
-        logits = product(hidden, self._weights.lm_head)
+        logits = ops.linear(hidden, self._weights.lm_head)
         if segments:
             op.apply(logits, hidden, segments, self._lm_head_lora)
         return logits
@@ -84,41 +86,18 @@ class DecoderLayer:
     def forward(
         self,
         hidden: torch.Tensor,
+        delta: torch.Tensor | None,
         attention: AttentionPlan,
-        rotary: _Rotary,
+        rotary: Rotary,
         segments: Sequence[Segment],
     ) -> torch.Tensor:
-        config, rows = self._config, hidden.shape[0]
-        normed = _norm(hidden, self._input_norm, config.norm_eps)
-        query, key, value = torch.split(self._qkv(normed, segments), self._qkv.widths, dim=1)
-        attended = attention.attend(
-            self._layer,
-            rotary(query.view(rows, config.heads, config.head_dim)),
-            rotary(key.view(rows, config.kv_heads, config.head_dim)),
-            value.view(rows, config.kv_heads, config.head_dim),
-        )
-        hidden = hidden + self._o(attended.view(rows, -1), segments)
-        normed = _norm(hidden, self._post_norm, config.norm_eps)
-        gate, up = torch.split(self._gate_up(normed, segments), self._gate_up.widths, dim=1)
-        return hidden + self._down(F.silu(gate) * up, segments)
-
-
-class _Rotary:
-    """Rotates halves of each head by its row's angles ([T, dim / 2])."""
-
-    def __init__(self, angles: torch.Tensor, scale: float) -> None:
-        both = torch.cat((angles, angles), dim=-1)[:, None]
-        self._cos = both.cos() * scale
-        self._sin = both.sin() * scale
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, heads, dim] → the same shape."""
-        first, second = x.chunk(2, dim=-1)
-        return x * self._cos + torch.cat((-second, first), dim=-1) * self._sin
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        """hidden: [T, hidden], to which `delta` (of the layer before) and what attention says are
+        added in place → what the MLP says, for the next layer to add."""
+        eps = self._config.norm_eps
+        normed = ops.add_norm(hidden, delta, self._input_norm, eps)
+        attended = attention.attend(self._layer, self._qkv(normed, segments), rotary)
+        normed = ops.add_norm(hidden, self._o(attended, segments), self._post_norm, eps)
+        return self._down(ops.gate(self._gate_up(normed, segments)), segments)
 
 
 def _fused_bias(

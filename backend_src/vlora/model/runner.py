@@ -13,7 +13,8 @@ import torch
 from vlora.atmm import op
 from vlora.lora.segments import BASE, signed_segments
 from vlora.lora.store import AdapterStore
-from vlora.model.attention import AttentionPlan, KVStore
+from vlora.memory.store import KVStore
+from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder
 from vlora.model.decoder_config import DecoderConfig
@@ -43,6 +44,7 @@ class Runner:
     ) -> None:
         self._decoder = Decoder(config, weights, adapters)
         self._adapters = adapters
+        self._query_heads = config.heads
         self._store = KVStore(
             pages,
             config.layers,
@@ -56,7 +58,7 @@ class Runner:
     def forward(self, chunks: Sequence[Chunk], live: int = BASE) -> StepResult:
         """chunks: in the order of their rows. Those of one adapter should be neighbours: each
         adapter is then one segment. live: slot of the adapter in the active weights."""
-        attention = AttentionPlan(chunks, self._store)
+        attention = AttentionPlan(chunks, self._store, self._query_heads)
         segments = signed_segments(((chunk.slot, chunk.length) for chunk in chunks), live)
         hidden = self._decoder.forward(self._embed(chunks), attention, segments)
         return self._finish(hidden, [chunk for chunk in chunks if chunk.completes])

@@ -22,7 +22,7 @@ from transformers.models.llava.modeling_llava import (
 )
 
 from vlora.errors import InvalidArgument
-from vlora.lora.layers import product
+from vlora.kernels import ops
 from vlora.model.loader import check_files
 from vlora.request import FloatArray
 from vlora.vision.images import DecodedImage
@@ -48,7 +48,8 @@ class _Stored(torch.nn.Linear):
     """A stock linear layer whose matrix is stored in bf16 and multiplied in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return product(x, self.weight, self.bias)
+        y = ops.linear(x.flatten(0, -2), self.weight, self.bias)
+        return y.view(*x.shape[:-1], -1)
 
 
 class VisionEncoder:

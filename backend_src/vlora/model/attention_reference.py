@@ -1,0 +1,100 @@
+"""Paged attention in plain torch: pages are gathered, then attended. The kernels' twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from vlora.kernels import reference
+from vlora.memory.store import LANES, KVStore
+from vlora.model.chunk import Chunk
+
+
+class Plan:
+    """Chunks of one row are attended together, padded to the longest; longer ones each alone."""
+
+    def __init__(self, chunks: Sequence[Chunk], store: KVStore) -> None:
+        self._store = store
+        block = store.block
+        rows = [
+            (chunk.pages[position // block], position % block)
+            for chunk in chunks
+            for position in range(chunk.start, chunk.end)
+        ]
+        self._page, slots = torch.tensor(rows).unbind(1)
+        self._panel, self._lane = slots // LANES, slots % LANES
+        self._long = [
+            (chunk, torch.tensor(chunk.pages[: -(-chunk.end // block)]), _causal(chunk))
+            for chunk in chunks
+            if chunk.length > 1
+        ]
+        self._single = [chunk for chunk in chunks if chunk.length == 1]
+        if self._single:
+            self._single_rows = torch.tensor([chunk.row for chunk in self._single])
+            used = [-(-chunk.end // block) for chunk in self._single]
+            widest = max(used)
+            self._single_pages = torch.tensor(
+                [
+                    [*chunk.pages[:count], *[chunk.pages[0]] * (widest - count)]
+                    for chunk, count in zip(self._single, used, strict=True)
+                ]
+            )
+            ends = torch.tensor([chunk.end for chunk in self._single])
+            columns = torch.arange(widest * block)
+            self._single_mask = (columns[None, :] < ends[:, None])[:, None, None, :]
+
+    def attend(
+        self,
+        layer: int,
+        heads: int,
+        qkv: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `AttentionPlan.attend`."""
+        store = self._store
+        query, key, value = torch.split(
+            qkv.view(len(qkv), -1, store.head_dim), [heads, store.kv_heads, store.kv_heads], dim=1
+        )
+        query = reference.rotate(query, cosines, sines)
+        key = reference.rotate(key, cosines, sines)
+        keys, values = store.keys(layer), store.values(layer)
+        keys[self._page, :, self._panel, :, self._lane] = key.to(keys.dtype)
+        values[self._page, :, self._panel, self._lane] = value.to(values.dtype)
+        keys = keys.transpose(-2, -1)
+        out = torch.empty_like(query)
+        for chunk, pages, mask in self._long:
+            rows = slice(chunk.row, chunk.row + chunk.length)
+            out[rows] = F.scaled_dot_product_attention(
+                query[rows].transpose(0, 1)[None],
+                self._gather(keys, pages[None], chunk.end),
+                self._gather(values, pages[None], chunk.end),
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+        if self._single:
+            width = self._single_mask.shape[-1]
+            out[self._single_rows] = F.scaled_dot_product_attention(
+                query[self._single_rows][:, :, None],
+                self._gather(keys, self._single_pages, width),
+                self._gather(values, self._single_pages, width),
+                attn_mask=self._single_mask,
+                enable_gqa=True,
+            )[:, :, 0]
+        return out.flatten(1)
+
+    def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+        """[pages, kv_heads, panels, LANES, dim] by [batch, n] → [batch, kv_heads, length, dim]."""
+        gathered = view[pages].transpose(1, 2).flatten(3, 4)[:, :, :, : self._store.block]
+        return gathered.flatten(2, 3)[:, :, :length].float()
+
+
+def _causal(chunk: Chunk) -> torch.Tensor | None:
+    """[length, end] mask of a chunk; None where it starts its sequence (plain causal)."""
+    if chunk.start == 0:
+        return None
+    rows = torch.arange(chunk.start, chunk.end)
+    return torch.arange(chunk.end)[None, :] <= rows[:, None]

@@ -1,0 +1,112 @@
+// Attention over paged keys and values. No torch, no Python, no ownership.
+//
+// Pages: a page of `block` tokens holds, for each layer, first keys, then values of each head, in panels
+// of kLanes tokens (the last one of a page may be partly used). A panel of keys is [dim][kLanes], so
+// that the scores of its tokens fill a vector; a panel of values is [kLanes][padded dim].
+#pragma once
+
+#include <vector>
+
+#include "cpu/dispatch.h"
+#include "cpu/types.h"
+
+namespace vlora::attention {
+
+// The pages' layout; sizes in elements of the storage type.
+struct Layout {
+  Dtype dtype;
+  int64_t block;     // tokens of a page
+  int64_t kv_heads;
+  int64_t dim;       // of a head
+  int64_t page;      // from page to page: for each layer keys of all heads, then values of all
+  int64_t pages;     // that there are
+
+  int64_t padded() const { return ceil_div(dim, kLanes) * kLanes; }
+  int64_t panels() const { return ceil_div(block, kLanes); }  // of a page
+  int64_t panel() const { return padded() * kLanes; }
+  int64_t head() const { return panels() * panel(); }
+  int64_t values() const { return kv_heads * head(); }  // from a layer's keys to its values
+};
+
+// Rows row … row + length - 1 of the step are positions start … of one sequence, whose pages are
+// pages[first_page …] of the plan.
+struct Chunk {
+  int64_t row, length, start, first_page;
+};
+
+constexpr int64_t kItems = 48;
+// Most (row, head) pairs that share one pass over keys and values, unless a group of heads is larger.
+constexpr int64_t kBlockPanels = 8;
+// Panels whose scores are held at a time: 128 tokens of keys and values stay in L2 meanwhile.
+
+// Some rows of a chunk, those heads that share a kv head, and a part of their keys.
+struct Piece {
+  int32_t chunk, kv_head;
+  int64_t row, rows;      // of the chunk
+  int64_t panel, panels;  // of the sequence
+  int32_t shared;         // its place among the partial results, or -1 where there is one part only
+  int32_t first;          // the place of its rows' first part
+  int32_t parts, group;   // parts of the same rows, and the number of that group
+};
+
+// What a step attends to: made once, used by every layer.
+class Plan {
+ public:
+  // Throws std::invalid_argument for chunks that do not fit the pages.
+  Plan(const Layout& layout, int64_t heads, std::vector<Chunk> chunks, std::vector<int32_t> pages,
+       int threads);
+
+  int64_t rows() const { return rows_; }
+  int64_t partials() const { return partials_; }
+  int64_t groups() const { return groups_; }
+  int64_t items() const { return items_; }  // most of one piece
+  const std::vector<Piece>& pieces() const { return pieces_; }
+
+  const Layout layout;
+  const int64_t heads;
+  const std::vector<Chunk> chunks;
+  const std::vector<int32_t> pages;
+
+ private:
+  int64_t rows_ = 0, partials_ = 0, groups_ = 0, items_ = 0;
+  std::vector<Piece> pieces_;
+};
+
+struct Problem {
+  const Plan* plan;
+  char* cache;  // of this layer in page 0
+  const float* q;  // [rows, heads, dim], already rotated
+  ptrdiff_t q_stride;
+  float* y;  // [rows, heads * dim]
+  ptrdiff_t y_stride;
+  float scale;
+};
+
+// Adds rotated keys, and values, of all rows to the pages; rotates the queries in place.
+struct Writing {
+  const Plan* plan;
+  char* cache;
+  float* q;  // [rows, heads + 2 kv_heads, dim]: queries, keys, values
+  ptrdiff_t q_stride;
+  const float* cosines;  // [rows, dim / 2]
+  const float* sines;
+};
+
+struct Kernels {
+  // partial: null, or where an unfinished result goes: per item its maximum, its sum, then its values.
+  void (*attend[kDtypes])(const Problem&, const Piece&, float* scratch, float* partial);
+  void (*write[kDtypes])(const Writing&, const Chunk&, int64_t from, int64_t until);
+};
+const Kernels& kernels(cpu::Isa isa);
+
+// fp32 values that `attend` needs.
+int64_t scratch_floats(const Plan& plan);
+// Of one partial result: maxima, sums, values of as many items as a piece may have.
+inline int64_t partial_floats(const Plan& plan) {
+  return plan.items() * (2 + plan.layout.padded());
+}
+
+void write(const Kernels& kernels, const Writing& writing, int threads);
+void attend(const Kernels& kernels, const Problem& problem, int threads);
+
+}  // namespace vlora::attention

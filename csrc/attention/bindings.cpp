@@ -1,0 +1,61 @@
+// Attention, as Python sees it: numbers and addresses, checked by vlora/model/attention.py.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "attention/attention.h"
+#include "cpu/names.h"
+
+namespace py = pybind11;
+using namespace vlora;
+
+namespace {
+
+using ChunkOf = std::tuple<int64_t, int64_t, int64_t, int64_t>;  // as attention::Chunk
+
+std::unique_ptr<attention::Plan> make_plan(const std::string& dtype, int64_t block, int64_t heads,
+                                           int64_t kv_heads, int64_t dim, int64_t page, int64_t in_all,
+                                           const std::vector<ChunkOf>& chunks,
+                                           std::vector<int32_t> pages, int threads) {
+  const attention::Layout layout{dtype_of(dtype), block, kv_heads, dim, page, in_all};
+  std::vector<attention::Chunk> all;
+  for (const auto& [row, length, start, first_page] : chunks)
+    all.push_back({row, length, start, first_page});
+  return std::make_unique<attention::Plan>(layout, heads, std::move(all), std::move(pages), threads);
+}
+
+}  // namespace
+
+void bind_attention(py::module_& m) {
+  m.doc() = "Attention over paged keys and values.";
+  py::class_<attention::Plan>(m, "Plan")
+      .def(py::init(&make_plan))
+      .def("attend",
+           [](const attention::Plan& plan, uintptr_t cache, uintptr_t y, ptrdiff_t y_stride, uintptr_t q,
+              ptrdiff_t q_stride, float scale, int threads) {
+             const attention::Problem problem{&plan,
+                                              reinterpret_cast<char*>(cache),
+                                              reinterpret_cast<const float*>(q),
+                                              q_stride,
+                                              reinterpret_cast<float*>(y),
+                                              y_stride,
+                                              scale};
+             py::gil_scoped_release released;
+             attention::attend(attention::kernels(cpu::isa()), problem, threads);
+           })
+      .def("write", [](const attention::Plan& plan, uintptr_t cache, uintptr_t q, ptrdiff_t q_stride,
+                       uintptr_t cosines, uintptr_t sines, int threads) {
+        const attention::Writing writing{&plan,
+                                         reinterpret_cast<char*>(cache),
+                                         reinterpret_cast<float*>(q),
+                                         q_stride,
+                                         reinterpret_cast<const float*>(cosines),
+                                         reinterpret_cast<const float*>(sines)};
+        py::gil_scoped_release released;
+        attention::write(attention::kernels(cpu::isa()), writing, threads);
+      });
+}

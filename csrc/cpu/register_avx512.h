@@ -1,0 +1,78 @@
+// One AVX-512 register of fp32 values.
+#pragma once
+
+#include <immintrin.h>
+
+#include "cpu/types.h"
+
+namespace vlora::cpu::VLORA_ISA {
+
+struct R {
+  __m512 r;
+  static constexpr int kWidth = 16;
+
+  static R zero() { return {_mm512_setzero_ps()}; }
+  static R all(float value) { return {_mm512_set1_ps(value)}; }
+  static R load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static R load(const uint16_t* p) {
+    const __m256i bf16 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16))};
+  }
+  static R broadcast(const float* p) { return {_mm512_set1_ps(*p)}; }
+  // Of 2 * kWidth bf16 values, those at even and at odd places.
+  static R even(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+  }
+  static R odd(const uint16_t* p) {
+    return {_mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000u))))};
+  }
+
+  void store(float* p) const { _mm512_storeu_ps(p, r); }
+  // Rounded to nearest, ties to even; a NaN keeps its sign and stays a NaN.
+  void store(uint16_t* p) const {
+    const __m512i bits = _mm512_castps_si512(r);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(r, r, _CMP_UNORD_Q);
+    up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x00400000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+  }
+
+  void add_product(R a, R b) { r = _mm512_fmadd_ps(a.r, b.r, r); }
+  friend R operator+(R a, R b) { return {_mm512_add_ps(a.r, b.r)}; }
+  friend R operator-(R a, R b) { return {_mm512_sub_ps(a.r, b.r)}; }
+  friend R operator*(R a, R b) { return {_mm512_mul_ps(a.r, b.r)}; }
+  friend R operator/(R a, R b) { return {_mm512_div_ps(a.r, b.r)}; }
+  // The second where either is a NaN.
+  friend R max(R a, R b) { return {_mm512_max_ps(a.r, b.r)}; }
+  friend R min(R a, R b) { return {_mm512_min_ps(a.r, b.r)}; }
+  R nearest() const {
+    return {_mm512_roundscale_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  }
+  // 2 to the power of whole numbers in -126 … 127.
+  R power_of_two() const {
+    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(r), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
+  }
+  // Quarters added: what is left are four sums.
+  __m128 folded() const {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(r), _mm512_extractf32x8_ps(r, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+  float largest() const { return _mm512_reduce_max_ps(r); }
+
+#ifdef VLORA_HAS_BF16_PRODUCTS
+  using Pairs = __m512bh;
+  static Pairs load_pairs(const uint16_t* p) { return Pairs(_mm512_loadu_si512(p)); }
+  static Pairs broadcast_pair(const uint16_t* p) {
+    int pair;
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return Pairs(_mm512_set1_epi32(pair));
+  }
+  void add_pairs(Pairs a, Pairs b) { r = _mm512_dpbf16_ps(r, a, b); }
+#endif
+};
+
+}  // namespace vlora::cpu::VLORA_ISA

@@ -1,0 +1,46 @@
+// The products, as Python sees them: numbers and addresses, checked by vlora/kernels/ops.py.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "cpu/names.h"
+#include "linear/linear.h"
+
+namespace py = pybind11;
+using namespace vlora;
+
+void bind_linear(py::module_& m) {
+  m.doc() = "Products with row-major matrices, and what lies between them.";
+  m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
+                       uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias, int threads) {
+    const linear::Product product{bf16 ? Dtype::kBf16 : Dtype::kFp32,
+                                  reinterpret_cast<const void*>(w),
+                                  n,
+                                  k,
+                                  reinterpret_cast<const float*>(x),
+                                  rows,
+                                  x_stride,
+                                  reinterpret_cast<float*>(y),
+                                  y_stride,
+                                  reinterpret_cast<const float*>(bias)};
+    py::gil_scoped_release released;
+    linear::multiply(linear::kernels(cpu::isa()), product, threads);
+  });
+  m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight, int64_t rows,
+                       int64_t width, float eps, int threads) {
+    const linear::Norm norm{reinterpret_cast<float*>(hidden),
+                            reinterpret_cast<const float*>(delta),
+                            reinterpret_cast<const float*>(weight),
+                            reinterpret_cast<float*>(out),
+                            rows,
+                            width,
+                            eps};
+    py::gil_scoped_release released;
+    linear::add_norm(linear::kernels(cpu::isa()), norm, threads);
+  });
+  m.def("gate", [](uintptr_t out, uintptr_t x, int64_t rows, int64_t width, int threads) {
+    const linear::Gate gate{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), rows, width};
+    py::gil_scoped_release released;
+    linear::gate(linear::kernels(cpu::isa()), gate, threads);
+  });
+}

@@ -1,0 +1,123 @@
+#include "linear/linear.h"
+
+#include <algorithm>
+
+#include "cpu/scratch.h"
+#include "cpu/threads.h"
+
+namespace vlora::linear {
+namespace {
+
+constexpr int64_t kPieceBytes = 64 << 10;
+// Of W, for few rows: some microseconds of memory.
+constexpr int64_t kCopyRows = 65;
+// From so many on copying blocks of W costs less than what its rows' common stride does.
+constexpr int64_t kShareRows = 64;
+// From so many on packing x is worth being shared.
+constexpr int64_t kRowsFloats = 1 << 15;
+// Of what is done row by row in one piece: some ten microseconds, several times what waking costs.
+
+float* row_scratch(int64_t floats) {
+  static thread_local cpu::Scratch scratch;
+  return scratch.get(floats);
+}
+
+float* block_scratch() {
+  static thread_local cpu::Scratch scratch;
+  return scratch.get(kScratch);
+}
+
+// Pieces are taken one ahead, so that the next one's rows of W can be fetched.
+template <class PieceOf, class Work>
+void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work) {
+  cpu::Pieces pieces(count);
+  auto take = [&](const cpu::Team&) {
+    for (int64_t now = pieces.take(); now >= 0;) {
+      const int64_t next = pieces.take();
+      Piece piece = piece_of(now);
+      piece.next = next < 0 ? -1 : piece_of(next).from;
+      work(piece);
+      now = next;
+    }
+  };
+  cpu::run_late(int(std::min<int64_t>(threads, count)), take);
+}
+
+void few(const Kernels& kernels, const Product& p, int threads) {
+  const int type = int(p.dtype);
+  const float* x = p.x;
+  ptrdiff_t stride = p.x_stride;
+  if (kernels.pack_few[type]) {
+    stride = ceil_div(p.k, 2 * kLanes) * 2 * kLanes;
+    float* to = row_scratch(stride * p.rows);
+    kernels.pack_few[type](p, to, 0, p.rows);
+    x = to;
+  }
+  const int64_t share = ceil_div(p.n, int64_t(threads) * 8);
+  const int64_t bytes = kPieceBytes / std::max<int64_t>(1, p.k * int64_t(size_of(p.dtype)));
+  const int64_t each = std::max<int64_t>(4, std::min(share, bytes) / 4 * 4);
+  run(
+      threads, ceil_div(p.n, each),
+      [&](int64_t i) {
+        return Piece{i * each, std::min(p.n, (i + 1) * each), 0, 0, -1};
+      },
+      [&](const Piece& piece) { kernels.few[type](p, x, stride, piece); });
+}
+
+void many(const Kernels& kernels, const Product& p, int threads) {
+  const int type = int(p.dtype);
+  const int64_t panels = ceil_div(p.rows, kLanes);
+  const bool pairs = p.dtype == Dtype::kBf16 && kernels.pairs && p.k % 2 == 0;
+  float* const x = row_scratch(panels * kLanes * p.k);
+  if (p.rows < kShareRows) {
+    kernels.pack_many(p, pairs, x, 0, panels);
+  } else {
+    cpu::share_out(threads, panels, [&](int64_t i) { kernels.pack_many(p, pairs, x, i, i + 1); });
+  }
+  const bool copied = !pairs && (p.dtype == Dtype::kBf16 || p.rows >= kCopyRows);
+  const auto kernel = copied ? kernels.many_copied[type] : kernels.many[type];
+  const int64_t parts = ceil_div(panels, kPanels), each = ceil_div(panels, parts);
+  run(
+      threads, ceil_div(p.n, kBlock) * parts,
+      [&](int64_t i) {
+        const int64_t from = i / parts * kBlock, panel = i % parts * each;
+        return Piece{from, std::min(p.n, from + kBlock), panel, std::min(panels - panel, each), -1};
+      },
+      [&](const Piece& piece) { kernel(p, x, piece, block_scratch()); });
+}
+
+// Rows in pieces of about kRowsFloats, by the caller alone where that is all there is.
+template <class Work>
+void by_rows(int threads, int64_t rows, int64_t width, const Work& work) {
+  const int64_t each = std::max<int64_t>(1, kRowsFloats / std::max<int64_t>(1, width));
+  if (rows <= each) {
+    work(0, rows);
+    return;
+  }
+  cpu::share_out(threads, ceil_div(rows, each),
+                 [&](int64_t i) { work(i * each, std::min(rows, (i + 1) * each)); });
+}
+
+}  // namespace
+
+void add_norm(const Kernels& kernels, const Norm& norm, int threads) {
+  by_rows(threads, norm.rows, norm.width,
+          [&](int64_t from, int64_t until) { kernels.add_norm(norm, from, until); });
+}
+
+void gate(const Kernels& kernels, const Gate& gate, int threads) {
+  // An exponential function costs about as much as four loads and stores.
+  by_rows(threads, gate.rows, 4 * gate.width,
+          [&](int64_t from, int64_t until) { kernels.gate(gate, from, until); });
+}
+
+void multiply(const Kernels& kernels, const Product& product, int threads) {
+  if (product.rows <= 0 || product.n <= 0) return;
+  if (product.rows <= kFewRows) {
+    few(kernels, product, threads);
+  } else {
+    many(kernels, product, threads);
+  }
+}
+
+}  // namespace vlora::linear

@@ -1,0 +1,79 @@
+// Products of few or many rows with a row-major matrix. No torch, no Python, no ownership.
+#pragma once
+
+#include "cpu/dispatch.h"
+#include "cpu/types.h"
+
+namespace vlora::linear {
+
+// y[t, n] = bias[n] + sum over k of x[t, k] W[n, k]. Sums and both sides in fp32, W as it is stored.
+struct Product {
+  Dtype dtype;  // of W
+  const void* w;
+  int64_t n, k;
+  const float* x;
+  int64_t rows;
+  ptrdiff_t x_stride;  // elements from row to row
+  float* y;
+  ptrdiff_t y_stride;
+  const float* bias;  // or null
+};
+
+constexpr int kFewRows = 12;
+// Up to so many rows a group of W's rows meets each row of x in registers, along the depth; beyond,
+// x is packed in panels of kLanes rows, and W's values are broadcast against them.
+constexpr int kDepth = 256;
+// Of a panel at a time: 16 KiB of x stay in L1 while a block of W passes.
+constexpr int kBlock = 48;
+// Rows of W in a block: a multiple of every register tile.
+constexpr int kPanels = 16;
+// Most panels in a piece of work: their sums stay in L2.
+
+// Rows [from, to) of W times `panels` panels of x; next: the row that follows in this thread, or -1.
+struct Piece {
+  int64_t from, to;
+  int64_t panel, panels;
+  int64_t next;
+};
+
+// hidden += delta, if there is one; out = hidden / sqrt(mean of its squares + eps) * weight, by row.
+struct Norm {
+  float* hidden;  // [rows, width], as are delta and out
+  const float* delta;
+  const float* weight;
+  float* out;
+  int64_t rows, width;
+  float eps;
+};
+
+// out = silu(the first half of x) * the second half, by row.
+struct Gate {
+  const float* x;  // [rows, 2 width]
+  float* out;      // [rows, width]
+  int64_t rows, width;
+};
+
+// What an instruction set provides, by the type of W.
+struct Kernels {
+  // x as `few` or `many` read it: some rows of the former, some panels of the latter. Null: in place.
+  void (*pack_few[kDtypes])(const Product&, float* to, int64_t from, int64_t until);
+  void (*few[kDtypes])(const Product&, const float* x, ptrdiff_t x_stride, const Piece&);
+  void (*pack_many)(const Product&, bool pairs, float* to, int64_t from, int64_t until);
+  // W is read where it lies, or copied to scratch block by block (as fp32): the rows are then a
+  // constant stride apart, which pays from many rows on.
+  void (*many[kDtypes])(const Product&, const float* panels, const Piece&, float* scratch);
+  void (*many_copied[kDtypes])(const Product&, const float* panels, const Piece&, float* scratch);
+  void (*add_norm)(const Norm&, int64_t from, int64_t until);
+  void (*gate)(const Gate&, int64_t from, int64_t until);
+  bool pairs;  // bf16 is multiplied in pairs, and packed so
+};
+const Kernels& kernels(cpu::Isa isa);
+
+constexpr int64_t kScratch = int64_t(kBlock) * (kDepth + 16) + int64_t(kPanels) * kBlock * kLanes;
+// fp32 values that `many` needs: a block of W, and its sums.
+
+void multiply(const Kernels& kernels, const Product& product, int threads);
+void add_norm(const Kernels& kernels, const Norm& norm, int threads);
+void gate(const Kernels& kernels, const Gate& gate, int threads);
+
+}  // namespace vlora::linear

@@ -1,0 +1,75 @@
+// What lies between the products of a layer, row by row.
+#pragma once
+
+#include <cmath>
+
+#include "linear/linear.h"
+
+namespace vlora::linear::VLORA_ISA {
+
+using namespace vlora::cpu::VLORA_ISA;
+
+// Values [from, count) that do not fill a register, padded with zeros.
+VLORA_INLINE R load_rest(const float* p, int64_t count) {
+  float values[R::kWidth] = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = p[i];
+  return R::load(values);
+}
+
+VLORA_INLINE void store_rest(R r, float* p, int64_t count) {
+  float values[R::kWidth];
+  r.store(values);
+  for (int64_t i = 0; i < count; ++i) p[i] = values[i];
+}
+
+inline void add_norm(const Norm& n, int64_t from, int64_t until) {
+  const int64_t whole = n.width / R::kWidth * R::kWidth;
+  for (int64_t row = from; row < until; ++row) {
+    float* const hidden = n.hidden + row * n.width;
+    const float* const delta = n.delta ? n.delta + row * n.width : nullptr;
+    float* const out = n.out + row * n.width;
+    R squares[4] = {R::zero(), R::zero(), R::zero(), R::zero()};
+    for (int64_t i = 0, turn = 0; i < n.width; i += R::kWidth, turn = (turn + 1) % 4) {
+      const bool rest = i >= whole;
+      R x = rest ? load_rest(hidden + i, n.width - i) : R::load(hidden + i);
+      if (delta) {
+        x = x + (rest ? load_rest(delta + i, n.width - i) : R::load(delta + i));
+        if (rest) {
+          store_rest(x, hidden + i, n.width - i);
+        } else {
+          x.store(hidden + i);
+        }
+      }
+      squares[turn].add_product(x, x);
+    }
+    const float sum = sum_of((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    const float factor = 1 / std::sqrt(sum / float(n.width) + n.eps);
+    const R factors = R::all(factor);
+    int64_t i = 0;
+    for (; i < whole; i += R::kWidth)
+      (R::load(hidden + i) * factors * R::load(n.weight + i)).store(out + i);
+    for (; i < n.width; ++i) out[i] = hidden[i] * factor * n.weight[i];
+  }
+}
+
+VLORA_INLINE R gated(R gate, R up) {
+  const R one = R::all(1.0f);
+  return gate / (one + exponential(R::zero() - gate)) * up;
+}
+
+inline void gate(const Gate& g, int64_t from, int64_t until) {
+  for (int64_t row = from; row < until; ++row) {
+    const float* const gates = g.x + row * 2 * g.width;
+    const float* const ups = gates + g.width;
+    float* const out = g.out + row * g.width;
+    int64_t i = 0;
+    for (; i + R::kWidth <= g.width; i += R::kWidth)
+      gated(R::load(gates + i), R::load(ups + i)).store(out + i);
+    if (i < g.width) {
+      const int64_t rest = g.width - i;
+      store_rest(gated(load_rest(gates + i, rest), load_rest(ups + i, rest)), out + i, rest);
+    }
+  }
+}
+
+}  // namespace vlora::linear::VLORA_ISA

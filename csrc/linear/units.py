@@ -1,0 +1,32 @@
+"""The units of the products and of what lies between them: one for each instruction set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kernels
+from kernels import CSRC, ISAS, Isa, Unit
+
+HEADERS = ("linear/few.h", "linear/many.h", "linear/small.h")
+
+
+def body(isa: Isa) -> str:
+    """What fills the table of one instruction set."""
+    pairs = "VLORA_HAS_BF16_PRODUCTS" in isa.defines
+    few = "Pairs" if pairs else "Widened"
+    many = "many<uint16_t, BroadcastPairs, false>" if pairs else "nullptr"
+    return (
+        "Kernels table() {\n"
+        f"  return {{{{nullptr, pack_few<{few}>}}, {{few<Plain>, few<{few}>}}, pack_many,\n"
+        f"          {{many<float, BroadcastFp32, false>, {many}}},\n"
+        "          {many<float, BroadcastFp32, true>, many<uint16_t, BroadcastFp32, true>},\n"
+        f"          add_norm, gate, {'true' if pairs else 'false'}}};\n}}\n"
+    )
+
+
+def units(build: Path) -> list[Unit]:
+    found = [Unit(CSRC / "linear" / "linear.cpp")]
+    for isa in ISAS:
+        headers = kernels.register_headers(isa, HEADERS)
+        found.append(kernels.unit(build, "linear", "tiles", isa, headers, body(isa)))
+    return [*found, kernels.table(build, "linear", "linear/linear.h")]

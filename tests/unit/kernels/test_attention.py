@@ -1,0 +1,144 @@
+"""Attention over pages against double precision, for every instruction set and the twin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vlora.kernels import reference
+from vlora.kernels.backends import Backend
+from vlora.memory.store import KVStore
+from vlora.model.attention import AttentionPlan, Rotary
+from vlora.model.chunk import Chunk
+from vlora.model.inputs import Prompt
+
+LAYERS = 2
+MIXED = ((5, 100), (1, 700), (130, 33), (1, 0), (1, 15), (1, 16))
+"""(rows, positions before them) of each sequence of a step."""
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def _chunk(index: int, row: int, start: int, end: int, pages: tuple[int, ...]) -> Chunk:
+    tokens = (0,) * (end - start)
+    return Chunk(str(index), 0, row, start, tokens, Prompt.of_text(tokens), pages, True)
+
+
+@dataclass
+class Case:
+    """Random sequences, their pages in random order, and what attention should say."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    block: int
+    dtype: torch.dtype
+    lengths: Sequence[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        counts = [-(-sum(one) // self.block) for one in self.lengths]
+        self.store = KVStore(
+            sum(counts) + 2, LAYERS, self.block, self.kv_heads, self.dim, self.dtype
+        )
+        pages = torch.randperm(sum(counts) + 2).tolist()
+        self.pages = [tuple(pages.pop() for _ in range(count)) for count in counts]
+        width = (self.heads + 2 * self.kv_heads) * self.dim
+        self.rows = [torch.randn(sum(one), width) for one in self.lengths]
+
+    def step(self, ranges: Sequence[tuple[int, int, int]], backend: Backend) -> torch.Tensor:
+        """Attends to (sequence, from, to), each a chunk, in layer 1."""
+        chunks, row = [], 0
+        for index, start, end in ranges:
+            chunks.append(_chunk(index, row, start, end, self.pages[index]))
+            row += end - start
+        plan = AttentionPlan(chunks, self.store, self.heads, backend=backend)
+        qkv = torch.cat([self.rows[index][start:end] for index, start, end in ranges])
+        return plan.attend(1, qkv, self.rotary(plan.positions))
+
+    def rotary(self, positions: torch.Tensor) -> Rotary:
+        frequencies = 10.0 ** -torch.linspace(0, 3, self.dim // 2)
+        return Rotary(positions[:, None] * frequencies, 1.0)
+
+    def wanted(self, index: int, start: int) -> torch.Tensor:
+        rows = self.rows[index]
+        rotary = self.rotary(torch.arange(len(rows)))
+        query, key, value = rows.unflatten(1, (-1, self.dim)).split(
+            [self.heads, self.kv_heads, self.kv_heads], dim=1
+        )
+        query = reference.rotate(query, rotary.cosines, rotary.sines)[start:]
+        key = reference.rotate(key, rotary.cosines, rotary.sines)
+        seen = torch.arange(len(rows))[None] <= torch.arange(start, len(rows))[:, None]
+        found = F.scaled_dot_product_attention(
+            query.transpose(0, 1).double(),
+            key.to(self.dtype).transpose(0, 1).double(),
+            value.to(self.dtype).transpose(0, 1).double(),
+            attn_mask=seen,
+            enable_gqa=True,
+        )
+        return found.transpose(0, 1).flatten(1)
+
+    def check(self, backend: Backend) -> None:
+        before = [(i, 0, start) for i, (_, start) in enumerate(self.lengths) if start]
+        if before:
+            self.step(before, backend)
+        now = [(i, start, start + rows) for i, (rows, start) in enumerate(self.lengths)]
+        found = self.step(now, backend)
+        wanted = torch.cat([self.wanted(i, start) for i, start, _ in now])
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=3e-5)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [1, 3, 16, 48])
+def test_chunks_of_very_different_lengths_in_one_call(
+    backend: Backend, block: int, dtype: torch.dtype
+) -> None:
+    case = Case(8, 2, 16, block, dtype, MIXED)
+    if backend == "cpu":
+        # What pages hold before they are written is their last owner's: never looked at.
+        case.store.cache.fill_(float("nan"))
+    case.check(backend)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 4, 64), (6, 6, 8), (8, 1, 48), (6, 2, 80)]
+)
+def test_heads_shared_or_not_of_any_width(
+    backend: Backend, heads: int, kv_heads: int, dim: int
+) -> None:
+    Case(heads, kv_heads, dim, 16, torch.float32, MIXED).check(backend)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_a_long_context_is_shared_out(backend: Backend) -> None:
+    Case(4, 2, 32, 16, torch.float32, ((1, 3000),)).check(backend)
+
+
+def test_a_sequence_that_is_not_finite_spoils_itself_alone(backend: Backend) -> None:
+    case = Case(4, 2, 32, 16, torch.float32, ((1, 40), (20, 10), (1, 5)))
+    case.rows[1][12] = float("nan")
+    case.step([(0, 0, 40), (1, 0, 10), (2, 0, 5)], backend)
+    found = case.step([(0, 40, 41), (1, 10, 30), (2, 5, 6)], backend)
+    assert found[0].isfinite().all()
+    assert found[-1].isfinite().all()
+    assert found[3:21].isnan().any()
+
+
+def test_chunks_that_do_not_fit_are_refused() -> None:
+    case = Case(4, 2, 32, 16, torch.float32, ((1, 40),))
+    case.pages[0] = (999,) * 3
+    with pytest.raises(ValueError, match="page 999 of"):
+        case.step([(0, 0, 10)], "cpu")
+    plan = AttentionPlan([_chunk(0, 0, 0, 2, (0,))], case.store, 4)
+    with pytest.raises(ValueError, match="are not the 2 of the plan"):
+        plan.attend(0, torch.zeros(3, 256), case.rotary(plan.positions))

@@ -1,0 +1,148 @@
+"""Products and what lies between them against double precision, and against their twins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vlora import native
+from vlora.kernels import ops
+from vlora.kernels.backends import Backend
+
+ROUNDED = "avx512_bf16"
+"""The instruction set that rounds the rows of a bf16 product."""
+
+
+def _isa() -> str:
+    return str(native.kernels().cpu.isa())
+
+
+def _tolerance(dtype: torch.dtype, backend: Backend) -> float:
+    """Of values of about 1."""
+    rounded = dtype == torch.bfloat16 and backend == "cpu" and _isa() == ROUNDED
+    return 2e-2 if rounded else 5e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 12, 13, 16, 17, 24, 64, 65, 130, 270])
+def test_a_product_is_the_double_precision_one(
+    backend: Backend, rows: int, dtype: torch.dtype
+) -> None:
+    for width, depth in ((1, 1), (5, 3), (48, 64), (50, 100), (131, 257), (97, 600)):
+        x = torch.randn(rows, depth)
+        weight = (torch.randn(width, depth) / depth**0.5).to(dtype)
+        bias = torch.randn(width) if width % 2 else None
+        found = ops.linear(x, weight, bias, backend=backend)
+        wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=_tolerance(dtype, backend))
+
+
+def test_rows_of_a_product_may_be_strided(backend: Backend) -> None:
+    wide, weight = torch.randn(20, 100), torch.randn(33, 40)
+    for rows in (3, 20):
+        x = wide[:rows, 17:57]
+        torch.testing.assert_close(
+            ops.linear(x, weight, backend=backend), x.contiguous() @ weight.T, rtol=0, atol=1e-4
+        )
+
+
+def test_nothing_is_read_beyond_the_last_row_of_a_matrix(backend: Backend) -> None:
+    """What follows is not finite: one value of it would spoil a sum."""
+    for dtype, depth, rows in (
+        (torch.float32, 37, 2),
+        (torch.bfloat16, 37, 2),
+        (torch.bfloat16, 37, 20),
+    ):
+        around = torch.full((11 * depth + 64,), float("nan"), dtype=dtype)
+        weight = around[: 11 * depth].view(11, depth)
+        weight.copy_(torch.randn(11, depth))
+        x = torch.full((rows * depth + 64,), float("nan"))
+        x[: rows * depth] = torch.randn(rows * depth)
+        found = ops.linear(x[: rows * depth].view(rows, depth), weight, backend=backend)
+        assert found.isfinite().all()
+
+
+def test_a_value_that_is_not_finite_stays_in_its_row(backend: Backend) -> None:
+    for rows in (5, 40):
+        x = torch.randn(rows, 64)
+        x[2, 10] = float("nan")
+        found = ops.linear(x, torch.randn(50, 64), backend=backend)
+        spoilt = found.isnan().any(dim=1)
+        assert spoilt.nonzero().flatten().tolist() == [2]
+
+
+def test_what_does_not_fit_a_product_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"x \(3, 4\) and weight \(5, 6\)"):
+        ops.linear(torch.randn(3, 4), torch.randn(5, 6))
+    with pytest.raises(ValueError, match="float16"):
+        ops.linear(torch.randn(3, 4), torch.randn(5, 4).half())
+    with pytest.raises(ValueError, match="side by side"):
+        ops.linear(torch.randn(3, 4), torch.randn(4, 5).T, backend="cpu")
+    with pytest.raises(ValueError, match=r"bias \(4,\)"):
+        ops.linear(torch.randn(3, 4), torch.randn(5, 4), torch.randn(4), backend="cpu")
+
+
+@pytest.mark.parametrize("width", [1, 5, 64, 1000])
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_add_and_norm_are_those_of_double_precision(
+    backend: Backend, rows: int, width: int
+) -> None:
+    for with_delta in (True, False):
+        hidden, weight = torch.randn(rows, width), torch.randn(width)
+        delta = torch.randn(rows, width) if with_delta else None
+        wanted = hidden.double() + (0 if delta is None else delta.double())
+        out = ops.add_norm(hidden, delta, weight, 1e-5, backend=backend)
+        torch.testing.assert_close(hidden.double(), wanted, rtol=0, atol=1e-6)
+        mean = wanted.square().mean(1, keepdim=True)
+        wanted = wanted / (mean + 1e-5).sqrt() * weight
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gate_is_that_of_double_precision(backend: Backend) -> None:
+    for rows, width in ((1, 1), (3, 37), (90, 700)):
+        x = 20 * torch.randn(rows, 2 * width)
+        x[0, 0], x[-1, width - 1] = 100, -100  # past what an exponential function holds
+        gates, ups = x.double().chunk(2, dim=1)
+        wanted = gates * torch.sigmoid(gates) * ups
+        torch.testing.assert_close(
+            ops.gate(x, backend=backend).double(), wanted, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_gate_or_norm_of_nan_is_nan(backend: Backend) -> None:
+    x = torch.randn(2, 64)
+    x[1, 3] = float("nan")
+    assert ops.gate(x, backend=backend).isnan().sum() == 1
+    normed = ops.add_norm(x.clone(), None, torch.ones(64), 1e-5, backend=backend)
+    assert normed[1].isnan().all()
+    assert normed[0].isfinite().all()
+
+
+@pytest.mark.parametrize("named", ["cpu", "reference"])
+def test_a_variable_names_the_backend_which_is_logged(named: str) -> None:
+    done = _backend_with(named)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == named
+    assert "kernels:" in done.stderr
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    assert "it must be 'cpu' or 'reference'" in _backend_with("fast").stderr
+
+
+def _backend_with(named: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import logging; logging.basicConfig(level='INFO');"
+        "from vlora.kernels import backends; print(backends.default())"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={"VLORA_KERNELS": named, "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
