@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from tools.demo.oracle import Greedy
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import Cancelled
+from vlora.kernels import backends
+from vlora.kernels.backends import Backend
 from vlora.request import Output
 
 HEAD_TOLERANCE = 1e-4
@@ -32,13 +35,15 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Schedule:
-    """arrivals of cases by step; budgets; slack: pages beyond what the longest request needs."""
+    """arrivals of cases by step; budgets; slack: pages beyond what the longest request needs;
+    kernels: compiled, or their twins."""
 
     arrivals: tuple[Arrival, ...]
     sequences: int
     rows: int
     block_size: int
     slack: int
+    kernels: Backend = "reference"
 
 
 arrivals = st.builds(
@@ -54,6 +59,7 @@ schedules = st.builds(
     rows=st.sampled_from([8, 9, 17, 40, 64, 129, 1024]),
     block_size=st.sampled_from([1, 3, 16, 64]),
     slack=st.sampled_from([0, 0, 1, 8, 500]),
+    kernels=st.sampled_from(sorted({"reference", backends.default()})),
 )
 
 
@@ -101,7 +107,8 @@ def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
         )
     )
     base = engine.slab.digest()
-    outputs = run(engine, schedule, cases)
+    with patch.object(backends, "default", lambda: schedule.kernels):
+        outputs = run(engine, schedule, cases)
     for index, arrival in enumerate(schedule.arrivals):
         check(cases[arrival.case % len(cases)], arrival, outputs[f"r{index}"], tally)
     assert engine.pool.used == 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress
 
+from vlora.bench.attention_cli import attention
 from vlora.bench.engine_cli import engine
 from vlora.bench.options import JsonOption, QuickOption, TypesOption, console, types
 from vlora.bench.step_cli import step
@@ -124,6 +125,7 @@ def switch(
         shown.print(f"written: {json}", soft_wrap=True)
 
 
+bench_app.command()(attention)
 bench_app.command()(step)
 bench_app.command()(engine)
 

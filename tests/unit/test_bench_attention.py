@@ -1,0 +1,60 @@
+"""`vlora bench attention`: its arithmetic, and a tiny grid through the whole path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vlora import native
+from vlora.bench import attention
+from vlora.bench.cells import GRIDS
+from vlora.bench.cli import bench_app
+
+
+def _cell(phase: str, rows: int, context: int) -> attention.Cell:
+    return attention.Cell(phase, "grouped", 16, 4, 64, 16, rows, context, "bf16")
+
+
+def test_bytes_and_flops_are_those_of_what_the_mask_lets_through() -> None:
+    decode = _cell("decode", 3, 10)
+    assert decode.kv_bytes == 2 * 3 * 11 * 4 * 64 * 2
+    assert decode.flops == 4 * 3 * 11 * 16 * 64
+    assert _cell("prefill", 5, 0).flops == 4 * (1 + 2 + 3 + 4 + 5) * 16 * 64
+    assert len(_cell("mixed", 5, 7).chunks) == 1 + attention.MIXED_DECODES
+
+
+def test_a_quick_grid_is_a_part_of_the_whole() -> None:
+    whole = attention.load_grid(GRIDS / "attention.json", ["fp32", "bf16"], quick=False)
+    quick = attention.load_grid(GRIDS / "attention.json", ["fp32", "bf16"], quick=True)
+    assert set(quick) < set(whole)
+
+
+def test_a_tiny_grid_gives_rows_and_the_summarys_keys(tmp_path: Path) -> None:
+    try:
+        native.kernels()
+    except ImportError as error:
+        pytest.skip(str(error))
+    grid = tmp_path / "tiny.json"
+    groups = [
+        {"phase": phase, "heads": ["few"], "rows": [3], "contexts": [start], "quick": {}}
+        for phase, start in (("decode", 500), ("prefill", 0), ("mixed", 600))
+    ]
+    sizes = {"heads": {"few": [4, 2]}, "dim": 256, "block": 16}
+    grid.write_text(json.dumps(sizes | {"groups": groups}))
+    before = torch.get_num_threads()
+    try:
+        options = {"--dtypes": "fp32", "--threads": "1", "--grid": str(grid)}
+        options["--json"] = str(tmp_path / "out.json")
+        words = [word for pair in options.items() for word in pair]
+        done = CliRunner().invoke(bench_app, ["attention", "--quick", *words])
+    finally:
+        torch.set_num_threads(before)
+    assert done.exit_code == 0, done.output
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [row["phase"] for row in written["rows"]] == ["decode", "prefill", "mixed"]
+    keys = {"vs_twin_worst", "vs_twin_worst_cell", "roofline_decode"}
+    assert keys | {"roofline_prefill", "roofline_mixed"} == set(written["summary"])
