@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -192,11 +190,3 @@ class FakeRegistry:
     def __getitem__(self, name: str) -> FakeMetric:
         (found,) = (metric for (known, _), metric in self.metrics.items() if known == name)
         return found
-
-
-def eventually(holds: Callable[[], Any], seconds: float = 5.0) -> None:
-    """Waits until `holds` does."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.fakes import eventually
 from tests.triton.asking import Asker, Refused, picture, pixels
+from tests.waiting import until
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
@@ -297,13 +297,13 @@ def test_a_client_that_goes_away_ends_its_request(ask: Asker) -> None:
     def aborted() -> float:
         return ask.metrics()['vlora:requests_aborted_total{model="lmm",version="1"}']
 
-    eventually(lambda: ask.metrics()['vllm:num_requests_running{model="lmm",version="1"}'] == 0)
+    until(lambda: ask.metrics()['vllm:num_requests_running{model="lmm",version="1"}'] == 0)
     before = aborted()
     with ask.streaming("lmm", text_input="hello", stream=True, parameters=LONG) as responses:
         next(responses)
     with pytest.raises(Refused, match="Deadline"):
         ask.once("lmm_unary", text_input="hello", parameters=LONG, timeout=0.3)
-    eventually(lambda: aborted() == before + 2)
+    until(lambda: aborted() == before + 2)
 
 
 def test_special_tokens_never_appear_in_text(ask: Asker) -> None:

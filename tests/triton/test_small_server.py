@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes import eventually
 from tests.triton.asking import Asker, Refused, picture
 from tests.triton.conftest import asking
+from tests.waiting import until
 from vlora.serving.server import ServerOptions, TritonServer
 
 RUNNING, WAITING = 2, 6
@@ -92,7 +92,7 @@ def test_one_that_waits_ends_when_it_is_cancelled_or_its_client_goes(ask: Asker)
             ask.stream("lmm", id=waiting, cancel=True)
             return last.done()
 
-        eventually(ended)
+        until(ended)
         with pytest.raises(Refused, match="CANCELLED: "):
             last.result()
         for one in running:

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, eventually, features
+from tests.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, features
+from tests.waiting import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from vlora.request import ImageFeatures, Output
@@ -114,7 +115,7 @@ def test_images_go_to_the_encoder_on_another_thread_and_come_back_as_features(
     setting: Setting,
 ) -> None:
     setting.ask(image=strings([b"png"]), task=strings(["vqa"]))
-    eventually(lambda: setting.engine.requests)
+    until(lambda: setting.engine.requests)
     (request,) = setting.engine.requests
     assert set(setting.encoded[0]) == {"text_input", "image"}
     assert request.prompt.count("<image>") == 1
@@ -131,7 +132,7 @@ def test_an_error_of_the_encoder_is_the_requests(setting: Setting) -> None:
 def test_a_client_that_goes_away_aborts_its_request(setting: Setting) -> None:
     responder = setting.ask(stream=flag(True))
     responder.cancelled = True
-    eventually(lambda: setting.engine.aborted)
+    until(lambda: setting.engine.aborted)
     assert set(setting.engine.aborted) == {setting.engine.requests[0].id}
     assert isinstance(responder.failure, Cancelled)
 
@@ -188,7 +189,7 @@ def test_images_that_wait_for_the_encoder_count_as_waiting(setting: Setting) -> 
     assert isinstance(refused.failure, Unavailable)
     assert refused.failure.message == "the queue is full: 2 requests are waiting"
     setting.gate.set()
-    eventually(lambda: len(setting.engine.requests) == 2)
+    until(lambda: len(setting.engine.requests) == 2)
     assert not any(responder.done.is_set() for responder in waiting)
     assert isinstance(setting.ask(**IMAGE).failure, type(None))
 
@@ -207,13 +208,13 @@ def test_a_request_at_the_encoder_ends_at_once_when_its_client_goes(
 ) -> None:
     setting.gate.clear()
     responders = [setting.ask(**IMAGE) for _ in range(2)]
-    eventually(lambda: setting.encoded)
+    until(lambda: setting.encoded)
     responders[place].cancelled = True
     assert responders[place].done.wait(5)
     assert isinstance(responders[place].failure, Cancelled)
     assert len(setting.engine.admitted) == 1
     setting.gate.set()
-    eventually(lambda: setting.engine.requests)
+    until(lambda: setting.engine.requests)
     setting.pool.submit(lambda: None).result()
     assert len(setting.engine.requests) == 1
     assert len(setting.encoded) == 2 - place
@@ -231,7 +232,7 @@ def test_a_request_at_the_encoder_ends_at_once_when_it_is_cancelled_by_its_id(
 
 def test_a_cancel_is_passed_on_to_where_the_request_may_still_wait(setting: Setting) -> None:
     setting.service.handle({"cancel": flag(True)}, {}, "x" * 16, FakeResponder())
-    eventually(lambda: setting.passed_on == ["x" * 16])
+    until(lambda: setting.passed_on == ["x" * 16])
 
 
 def test_closing_ends_what_waits_for_the_encoder(setting: Setting) -> None:

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.fakes import FakeResponder, eventually, first
+from tests.fakes import FakeResponder, first
+from tests.waiting import until
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from vlora.serving.lmm_unary import LmmUnaryService, inner_request
 from vlora.serving.tensors import Tensors, flag, strings
@@ -127,7 +128,7 @@ def fill(service: LmmUnaryService, inner: Inner) -> list[FakeResponder]:
     """Two requests that `lmm` works on and two that wait."""
     inner.gate.clear()
     running = [start(service) for _ in range(2)]
-    eventually(lambda: len(inner.asked) == 2)
+    until(lambda: len(inner.asked) == 2)
     return running + [start(service, client_id=name * 16) for name in "ab"]
 
 
@@ -141,7 +142,7 @@ def test_a_full_queue_is_told_with_its_length_before_anything_is_copied(
     assert refused.failure.message == "the queue is full: 2 requests are waiting"
     inner.gate.set()
     assert all(responder.done.wait(5) for responder in responders)
-    eventually(lambda: service.live == 0)
+    until(lambda: service.live == 0)
 
 
 def test_one_that_waits_ends_at_once_when_its_client_goes(
