@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from vlora.atmm.types import LoraPair
-from vlora.lora.head import Head, load_head
+from vlora.lora.head import TaskHead, load_head
 from vlora.lora.patterns import suffixes
 from vlora.lora.peft_config import (
     PeftConfig,
@@ -101,7 +101,7 @@ class Adapter:
 
     info: AdapterInfo
     pairs: Mapping[Place, LoraPair]
-    head: Head | None
+    head: TaskHead | None
 
 
 @dataclass

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlora.atmm.types import Head as Linear
+from vlora.atmm.types import Head
 from vlora.lora.peft_config import Refusal, is_names
 from vlora.lora.weights_file import WeightsFile
 
 
 @dataclass(frozen=True)
-class Head:
+class TaskHead:
     """linear: weight [classes, hidden] and bias [classes], fp32; one label a class."""
 
-    linear: Linear
+    linear: Head
     labels: tuple[str, ...]
     tasks: tuple[str, ...]
 
 
-def load_head(folder: Path, declared: Any, hidden: int, refuse: Refusal) -> Head | None:
+def load_head(folder: Path, declared: Any, hidden: int, refuse: Refusal) -> TaskHead | None:
     """The head that `vlora.json` declares and `head.safetensors` holds; None where neither does."""
     path = folder / "head.safetensors"
     if declared is None and not path.exists():
@@ -38,7 +38,7 @@ def load_head(folder: Path, declared: Any, hidden: int, refuse: Refusal) -> Head
     for name, shape in expected.items():
         if file.shapes[name] != shape:
             raise refuse(f"has '{name}' {file.shapes[name]}; it must be {shape}")
-    return Head(Linear(file.read("weight"), file.read("bias")), labels, tasks)
+    return TaskHead(Head(file.read("weight"), file.read("bias")), labels, tasks)
 
 
 def _declaration(declared: Any, refuse: Refusal) -> tuple[tuple[str, ...], tuple[str, ...]]:

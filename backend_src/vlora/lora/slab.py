@@ -28,7 +28,7 @@ TARGETS: tuple[str, ...] = tuple(target for group in GROUPS for target in group)
 
 
 @dataclass(frozen=True)
-class Place:
+class Region:
     """Where one matrix, or one fused group of them, lies in the slab (in elements)."""
 
     offset: int
@@ -56,21 +56,21 @@ class WeightSlab:
     ) -> None:
         self.layers = layers
         self.shapes = dict(shapes)
-        self._places: dict[tuple[int, str], Place] = {}
+        self._places: dict[tuple[int, str], Region] = {}
         offset = 0
         for layer in range(layers):
             for target in TARGETS:
                 rows, columns = shapes[target]
-                self._places[layer, target] = Place(offset, rows, columns)
+                self._places[layer, target] = Region(offset, rows, columns)
                 offset += rows * columns
         self.base = torch.empty(offset, dtype=dtype)
         self.active = self.base
 
-    def place(self, layer: int, *targets: str) -> Place:
-        """Place of one target, or of adjacent targets that share their input, fused."""
+    def place(self, layer: int, *targets: str) -> Region:
+        """Where one target lies, or of adjacent targets that share their input, fused."""
         first = self._places[layer, targets[0]]
         rows = sum(self._places[layer, target].rows for target in targets)
-        return Place(first.offset, rows, first.columns)
+        return Region(first.offset, rows, first.columns)
 
     def digest(self) -> str:
         """SHA-256 of the base weights: the same before and after any work."""
