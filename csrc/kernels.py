@@ -114,9 +114,9 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def units(build: Path) -> list[Unit]:
+def units(build: Path, directories: Sequence[str] = DIRECTORIES) -> list[Unit]:
     """Every unit but the bindings; what is generated lies in `build`."""
-    return [one for name in DIRECTORIES for one in _of(name).units(build)]
+    return [one for name in directories for one in _of(name).units(build)]
 
 
 def bindings(build: Path) -> list[Unit]:

@@ -44,13 +44,11 @@ def usable(affinity: int, quota: float | None) -> int:
 def share(cores: int, engine: Threads = AUTO, encoder: Threads = AUTO) -> Split:
     """Threads of engine and encoder on `cores` cores; a number that is given is kept.
 
-    The engine may use every core, since what it waits for sleeps and its work is taken in pieces;
-    the encoder, whose images come in spells, gets a part of them beside it (decision 33).
+    The encoder gets a part of them, at least one, and the engine the rest: a decoding step that
+    also takes the encoder's core keeps images waiting for longer than it gains (decision 33).
     """
-    return Split(
-        engine=max(1, cores) if engine == AUTO else engine,
-        encoder=max(1, cores // ENCODER_PART) if encoder == AUTO else encoder,
-    )
+    beside = max(1, cores // ENCODER_PART) if encoder == AUTO else encoder
+    return Split(max(1, cores - beside) if engine == AUTO else engine, beside)
 
 
 def of(options: Options) -> Split:

@@ -9,8 +9,8 @@ import pytest
 from vlora.cores import Split, cpu_quota, share, usable
 
 
-@pytest.mark.parametrize(("cores", "split"), [(1, (1, 1)), (2, (2, 1)), (4, (4, 1)), (16, (16, 4))])
-def test_the_engine_may_use_every_core_and_the_encoder_a_quarter(
+@pytest.mark.parametrize(("cores", "split"), [(1, (1, 1)), (2, (1, 1)), (4, (3, 1)), (16, (12, 4))])
+def test_the_encoder_gets_a_quarter_of_the_cores_and_the_engine_the_rest(
     cores: int, split: tuple[int, int]
 ) -> None:
     assert share(usable(cores, None)) == Split(*split)
@@ -38,7 +38,8 @@ def test_a_quota_counts_by_the_nearest_whole_core_and_never_below_one(
 
 def test_a_number_that_was_asked_for_is_kept_beside_an_automatic_one() -> None:
     assert share(4, engine=3) == Split(3, 1)
-    assert share(16, encoder=7) == Split(16, 7)
+    assert share(16, encoder=7) == Split(9, 7)
+    assert share(4, encoder=6) == Split(1, 6)
     assert share(1, engine=5, encoder=6) == Split(5, 6)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.unit.atmm.problems import emulation
+from tests.waiting import until
 from tools.gpu import exercise, kernels, switch
 from tools.gpu.__main__ import BOXES, MINUTES, ROOT, STAGES, environment
 from tools.gpu.report import summary
@@ -67,7 +68,7 @@ time.sleep(600)
     found = Runner(tmp_path, "stamp").run([Stage("hangs", python(child), 3)], 3, {})
     assert found["hangs"].ending == "out of time"
     status = Path(f"/proc/{found['hangs'].says}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    until(lambda: not status.exists() or "State:\tZ" in status.read_text())
 
 
 def test_what_was_done_is_not_run_again_unless_the_sources_changed(tmp_path: Path) -> None:

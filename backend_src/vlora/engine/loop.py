@@ -83,6 +83,8 @@ class EngineLoop:
         self._outbox: queue.SimpleQueue[list[Output] | None] = queue.SimpleQueue()
         self._responses = threading.Thread(target=self._respond, name="responses", daemon=True)
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.after_outputs: Callable[[], None] = lambda: None
+        """Called on the response thread once a step's outputs have been given to their sinks."""
         self._responses.start()
         self._steps.start()
 
@@ -285,6 +287,7 @@ class EngineLoop:
             while (outputs := self._outbox.get()) is not None:
                 for output in outputs:
                     self._answer(output)
+                self.after_outputs()
         except Exception:
             self._fail("the thread that answers")
         reason = self._ending()

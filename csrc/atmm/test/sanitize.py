@@ -32,7 +32,10 @@ RUNS = {"memory": ("own", "openmp"), "threads": ("own",)}
 def build(folder: Path, sanitize: list[str]) -> Path:
     """The program; objects newer than all sources are kept."""
     compiler = os.environ.get("CXX", "g++")
-    units = [*kernels.units(folder), kernels.Unit(CSRC / "atmm" / "test" / "check.cpp")]
+    units = [
+        *kernels.units(folder, ("cpu", "atmm")),
+        kernels.Unit(CSRC / "atmm" / "test" / "check.cpp"),
+    ]
     sources = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".py")]
     newest = max(path.stat().st_mtime for path in sources)
     include = [f"-I{path}" for path in (*kernels.INCLUDE, folder)]
