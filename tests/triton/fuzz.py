@@ -43,6 +43,7 @@ TRITONS_OWN = (
     "invalid datatype for input",
     "data via JSON is not supported",
     "All input dimensions should be specified",
+    "input byte size mismatch for input",
     "incomplete string data for inference input",
     "incomplete string length indicator for inference input",
     "string elements",
