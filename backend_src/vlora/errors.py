@@ -16,6 +16,8 @@ class VLoraError(Exception):
     """A request was not answered. The message says what was wrong and what would be right."""
 
     code: ClassVar[str] = "INTERNAL"
+    counted_elsewhere = False
+    """Of an error that another model found, counted and told us."""
 
     @property
     def message(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ import pytest
 from clients.common import ClientError
 from clients.perf import fetch
 from clients.perf.inputs import write_inputs
-from tests.triton.asking import Asker, picture
+from tests.triton.asking import Asker, Refused, picture
+from tests.waiting import until
+from vlora.errors import BY_CODE
 
 ADAPTERS = ("", "attention-r4", "all-r8", "feed-forward-r16", "head-r8")
 SERIES = '{model="lmm",version="1"}'
@@ -186,6 +189,27 @@ def test_metrics_are_there_when_the_answer_is(ask: Asker) -> None:
         prompt = answers[0]["num_input_tokens"]
         added = [now - then for now, then in zip(figures(), before, strict=True)]
         assert added == [prompt, 5, 1, 1, prompt, 5, 1, 4]
+
+
+def test_a_failed_request_is_one_error_whoever_passes_it_on(ask: Asker) -> None:
+    def errors() -> dict[tuple[str, str], float]:
+        series = re.compile(r'vlora:request_errors_total\{code="(\w+)",model="(\w+)"')
+        found = ((series.match(name), value) for name, value in ask.metrics().items())
+        return {(match[2], match[1]): value for match, value in found if match}
+
+    before = errors()
+    assert len(before) == len(BY_CODE) * 4
+    nobody = {"text_input": "What?", "sampling_parameters": {"lora_name": "nobody"}}
+    corrupt = {"text_input": "What?", "image": b"no image", "sampling_parameters": {}}
+    for model, asked in (("video_analytics", nobody), ("lmm_unary", nobody), ("lmm", corrupt)):
+        with pytest.raises(Refused):
+            (ask.stream if model == "lmm" else ask.once)(model, **asked)
+    expected = {("lmm", "NOT_FOUND"): 2.0, ("vision_encoder", "INVALID_ARG"): 1.0}
+
+    def added() -> dict[tuple[str, str], float]:
+        return {key: now - before[key] for key, now in errors().items() if now != before[key]}
+
+    until(lambda: added() == expected)  # refreshed once a second
 
 
 def test_two_hundred_requests_at_once_are_all_answered(ask: Asker) -> None:

@@ -12,6 +12,7 @@ import typer
 from tests.fakes import FakeRegistry
 from vlora.cli import app
 from vlora.metrics import EngineStats
+from vlora.serving.error_counts import ErrorCounts, ErrorExporter
 from vlora.serving.exporter import EncoderExporter, EngineExporter
 from vlora.vision.features import Counters
 
@@ -39,6 +40,7 @@ def exported() -> set[str]:
     registry = FakeRegistry()
     EngineExporter(registry, {}, EngineStats, max_lora=1, max_tokens=100).flush()
     EncoderExporter(registry, {}, Counters).flush()
+    ErrorExporter(registry, {}, ErrorCounts()).flush()
     return {name for name, _ in registry.metrics}
 
 

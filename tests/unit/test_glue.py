@@ -164,3 +164,17 @@ def test_another_requests_strings_in_the_encoders_batch_are_not_this_ones_error(
     with pytest.raises(VLoraError, match="incomplete string data"):
         glue.encode_images({"text_input": np.zeros(1)})
     assert len(left) == 1
+
+
+def test_an_error_is_counted_by_the_model_that_found_it_and_by_no_other(
+    glue: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = glue._errors
+    glue.error_response(InvalidArgument("found here"))
+    assert (counts["INVALID_ARG"], counts["INTERNAL"]) == (1, 0)
+    for message in ("INVALID_ARG: found there", "Stub process is not healthy."):
+        told = SimpleNamespace(message=lambda message=message: message)
+        with pytest.raises(VLoraError) as raised:
+            glue._unwrap(SimpleNamespace(has_error=lambda: True, error=lambda told=told: told))
+        glue.error_response(raised.value)
+    assert (counts["INVALID_ARG"], counts["INTERNAL"]) == (1, 1)

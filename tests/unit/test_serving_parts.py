@@ -15,6 +15,7 @@ from vlora.config import Limits, load_adapter_names
 from vlora.errors import BY_CODE, Internal, InvalidArgument, NotFound, VLoraError
 from vlora.metrics import EngineStats
 from vlora.request import Output, Timings
+from vlora.serving.error_counts import ErrorCounts, ErrorExporter
 from vlora.serving.exporter import (
     MAX_LORA_LABEL_SETS,
     MAX_OBSERVED,
@@ -207,6 +208,21 @@ def test_encoder_metrics_follow_its_counters() -> None:
     exporter.flush()
     assert registry["vlora:feature_cache_hits_total"].value == 6
     assert registry["vlora:encoder_batches_total"].value == 1
+
+
+def test_errors_are_a_series_a_code_from_the_start() -> None:
+    registry = FakeRegistry()
+    counts = ErrorCounts()
+    exporter = ErrorExporter(registry, {"model": "lmm"}, counts)
+    series = {dict(labels)["code"]: metric for (_, labels), metric in registry.metrics.items()}
+    assert set(series) == set(BY_CODE)
+    for error in (NotFound("a"), NotFound("b"), Internal("c")):
+        counts.add(error)
+    exporter.flush()
+    exporter.flush()
+    assert series["NOT_FOUND"].value == 2
+    assert series["INTERNAL"].value == 1
+    assert series["CANCELLED"].value == 0
 
 
 def test_metrics_outlive_an_exception_and_keep_boundedly_much(

@@ -94,7 +94,7 @@ class Refresher:
             self._exporter.flush()
 
 
-class _Level:
+class Level:
     """A gauge or a counter that is brought to a value; the server hears of changes alone."""
 
     def __init__(self, metric: Metric) -> None:
@@ -153,11 +153,11 @@ class EngineExporter(Exporter):
         self._observed: deque[tuple[Metric, float]] = deque(maxlen=MAX_OBSERVED)
         self._lora = _LoraInfo(registry, max_lora)
         self._gauges = {
-            field: _Level(registry.gauge(name, text, labels))
+            field: Level(registry.gauge(name, text, labels))
             for name, (field, text) in GAUGES.items()
         }
         self._gauges |= {
-            field: _Level(
+            field: Level(
                 registry.gauge(
                     "nv_trt_llm_kv_cache_block_metrics",
                     "KV cache blocks.",
@@ -167,7 +167,7 @@ class EngineExporter(Exporter):
             for kind, field in CACHE_BLOCKS.items()
         }
         self._counters = {
-            field: _Level(registry.counter(name, text, labels))
+            field: Level(registry.counter(name, text, labels))
             for name, (field, text) in COUNTERS.items()
         }
 
@@ -283,7 +283,7 @@ class EncoderExporter(Exporter):
             "vlora:feature_cache_evictions_total": ("evictions", "Entries dropped to make room."),
         }
         self._counters = {
-            field: _Level(registry.counter(name, text, labels))
+            field: Level(registry.counter(name, text, labels))
             for name, (field, text) in families.items()
         }
 

@@ -20,7 +20,8 @@ import triton_python_backend_utils as pb_utils
 from vlora.config import Options, load_adapter_names, load_options
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.request import ImageFeatures
-from vlora.serving.exporter import Metric
+from vlora.serving.error_counts import ErrorCounts, ErrorExporter
+from vlora.serving.exporter import Metric, Refresher
 from vlora.serving.lifeline import Lifeline
 from vlora.serving.responder import Responder, as_vlora_error, from_message, is_coded, to_message
 from vlora.serving.tensors import Array, Tensors, flag
@@ -94,7 +95,8 @@ def _pb_tensors(tensors: Tensors) -> list[Any]:
 
 
 def error_response(error: VLoraError) -> Any:
-    """`error` with its code, beside the message and in it."""
+    """`error` with its code, beside the message and in it; the client's last word, so it counts."""
+    _errors.add(error)
     code = getattr(pb_utils.TritonError, error.code)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(to_message(error), code))
 
@@ -235,12 +237,20 @@ def _request(model: str, tensors: Tensors, outputs: Sequence[str], request_id: s
 
 def _unwrap(answer: Any) -> Tensors:
     if answer.has_error():
-        raise from_message(answer.error().message())
+        message = answer.error().message()
+        error = from_message(message)
+        error.counted_elsewhere = is_coded(message)
+        raise error
     return {tensor.name(): np.array(tensor.as_numpy()) for tensor in answer.output_tensors()}
 
 
 _lifelines: list[Lifeline] = []
 """Of this process: one, made by `set_up`, until `release`."""
+
+_errors = ErrorCounts()
+
+_refreshers: list[Refresher] = []
+"""Of this process: one, made by `export_errors`, until `release`."""
 
 _registries: list[TritonRegistry] = []
 """Kept for good: a metric family that is dropped takes its metrics with it."""
@@ -292,6 +302,13 @@ def exporter(options: Options, make: Callable[[TritonRegistry], E]) -> E | None:
         return None
 
 
+def export_errors(options: Options, args: Mapping[str, str]) -> None:
+    """Export the errors that this process tells its clients, until `release`."""
+    made = exporter(options, lambda registry: ErrorExporter(registry, metric_labels(args), _errors))
+    if made is not None:
+        _refreshers.append(Refresher(made))
+
+
 def release(model: Any) -> None:
     """Let go of all that belongs to the server, as the last act of `finalize`.
 
@@ -299,8 +316,9 @@ def release(model: Any) -> None:
     model forgets everything, and cycles (an error that is kept holds the frames it went through)
     are collected at once.
     """
-    while _lifelines:
-        _lifelines.pop().close()
+    for running in (_lifelines, _refreshers):
+        while running:
+            running.pop().close()
     vars(model).clear()
     _kept_alive.clear()
     _registries.clear()

@@ -23,6 +23,7 @@ class TritonPythonModel:
         options = glue.options(args)
         for note in options.notes:
             log.info(note)
+        glue.export_errors(options, args)
         self._loop = EngineLoop.from_options(options, glue.adapter_names(args))
         self._pool = ThreadPoolExecutor(BLS_THREADS, thread_name_prefix="encode")
         exporter = glue.exporter(

@@ -15,6 +15,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         glue.set_up(args["model_name"])
         options = glue.options(args)
+        glue.export_errors(options, args)
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="relay")
         self._service = LmmUnaryService(
             glue.ask_lmm,

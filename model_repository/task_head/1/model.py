@@ -12,7 +12,9 @@ from vlora.serving.task_head import to_result
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         glue.set_up(args["model_name"])
-        self._limits = glue.options(args).limits
+        options = glue.options(args)
+        glue.export_errors(options, args)
+        self._limits = options.limits
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -22,3 +24,6 @@ class TritonPythonModel:
             return glue.response(to_result(glue.inputs(request), self._limits))
         except Exception as error:
             return glue.error_response(as_vlora_error(error, "reading the answer"))
+
+    def finalize(self) -> None:
+        glue.release(self)

@@ -19,6 +19,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self._lifeline = glue.set_up(args["model_name"])
         options = glue.options(args)
+        glue.export_errors(options, args)
         encoder = VisionEncoder(
             options.model,
             cores.of(options).encoder,
