@@ -286,21 +286,28 @@ class Group {
   std::shared_ptr<const Slots> slots_ = std::make_shared<Slots>();
 };
 
-void merge_all(uintptr_t out, uintptr_t in, const std::string& dtype,
-               const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, uintptr_t,
-                                            uintptr_t>>& updates,
-               int sign, int64_t config, int threads) {
-  std::vector<Merge> merges;
-  for (const auto& [offset, d_out, d_in, rank, a, b] : updates)
-    merges.push_back({offset, d_out, d_in, rank, reinterpret_cast<const float*>(a),
-                      reinterpret_cast<const float*>(b)});
+// An adapter's work list: the updates, then what is copied.
+struct Merges {
+  std::vector<Merge> all;
+
+  Merges(const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t>>& updates,
+         const std::vector<std::pair<int64_t, int64_t>>& copied) {
+    for (const auto& [offset, d_out, d_in, rank, a, b] : updates)
+      all.push_back({offset, d_out, d_in, rank, reinterpret_cast<const float*>(a),
+                     reinterpret_cast<const float*>(b)});
+    for (const auto& [offset, count] : copied) all.push_back({offset, 1, count, 0, nullptr, nullptr});
+  }
+};
+
+void merge_all(uintptr_t out, uintptr_t in, const std::string& dtype, const Merges& merges, int sign,
+               int64_t config, int threads) {
   if (sign != 1 && sign != -1) throw std::invalid_argument("the sign must be +1 or -1");
   const Dtype type = dtype_of(dtype);
   const Lookup chooser(Operation::kMerge, config);
   py::gil_scoped_release released;
   vlora::atmm::merge(current(), type, reinterpret_cast<void*>(out),
-                     reinterpret_cast<const void*>(in), merges.data(), int64_t(merges.size()),
-                     float(sign), chooser, threads);
+                     reinterpret_cast<const void*>(in), merges.all.data(),
+                     int64_t(merges.all.size()), float(sign), chooser, threads);
 }
 
 void use_table(const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& rows) {
@@ -358,6 +365,10 @@ void bind_atmm(py::module_& m) {
   py::class_<Factors>(m, "Factors")
       .def(py::init([](const Matrix& a, const Matrix& b) { return Factors{a, b}; }), py::arg("a"),
            py::arg("b"));
+  py::class_<Merges>(m, "Merges")
+      .def(py::init<const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, uintptr_t,
+                                                 uintptr_t>>&,
+                    const std::vector<std::pair<int64_t, int64_t>>&>());
   py::class_<Group>(m, "Group")
       .def(py::init<int64_t, const std::vector<int64_t>&, const std::string&>())
       .def("set_slot", &Group::set_slot)

@@ -115,8 +115,8 @@ def test_values_that_are_not_finite_are_their_adapters_error_and_no_other_rows(
 def test_one_infinite_logit_is_seen_whatever_its_sign(engine: Engine) -> None:
     forward = engine._runner.forward
 
-    def spoiled(chunks: Any, live: int) -> Any:
-        result = forward(chunks, live)
+    def spoiled(chunks: Any) -> Any:
+        result = forward(chunks)
         logits = result.logits.clone()
         for row, value in enumerate((torch.inf, -torch.inf, torch.nan)):
             logits[row, 7] = value

@@ -1,7 +1,4 @@
-"""A forward pass with an adapter in the active weights: signed segments take it out of the others.
-
-Merging itself is a later part; here the weights are merged by hand, W + B·A in plain torch.
-"""
+"""A forward pass with an adapter in the active weights: signed segments take it out."""
 
 from __future__ import annotations
 
@@ -20,27 +17,16 @@ from vlora.lora.segments import BASE
 from vlora.request import Output
 
 
-def merged(engine: Engine, slot: int) -> torch.Tensor:
-    """The base slab with one adapter in it."""
-    weights = engine.slab.base.clone()
-    for (layer, target), (a, b) in engine.adapters.adapter(slot).pairs.items():
-        if layer >= 0:
-            engine.slab.place(layer, target).view(weights).add_(b.float() @ a.float())
-    return weights
-
-
 def test_tokens_and_scores_are_the_oracles_whichever_adapter_is_live(
     cases: list[Case], checkpoint: Path, parity_adapters: Path
 ) -> None:
     """Another one in each step, so that a request's keys and values come from all of them."""
     engine = Engine(Options(model=checkpoint, adapters=parity_adapters, max_num_batched_tokens=200))
     slots = [BASE, *(engine.adapters.slot(name) for name in engine.adapters.names())]
-    slabs = {slot: merged(engine, slot) for slot in slots if slot != BASE}
     schedule, plans = engine.scheduler.schedule, []
 
     def with_a_live_adapter() -> StepPlan:
         live = slots[len(plans) % len(slots)]
-        engine.slab.active = slabs.get(live, engine.slab.base)
         plans.append(replace(schedule(), live=live))
         return plans[-1]
 

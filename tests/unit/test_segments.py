@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlora.atmm.types import Segment
-from vlora.lora.segments import BASE, signed_segments
+from vlora.lora.segments import BASE, order_of, signed_segments
 
 slots = st.integers(BASE, 4)
 
@@ -34,3 +34,26 @@ def test_neighbouring_runs_of_one_adapter_become_one_segment() -> None:
 def test_base_rows_need_no_segment_unless_an_adapter_is_live() -> None:
     assert signed_segments([(BASE, 5)]) == ()
     assert signed_segments([(BASE, 5)], live=1) == (Segment(0, 5, 1, -1),)
+
+
+@given(rows=st.lists(st.tuples(slots, st.integers(1, 9))), live=slots)
+def test_in_order_each_adapter_is_one_segment_and_the_live_one_is_taken_out_once(
+    rows: list[tuple[int, int]], live: int
+) -> None:
+    rows.sort(key=lambda row: order_of(row[0], live))
+    segments = signed_segments(rows, live)
+    found = [(segment.slot, segment.sign) for segment in segments]
+    assert len(found) == len(set(found))
+    others = {slot for slot, _ in rows} - {live}
+    out = [(live, -1)] if live != BASE and others else []
+    assert found == [*((slot, 1) for slot in sorted(others - {BASE})), *out]
+
+
+def test_one_segment_takes_the_live_adapter_out_of_neighbours_of_any_adapter() -> None:
+    assert signed_segments([(0, 2), (1, 3), (BASE, 1), (2, 4), (0, 5), (1, 1)], live=0) == (
+        Segment(2, 3, 1),
+        Segment(6, 4, 2),
+        Segment(15, 1, 1),
+        Segment(2, 8, 0, -1),
+        Segment(15, 1, 0, -1),
+    )

@@ -16,7 +16,7 @@ from vlora.atmm import backends, reference
 from vlora.atmm.backends import Backend
 from vlora.atmm.cuda import operator
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.atmm.types import DTYPES, MergeUpdate, Segment, Segments
+from vlora.atmm.types import DTYPES, Merges, MergeUpdate, Segment, Segments
 
 
 def apply(
@@ -157,42 +157,33 @@ def merge(
     """Merged weights of all layers and targets in one call (§4.4.1).
 
     Semantics: for every update (offset, (A, B)), W = base[offset : …] viewed [d_out, d_in]:
-    the same place of out becomes W + sign · B A. Elements of no update are not written.
+    the same place of out becomes W + sign · B A; what `Merges.copied` names is copied. Elements of
+    neither are not written.
 
     out, base: flat slabs of one dtype (fp32, bf16); `out is base` merges in place. A, B: fp32,
-    contiguous. Updates must not overlap. Raises ValueError for what does not fit.
+    contiguous. Updates must not overlap. A work list that is used again should be a `Merges`.
+    Raises ValueError for what does not fit.
     """
     if out.shape != base.shape or out.dim() != 1 or out.dtype != base.dtype:
         raise ValueError(f"out {tuple(out.shape)} {out.dtype}, base {tuple(base.shape)}: not alike")
     if out.dtype not in DTYPES or not (out.is_contiguous() and base.is_contiguous()):
         raise ValueError(f"slabs must be contiguous, {' or '.join(DTYPES.values())}")
-    for offset, (a, b) in updates:
-        fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] > 0
-        if not fits or offset < 0 or offset + b.shape[0] * a.shape[1] > base.shape[0]:
-            raise ValueError(
-                f"A {tuple(a.shape)} and B {tuple(b.shape)} at {offset} do not fit a slab of"
-                f" {base.shape[0]}"
-            )
-        if a.dtype != torch.float32 or b.dtype != torch.float32:
-            raise ValueError(f"merging needs fp32 factors, not {a.dtype} and {b.dtype}")
-        if not (a.is_contiguous() and b.is_contiguous()):
-            raise ValueError("merging needs contiguous factors")
+    merges = Merges.of(updates)
+    if merges.end > base.shape[0]:
+        raise ValueError(f"updates up to {merges.end} do not fit a slab of {base.shape[0]}")
     chosen = backend or backends.default(out.device.type)
     if chosen == "reference":
-        reference.merge(out, base, updates, sign)
+        reference.merge(out, base, merges, sign)
         return
     if chosen == "cuda":
-        operator.current().merge(out, base, updates, sign)
+        operator.current().merge(out, base, merges, sign)
         return
-    _on_cpu(out, base, *(factor for _, pair in updates for factor in pair))
+    _on_cpu(out, base)
     native.kernels().atmm.merge(
         out.data_ptr(),
         base.data_ptr(),
         DTYPES[out.dtype],
-        [
-            (offset, b.shape[0], a.shape[1], a.shape[0], a.data_ptr(), b.data_ptr())
-            for offset, (a, b) in updates
-        ],
+        merges.native,
         sign,
         -1 if config is None else config,
         threads or torch.get_num_threads(),

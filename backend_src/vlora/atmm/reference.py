@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.atmm.types import MergeUpdate, Segment
+from vlora.atmm.types import Merges, Segment
 
 
 def apply(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
@@ -31,8 +31,10 @@ def heads(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
         y[rows, : head.weight.shape[0]] = x[rows] @ head.weight.T + head.bias
 
 
-def merge(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int) -> None:
+def merge(out: torch.Tensor, base: torch.Tensor, updates: Merges, sign: int) -> None:
     """See `vlora.atmm.op.merge`."""
+    for offset, size in updates.copied:
+        out[offset : offset + size] = base[offset : offset + size]
     for offset, (a, b) in updates:
         place = slice(offset, offset + b.shape[0] * a.shape[1])
         weight = base[place].view(b.shape[0], a.shape[1])

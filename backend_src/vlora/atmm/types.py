@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -71,3 +71,58 @@ class MergeUpdate(NamedTuple):
 
     offset: int
     pair: LoraPair
+
+
+class CopiedPart(NamedTuple):
+    """Elements of a slab, from `offset` on, that a merge copies as they are."""
+
+    offset: int
+    size: int
+
+
+class Merges(tuple[MergeUpdate, ...]):
+    """An adapter's work list: its updates, and what the same call copies. Checked once, as is the
+    compiled core's copy made; any other sequence of updates serves a call as well."""
+
+    copied: tuple[CopiedPart, ...]
+
+    def __new__(cls, updates: Iterable[MergeUpdate], copied: Iterable[CopiedPart] = ()) -> Merges:
+        made = super().__new__(cls, updates)
+        made.copied = tuple(copied)
+        return made
+
+    @classmethod
+    def of(cls, updates: Sequence[MergeUpdate]) -> Merges:
+        return updates if isinstance(updates, cls) else cls(updates)
+
+    @cached_property
+    def end(self) -> int:
+        """The slab's elements up to the last one needed. ValueError for an update that is none."""
+        ends = [0]
+        for offset, (a, b) in self:
+            fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] > 0
+            if not fits or offset < 0:
+                shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
+                raise ValueError(f"{shapes} at {offset} do not fit")
+            if a.dtype != torch.float32 or b.dtype != torch.float32:
+                raise ValueError(f"merging needs fp32 factors, not {a.dtype} and {b.dtype}")
+            if not (a.is_contiguous() and b.is_contiguous()):
+                raise ValueError("merging needs contiguous factors")
+            ends.append(offset + b.shape[0] * a.shape[1])
+        for part in self.copied:
+            if min(part) < 0:
+                raise ValueError(f"{part} is no part of a slab")
+            ends.append(part.offset + part.size)
+        return max(ends)
+
+    @cached_property
+    def native(self) -> Any:
+        """ValueError for factors that are not in the CPU's memory."""
+        for _, pair in self:
+            if not (pair.a.is_cpu and pair.b.is_cpu):
+                raise ValueError(f"a factor on {pair.a.device}; the CPU's operator cannot read it")
+        updates = [
+            (offset, b.shape[0], a.shape[1], a.shape[0], a.data_ptr(), b.data_ptr())
+            for offset, (a, b) in self
+        ]
+        return native.kernels().atmm.Merges(updates, [tuple(part) for part in self.copied])

@@ -1,4 +1,4 @@
-"""The engine: schedule → forward → update, one step at a time, on whichever thread calls it."""
+"""The engine: schedule → switch → forward → update, one step at a time, on the caller's thread."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
 from vlora.lora.store import AdapterStore, find_folders
+from vlora.lora.switcher import Switcher
 from vlora.memory.kv import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.metrics import EngineStats
@@ -64,7 +65,10 @@ class Engine:
         self.pool = PagePool(pages)
         self._block_size = options.block_size
         self.max_model_len = _context(options, self.config.context, pages * options.block_size)
-        self._runner = Runner(self.config, weights, self.adapters, pages, options.block_size)
+        self.switcher = Switcher(weights.slab, self.adapters)
+        self._runner = Runner(
+            self.config, weights, self.adapters, self.switcher, pages, options.block_size
+        )
         self._reader = PromptReader(options.model, self.config)
         self._tokenizing = threading.Lock()
         self._vocabulary = Vocabulary(self._reader.tokenizer)
@@ -161,6 +165,7 @@ class Engine:
         if not plan.chunks:
             return []
         try:
+            self.switcher.switch(plan.live)
             result = self._forward(plan)
         except Exception:
             log.exception("a step failed; its requests are ended")
@@ -219,7 +224,7 @@ class Engine:
         now = self._clock()
         for chunk in plan.chunks:
             self._live[chunk.sequence_id].started(now)
-        return self._runner.forward(plan.chunks, plan.live)
+        return self._runner.forward(plan.chunks)
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Counters forward, tokens drawn, answers ended."""

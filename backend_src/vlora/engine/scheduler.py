@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vlora.engine.plan import StepPlan
 from vlora.engine.sequence import Sequence
+from vlora.lora.segments import BASE, order_of
 from vlora.model.chunk import Chunk
 
 
@@ -70,7 +71,7 @@ class Scheduler:
         while budget > 0 and not preempted and (admitted := self._admit()):
             scheduled.append((admitted, min(admitted.missing, budget)))
             budget -= scheduled[-1][1]
-        return StepPlan(_chunks(scheduled), tuple(preempted))
+        return StepPlan(_chunks(scheduled, BASE), tuple(preempted))
 
     def _admit(self) -> Sequence | None:
         """The first in the queue, with pages for all it knows; None where it has to wait."""
@@ -100,11 +101,11 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
 
-def _chunks(scheduled: list[tuple[Sequence, int]]) -> tuple[Chunk, ...]:
+def _chunks(scheduled: list[tuple[Sequence, int]], live: int) -> tuple[Chunk, ...]:
     """The next so many positions of each sequence, one adapter after the other."""
     chunks: list[Chunk] = []
     row = 0
-    for sequence, length in sorted(scheduled, key=lambda item: item[0].slot):
+    for sequence, length in sorted(scheduled, key=lambda item: order_of(item[0].slot, live)):
         start = sequence.computed
         chunks.append(
             Chunk(

@@ -10,32 +10,27 @@ from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import Segment
 from vlora.kernels import ops
-from vlora.lora.slab import WeightSlab
+from vlora.lora.switcher import Switcher
 
 
 class LoraLinear:
     """Fused projections of one layer that share their input: y = x Wᵀ + bias + LoRA by segment.
 
-    Reads the slab that is active when it is called. `lora` holds the adapters' pairs by slot, for
-    each target of the group; it is shared with the adapter store, and grows there.
+    W is the switcher's view `index` at the time of the call. `lora` holds the adapters' pairs by
+    slot, for each target of the group; it is shared with the adapter store, and grows there.
     """
 
     def __init__(
-        self,
-        slab: WeightSlab,
-        layer: int,
-        group: tuple[str, ...],
-        bias: torch.Tensor | None,
-        lora: LoraGroup,
+        self, switcher: Switcher, index: int, bias: torch.Tensor | None, lora: LoraGroup
     ) -> None:
-        self._slab = slab
-        self._place = slab.place(layer, *group)
+        self._switcher = switcher
+        self._index = index
         self._bias = bias
         self._lora = lora
 
     def __call__(self, x: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
         """x: [T, d_in] fp32 → [T, sum of the group's d_out] fp32."""
-        y = ops.linear(x, self._place.view(self._slab.active), self._bias)
+        y = ops.linear(x, self._switcher.active.views[self._index], self._bias)
         if segments:
             op.apply(y, x, segments, self._lora)
         return y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from vlora.atmm.types import Segment, Segments
 
@@ -10,25 +11,36 @@ BASE = -1
 """Slot of rows that use no adapter."""
 
 
+def order_of(slot: int, live: int) -> tuple[int, int]:
+    """Sort key of a step's rows: the live adapter's first, then the base's, then by slot, so that
+    each adapter is one segment and all rows that need −live are neighbours."""
+    return (0 if slot == live else 1, slot)
+
+
 def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segments:
     """Segments for runs of rows given as (slot, length), in row order.
 
-    A run of adapter a gets +a if a is neither the live adapter nor the base, and −live if an
-    adapter is live and it is not a (§4.4.2: own added, merged taken out). Neighbouring runs of
-    one slot are joined, so that an operator meets each adapter once where rows are sorted.
+    A row of adapter a gets +a if a is neither the live adapter nor the base, and −live if an
+    adapter is live and it is not a (§4.4.2: own added, merged taken out). Neighbouring rows of one
+    slot are one segment, and one −live covers neighbours that need it, whatever their own: an
+    operator meets each adapter once where rows are in `order_of`. All own ones come first.
     """
-    runs: list[tuple[int, int, int]] = []
+    own: list[Segment] = []
+    out: list[Segment] = []
     start = 0
     for slot, length in rows:
-        if runs and runs[-1][0] == slot:
-            runs[-1] = (slot, runs[-1][1], runs[-1][2] + length)
-        else:
-            runs.append((slot, start, length))
-        start += length
-    segments: list[Segment] = []
-    for slot, first, length in runs:
         if slot not in (BASE, live):
-            segments.append(Segment(first, length, slot, +1))
+            _extend(own, Segment(start, length, slot, +1))
         if live not in (BASE, slot):
-            segments.append(Segment(first, length, live, -1))
-    return Segments(segments)
+            _extend(out, Segment(start, length, live, -1))
+        start += length
+    return Segments([*own, *out])
+
+
+def _extend(segments: list[Segment], more: Segment) -> None:
+    """Adds a segment; to the last one, where that ends in the row before and is alike."""
+    last = segments[-1] if segments else None
+    if last and last.slot == more.slot and last.start + last.length == more.start:
+        segments[-1] = replace(last, length=last.length + more.length)
+    else:
+        segments.append(more)

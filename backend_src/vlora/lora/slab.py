@@ -1,13 +1,17 @@
 """Target matrices of all layers in one contiguous slab.
 
-The base slab is written once, at load, and never again. Layers read the *active* slab through one
-shared reference, so that switching to merged weights and back is one assignment (DESIGN: base
+The base slab is written once, at load, and then sealed: its pages fault on a write (DESIGN: base
 weights are never modified). q, k, v lie adjacent, and so do gate and up: a fused GEMM is a view.
+Which slab a forward pass reads is the switcher's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
+import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -42,10 +46,15 @@ class Region:
         )
 
 
+PAGE = 2 << 20
+"""Bytes of a huge page, which slabs ask for: a product reads a slab from end to end."""
+
+
 class WeightSlab:
-    """Owns the base weights; `active` is what forward passes read.
+    """Owns the base weights.
 
     shapes: target → (d_out, d_in), the same in every layer. dtype: in which they are stored.
+    regions: the fused groups of all layers, GROUPS within a layer.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class WeightSlab:
     ) -> None:
         self.layers = layers
         self.shapes = dict(shapes)
+        self.dtype = dtype
         self._places: dict[tuple[int, str], Region] = {}
         offset = 0
         for layer in range(layers):
@@ -63,14 +73,34 @@ class WeightSlab:
                 rows, columns = shapes[target]
                 self._places[layer, target] = Region(offset, rows, columns)
                 offset += rows * columns
-        self.base = torch.empty(offset, dtype=dtype)
-        self.active = self.base
+        self.elements = offset
+        self.base = self.reserve()
+        self.regions = tuple(
+            self.place(layer, *group) for layer in range(layers) for group in GROUPS
+        )
 
     def place(self, layer: int, *targets: str) -> Region:
         """Where one target lies, or of adjacent targets that share their input, fused."""
         first = self._places[layer, targets[0]]
         rows = sum(self._places[layer, target].rows for target in targets)
         return Region(first.offset, rows, first.columns)
+
+    def reserve(self) -> torch.Tensor:
+        """Another slab of this layout: addresses, which take memory where they are written."""
+        size = self.elements * self.dtype.itemsize
+        memory = mmap.mmap(-1, size + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
+        return torch.frombuffer(memory, dtype=self.dtype, count=self.elements, offset=start)
+
+    def seal(self) -> None:
+        """From now on a write to the base slab is a fault of memory. OSError if that is refused."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(self.base.data_ptr())
+        if libc.mprotect(address, ctypes.c_size_t(self.base.nbytes), mmap.PROT_READ):
+            error = ctypes.get_errno()
+            raise OSError(error, f"mprotect: {os.strerror(error)}")
 
     def digest(self) -> str:
         """SHA-256 of the base weights: the same before and after any work."""

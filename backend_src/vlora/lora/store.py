@@ -51,6 +51,8 @@ class AdapterStore:
         self._groups: dict[tuple[Place, ...], LoraGroup] = {}
         self.heads = HeadGroup(model.hidden)
         """Vision task heads by slot."""
+        self.places: set[Place] = set()
+        """Matrices that any known adapter changes."""
 
     def load(self, folders: Mapping[str, Path]) -> None:
         """Load each named folder, in order of name. Whatever fails while one is loaded is that
@@ -71,6 +73,7 @@ class AdapterStore:
     def _add(self, adapter: Adapter) -> None:
         self._slots[adapter.info.name] = len(self._adapters)
         self._adapters.append(adapter)
+        self.places.update(adapter.pairs)
         self.heads.append(adapter.head.linear if adapter.head else None)
         for places, group in self._groups.items():
             group.append([self._pair(adapter, place) for place in places])

@@ -18,6 +18,7 @@ from vlora.lora.adapter import LM_HEAD
 from vlora.lora.layers import LoraLinear
 from vlora.lora.slab import GROUPS
 from vlora.lora.store import AdapterStore
+from vlora.lora.switcher import Switcher
 from vlora.model.attention import AttentionPlan, Rotary
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import DecoderWeights
@@ -27,13 +28,18 @@ class Decoder:
     """Weights of all layers, and the forward pass over the rows of one step."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, adapters: AdapterStore
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        adapters: AdapterStore,
+        switcher: Switcher,
     ) -> None:
         self._config = config
         self._weights = weights
         self._lm_head_lora = adapters.group([(-1, LM_HEAD)])
         self._layers = [
-            DecoderLayer(layer, config, weights, adapters) for layer in range(config.layers)
+            DecoderLayer(layer, config, weights, adapters, switcher)
+            for layer in range(config.layers)
         ]
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -66,7 +72,12 @@ class DecoderLayer:
     """Attention and MLP of one layer, pre-norm, with residuals."""
 
     def __init__(
-        self, layer: int, config: DecoderConfig, weights: DecoderWeights, adapters: AdapterStore
+        self,
+        layer: int,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        adapters: AdapterStore,
+        switcher: Switcher,
     ) -> None:
         self._layer = layer
         self._config = config
@@ -74,13 +85,12 @@ class DecoderLayer:
         self._post_norm = weights.norms[layer, "post_attention_layernorm"]
         self._qkv, self._o, self._gate_up, self._down = (
             LoraLinear(
-                weights.slab,
-                layer,
-                group,
+                switcher,
+                layer * len(GROUPS) + number,
                 _fused_bias(group, layer, config, weights),
                 adapters.group([(layer, target) for target in group]),
             )
-            for group in GROUPS
+            for number, group in enumerate(GROUPS)
         )
 
     def forward(

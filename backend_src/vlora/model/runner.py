@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from vlora.atmm import op
-from vlora.lora.segments import BASE, signed_segments
+from vlora.lora.segments import signed_segments
 from vlora.lora.store import AdapterStore
+from vlora.lora.switcher import Switcher
 from vlora.memory.store import KVStore
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
@@ -39,10 +40,12 @@ class Runner:
         config: DecoderConfig,
         weights: DecoderWeights,
         adapters: AdapterStore,
+        switcher: Switcher,
         pages: int,
         block_size: int,
     ) -> None:
-        self._decoder = Decoder(config, weights, adapters)
+        self._decoder = Decoder(config, weights, adapters, switcher)
+        self._switcher = switcher
         self._adapters = adapters
         self._query_heads = config.heads
         self._store = KVStore(
@@ -51,15 +54,16 @@ class Runner:
             block_size,
             config.kv_heads,
             config.head_dim,
-            weights.slab.base.dtype,
+            weights.slab.dtype,
         )
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk], live: int = BASE) -> StepResult:
-        """chunks: in the order of their rows. Those of one adapter should be neighbours: each
-        adapter is then one segment. live: slot of the adapter in the active weights."""
+    def forward(self, chunks: Sequence[Chunk]) -> StepResult:
+        """With the weights that are active. chunks: in the order of their rows, best that of
+        `segments.order_of`: the segments are then the fewest."""
         attention = AttentionPlan(chunks, self._store, self._query_heads)
-        segments = signed_segments(((chunk.slot, chunk.length) for chunk in chunks), live)
+        rows = ((chunk.slot, chunk.length) for chunk in chunks)
+        segments = signed_segments(rows, self._switcher.live)
         hidden = self._decoder.forward(self._embed(chunks), attention, segments)
         return self._finish(hidden, [chunk for chunk in chunks if chunk.completes])
 

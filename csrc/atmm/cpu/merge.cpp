@@ -1,4 +1,6 @@
 // out = in + sign * B A for many matrices (§4.4.1).
+#include <emmintrin.h>
+
 #include <cstring>
 #include <vector>
 
@@ -26,6 +28,19 @@ void pack_columns(float* to, const Merge& m, int64_t first, int64_t columns, int
       std::fill(to + count, to + width, 0.0f);
     }
   }
+}
+
+// M = W past the caches: what is copied is read next by a forward pass, long after.
+void copy_block(char* out, const char* in, int64_t bytes) {
+  const int64_t head = std::min<int64_t>(bytes, -reinterpret_cast<uintptr_t>(out) & 63);
+  std::memcpy(out, in, size_t(head));
+  int64_t at = head;
+  for (; at + 64 <= bytes; at += 64)
+    for (int i = 0; i < 64; i += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(out + at + i),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + at + i)));
+  std::memcpy(out + at, in + at, size_t(bytes - at));
+  _mm_sfence();
 }
 
 // A block of one matrix: all of it lies in columns whose part of A is packed at once.
@@ -70,7 +85,7 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
     w.rows = std::min(kRows, task.first_row + task.rows - row);
     walk(w, panels, t);
   }
-  if (streaming) __builtin_ia32_sfence();
+  if (streaming) _mm_sfence();
 }
 
 std::vector<Task> tasks_of(Dtype dtype, const Merge* merges, int64_t count, const Chooser& chooser,
@@ -80,6 +95,12 @@ std::vector<Task> tasks_of(Dtype dtype, const Merge* merges, int64_t count, cons
   const int64_t share = ceil_div(elements, kTasksAThread * threads);
   std::vector<Task> tasks;
   for (const Merge* m = merges; m != merges + count; ++m) {
+    if (!m->rank) {
+      const int64_t all = m->d_out * m->d_in;
+      for (int64_t at = 0; at < all; at += share)
+        tasks.push_back({m, {}, at, std::min(share, all - at), 0, 1});
+      continue;
+    }
     const TileConfig config = chooser.choose(
         {Operation::kMerge, dtype, m->d_out, m->d_in, m->d_out, m->rank, count});
     const int64_t block = std::max(kPanel, config.column_block);
@@ -105,6 +126,13 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
     const Task* last = nullptr;  // whose part of A this thread has packed
     for (int64_t i; (i = pieces.take()) >= 0;) {
       const Task& task = tasks[size_t(i)];
+      if (!task.merge->rank) {
+        const int64_t size = int64_t(size_of(dtype)), at = (task.merge->offset + task.first) * size;
+        if (in != out)
+          copy_block(static_cast<char*>(out) + at, static_cast<const char*>(in) + at,
+                     task.columns * size);
+        continue;
+      }
       const int64_t panels = ceil_div(task.columns, kPanel);
       float* packed = scratch.get(panels * task.merge->rank * kPanel);
       if (!last || last->merge != task.merge || last->first != task.first)

@@ -10,7 +10,7 @@ import torch
 from tests.unit.atmm.problems import BF16, FP32, compiled
 from vlora.atmm import backends, op, tiles
 from vlora.atmm.groups import HeadGroup
-from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
+from vlora.atmm.types import CopiedPart, Head, LoraPair, Merges, MergeUpdate, Segment
 
 
 def test_heads_of_many_classes_equal_float64(backend: backends.Backend) -> None:
@@ -40,7 +40,8 @@ def test_merged_slabs_equal_float64_within_one_rounding(
     backend: backends.Backend, dtype: torch.dtype, in_place: bool, sign: int
 ) -> None:
     shapes = [(5, 7, 3), (130, 128, 16), (64, 192, 300), (1, 1, 1), (97, 1056, 33)]
-    base = torch.randn(sum(o * i for o, i, _ in shapes) + 11).to(dtype)
+    copied = [CopiedPart(131401, 0), CopiedPart(131401, 5003), CopiedPart(136500, 64)]
+    base = torch.randn(136600).to(dtype)
     updates, offset = [], 3
     want = base.double().clone()
     for d_out, d_in, rank in shapes:
@@ -49,16 +50,23 @@ def test_merged_slabs_equal_float64_within_one_rounding(
         delta = pair.b.double() @ pair.a.double()
         want[offset : offset + d_out * d_in] += sign * delta.flatten()
         offset += d_out * d_in
+    assert offset <= copied[0].offset
     out = base.clone() if in_place else torch.full_like(base, 7.0)
-    op.merge(out, out if in_place else base, updates, sign, threads=2, backend=backend)
+    merges = Merges(updates, copied)
+    op.merge(out, out if in_place else base, merges, sign, threads=2, backend=backend)
     inside = slice(3, offset)
     if dtype == FP32:
         torch.testing.assert_close(out[inside].double(), want[inside], rtol=1e-5, atol=1e-5)
     else:
         # round(fp32(base) + B A), within one unit in the last place.
         torch.testing.assert_close(out[inside].double(), want[inside], rtol=2**-8, atol=1e-5)
-    rest = torch.cat((out[:3], out[offset:]))
-    assert torch.equal(rest, torch.cat((base[:3], base[offset:])) if in_place else rest * 0 + 7)
+    left = torch.ones(len(out), dtype=torch.bool)
+    left[inside] = False
+    for part in copied:
+        place = slice(part.offset, part.offset + part.size)
+        assert torch.equal(out[place], base[place])
+        left[place] = False
+    assert torch.equal(out[left], base[left] if in_place else base[left] * 0 + 7)
 
 
 @compiled

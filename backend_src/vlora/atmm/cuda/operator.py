@@ -24,7 +24,7 @@ from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in
 from vlora.atmm.cuda.library import CudaError, Library
 from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.atmm.types import MergeUpdate, Segment, Segments
+from vlora.atmm.types import Merges, MergeUpdate, Segment, Segments
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +184,9 @@ class Operator:
         self, out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int
     ) -> None:
         self._check_place(out, base)
+        if out is not base:
+            for offset, size in Merges.of(updates).copied:
+                out[offset : offset + size].copy_(base[offset : offset + size])
         MergedParts(self, updates)(out, base, sign)
 
     # ---- faults and places ----------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Apply {
 // y[rows, : classes] = x[rows] W^T + bias: problem.pairs hold (classes, W packed, bias), fp32.
 void heads(const Kernels& kernels, const Problem& problem, const SegmentList& segments);
 
-// out = in + sign * B A for all matrices (§4.4.1); `out` may be `in`.
+// out = in + sign * B A for all matrices (§4.4.1), or = in where the rank is 0; `out` may be `in`.
 void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const Merge* merges,
            int64_t count, float sign, const Chooser& chooser, int threads);
 

@@ -54,7 +54,7 @@ struct Problem {
   int32_t bundle;     // that they were packed with: a power of two
 };
 
-// M = W + sign * B A, one matrix. A: [rank, d_in], B: [d_out, rank], row-major fp32.
+// M = W + sign * B A, one matrix. A: [rank, d_in], B: [d_out, rank], row-major fp32. Rank 0: M = W.
 struct Merge {
   int64_t offset;  // of W and M in their slabs, in elements
   int64_t d_out;
