@@ -12,6 +12,8 @@ class EngineStats:
 
     decode_steps: steps with at least one row that continues an answer; decode_rows: such rows,
     so that decode_rows / decode_steps is the mean batch of decoding.
+    switches: changes of the live adapter; merges: those that had to compute merged weights;
+    switch_seconds: spent on both. mode: of the last step; mode_steps, mode_seconds: by mode.
     running_adapters, waiting_adapters: requests by adapter name ("" is the base model).
     """
 
@@ -25,6 +27,12 @@ class EngineStats:
     aborted: int = 0
     failed: int = 0
     preemptions: int = 0
+    switches: int = 0
+    merges: int = 0
+    switch_seconds: float = 0.0
+    mode: str = ""
+    mode_steps: Mapping[str, int] = field(default_factory=dict)
+    mode_seconds: Mapping[str, float] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
     pages_used: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -129,6 +130,7 @@ class Output:
     finish_reason: None while running, else "stop" (end of text, stop string, head or choice
         complete) or "length" (max_tokens reached).
     logprobs: one tuple per new token, the sampled token first; None unless asked for.
+    modes: steps so far by mode, "merged", "mixture" or "unmerged".
     """
 
     request_id: str
@@ -143,6 +145,7 @@ class Output:
     adapter: str | None = None
     adapter_digest: str | None = None
     timings: Timings = field(default_factory=Timings)
+    modes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:

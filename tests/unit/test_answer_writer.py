@@ -64,12 +64,14 @@ def test_details_come_with_the_last_response() -> None:
         adapter="a",
         adapter_digest="d",
         timings=Timings(queued=0.1, first_token=0.2, total=0.3),
+        modes={"merged": 2, "mixture": 1},
     )
     (tensors,) = written(writer(), [output])
     assert json.loads(first(tensors["details"])) == {
         "task": "vqa",
         "adapter": {"name": "a", "digest": "d"},
         "timings": {"queued": 0.1, "first_token": 0.2, "total": 0.3},
+        "modes": {"merged": 2, "mixture": 1},
     }
 
 

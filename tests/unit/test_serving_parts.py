@@ -179,6 +179,23 @@ def test_engine_metrics_follow_the_stats() -> None:
     assert registry["vllm:lora_requests_info"].value == 77.0
 
 
+def test_the_time_of_each_mode_is_a_series_of_its_own() -> None:
+    registry = FakeRegistry()
+    steps, seconds = {"merged": 3, "mixture": 1}, {"merged": 0.5, "mixture": 0.25}
+    stats = EngineStats(switches=2, mode="mixture", mode_steps=steps, mode_seconds=seconds)
+    EngineExporter(registry, {}, lambda: stats, 8, 1000).flush()
+    series = {
+        (name, dict(labels)["mode"]): metric.value
+        for (name, labels), metric in registry.metrics.items()
+        if name.startswith("vlora:mode")
+    }
+    for mode in ("merged", "mixture", "unmerged"):
+        assert series["vlora:mode", mode] == (mode == "mixture")
+        assert series["vlora:mode_steps_total", mode] == steps.get(mode, 0)
+        assert series["vlora:mode_seconds_total", mode] == seconds.get(mode, 0.0)
+    assert registry["vlora:switches_total"].value == 2
+
+
 def test_the_lora_metric_names_adapters_and_has_boundedly_many_label_sets() -> None:
     registry = FakeRegistry()
     now = 0.0

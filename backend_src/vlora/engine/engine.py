@@ -11,11 +11,12 @@ from dataclasses import replace
 from functools import partial
 
 from vlora.config import Options
-from vlora.engine.plan import StepPlan
+from vlora.engine.plan import Mode, StepPlan
 from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
+from vlora.lora.segments import BASE
 from vlora.lora.store import AdapterStore, find_folders
 from vlora.lora.switcher import Switcher
 from vlora.memory.kv import BlockTable
@@ -165,7 +166,7 @@ class Engine:
         if not plan.chunks:
             return []
         try:
-            self.switcher.switch(plan.live)
+            self._switch(plan.live)
             result = self._forward(plan)
         except Exception:
             log.exception("a step failed; its requests are ended")
@@ -220,11 +221,22 @@ class Engine:
         known = {s.id for s in (*self.scheduler.running, *self.scheduler.waiting)}
         assert known == set(self._live), known ^ set(self._live)
 
+    def _switch(self, live: int) -> None:
+        """`live` becomes the adapter in the active weights."""
+        if live == self.switcher.live:
+            return
+        merges = live not in (BASE, self.switcher.merged)
+        began = self._clock()
+        self.switcher.switch(live)
+        self._count(switches=1, merges=merges, switch_seconds=self._clock() - began)
+
     def _forward(self, plan: StepPlan) -> StepResult:
-        now = self._clock()
+        began = self._clock()
         for chunk in plan.chunks:
-            self._live[chunk.sequence_id].started(now)
-        return self._runner.forward(plan.chunks)
+            self._live[chunk.sequence_id].scheduled(plan.mode, began)
+        result = self._runner.forward(plan.chunks)
+        self._count_mode(plan.mode, self._clock() - began)
+        return result
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Counters forward, tokens drawn, answers ended."""
@@ -272,7 +284,16 @@ class Engine:
         self.scheduler.remove(state.sequence)
         del self._live[state.sequence.id]
 
-    def _count(self, **more: int) -> None:
+    def _count_mode(self, mode: Mode, seconds: float) -> None:
+        name, stats = mode.value, self._stats
+        self._stats = replace(
+            stats,
+            mode=name,
+            mode_steps={**stats.mode_steps, name: stats.mode_steps.get(name, 0) + 1},
+            mode_seconds={**stats.mode_seconds, name: stats.mode_seconds.get(name, 0.0) + seconds},
+        )
+
+    def _count(self, **more: float) -> None:
         self._stats = replace(
             self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()}
         )

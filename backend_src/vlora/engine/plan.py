@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from vlora.lora.segments import BASE
 from vlora.model.chunk import Chunk
 
 
+class Mode(StrEnum):
+    """How the rows of a step meet their adapters (§4.4): what `live` and the rows come to."""
+
+    MERGED = "merged"
+    """All rows are the live adapter's: there is nothing to add."""
+    MIXTURE = "mixture"
+    """Some are not: the live one is taken out of them, their own added (deLoRA)."""
+    UNMERGED = "unmerged"
+    """No adapter is live: each row's own is added."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
-    """Chunks in the order of their rows, sorted by adapter, so that each adapter is one segment.
+    """Chunks in the order of their rows, that of `segments.order_of`.
 
     live: slot of the adapter in the active weights, or BASE for none.
     preempted: sequences whose pages were taken to make room for older ones.
@@ -19,6 +31,13 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     preempted: tuple[str, ...] = ()
     live: int = BASE
+
+    @property
+    def mode(self) -> Mode:
+        if self.live == BASE:
+            return Mode.UNMERGED
+        own = all(chunk.slot == self.live for chunk in self.chunks)
+        return Mode.MERGED if own else Mode.MIXTURE
 
     @property
     def rows(self) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
 
+from vlora.engine.plan import Mode
 from vlora.engine.sequence import Sequence
 from vlora.errors import Internal, InvalidArgument, VLoraError
 from vlora.lora.adapter import AdapterInfo
@@ -51,9 +53,11 @@ class RequestState:
         self._adapter = adapter
         self._started: float | None = None
         self._first: float | None = None
+        self._modes: Counter[str] = Counter()
 
-    def started(self, now: float) -> None:
-        """The request's first row is about to be computed."""
+    def scheduled(self, mode: Mode, now: float) -> None:
+        """Rows of the request are about to be computed in this mode."""
+        self._modes[mode.value] += 1
         if self._started is None:
             self._started = now
 
@@ -158,4 +162,5 @@ class RequestState:
                 first_token=0.0 if self._first is None else self._first - arrival,
                 total=now - arrival,
             ),
+            modes=dict(self._modes),
         )

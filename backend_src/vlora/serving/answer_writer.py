@@ -87,7 +87,12 @@ class AnswerWriter:
         if output.adapter is not None:
             adapter = {"name": output.adapter, "digest": output.adapter_digest}
         return json.dumps(
-            {"task": self._task, "adapter": adapter, "timings": _timings(output.timings)},
+            {
+                "task": self._task,
+                "adapter": adapter,
+                "timings": _timings(output.timings),
+                "modes": dict(output.modes),
+            },
             allow_nan=False,
         )
 

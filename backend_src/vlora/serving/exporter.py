@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from vlora.engine.plan import Mode
 from vlora.metrics import EngineStats
 from vlora.request import Output
 from vlora.vision.features import Counters
@@ -129,6 +130,9 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "vlora:requests_finished_total": ("finished", "Requests answered."),
     "vlora:requests_aborted_total": ("aborted", "Requests cancelled."),
     "vlora:requests_failed_total": ("failed", "Requests ended by an error."),
+    "vlora:switches_total": ("switches", "Changes of the adapter in the active weights."),
+    "vlora:merges_total": ("merges", "Changes that had to compute merged weights."),
+    "vlora:switch_seconds_total": ("switch_seconds", "Spent on those changes."),
 }
 """Names of metrics, with the field of `EngineStats` and a help text."""
 
@@ -170,6 +174,8 @@ class EngineExporter(Exporter):
             field: Level(registry.counter(name, text, labels))
             for name, (field, text) in COUNTERS.items()
         }
+
+        self._modes = {mode: _ModeLevels(registry, {**labels, "mode": mode.value}) for mode in Mode}
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Metric:
             return registry.histogram(f"vllm:{name}", text, labels, buckets)
@@ -218,10 +224,30 @@ class EngineExporter(Exporter):
             gauge.set(getattr(stats, field))
         for field, counter in self._counters.items():
             counter.raise_to(getattr(stats, field))
+        for mode, levels in self._modes.items():
+            levels.set(mode, stats)
         self._lora.update(stats.running_adapters, stats.waiting_adapters, self._clock())
         while self._observed:
             metric, value = self._observed.popleft()
             metric.observe(value)
+
+
+class _ModeLevels:
+    """How much of the engine's time one inference mode takes."""
+
+    def __init__(self, registry: Registry, labels: Mapping[str, str]) -> None:
+        self._now = Level(registry.gauge("vlora:mode", "1 for the last step's mode.", labels))
+        self._steps = Level(
+            registry.counter("vlora:mode_steps_total", "Forward passes by mode.", labels)
+        )
+        self._seconds = Level(
+            registry.counter("vlora:mode_seconds_total", "Of forward passes, by mode.", labels)
+        )
+
+    def set(self, mode: Mode, stats: EngineStats) -> None:
+        self._now.set(stats.mode == mode)
+        self._steps.raise_to(stats.mode_steps.get(mode, 0))
+        self._seconds.raise_to(stats.mode_seconds.get(mode, 0.0))
 
 
 def _one_two_five(most: int) -> list[float]:
