@@ -9,10 +9,11 @@ BENCH ?= --quick
 ACCURACY ?=
 CUDA ?=
 GPU ?=
+DIST ?=
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo accuracy bench cuda gpu sanitize lint types clean
+.PHONY: help serve test demo accuracy bench cuda gpu dist sanitize lint types clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +39,9 @@ cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of i
 
 gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minutes, nothing installed (GPU="--out DIR")
 	@$(PYTHON) -m tools.gpu $(GPU)
+
+dist: $(READY) ## Build wheel and sdist, check them, have each serve from a fresh environment (DIST="--no-trial")
+	@$(BIN)/python -m tools.dist $(DIST)
 
 sanitize: $(READY) ## Check the kernels under the address, undefined-behaviour and thread sanitizers
 	@$(BIN)/python csrc/atmm/test/sanitize.py

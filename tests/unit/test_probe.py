@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,6 +19,7 @@ from typer.testing import CliRunner
 from vlora.cli import app
 from vlora.serving.ports import choose_ports
 from vlora.serving.probe import ENSEMBLE, Health, probe
+from vlora.serving.run_folder import run_folder, starting_file
 
 Answer = Callable[[Any, grpc.ServicerContext], Any]
 
@@ -141,3 +145,61 @@ def test_the_command_s_status_for_a_dead_server_is_one_also_with_alive(free_port
 @pytest.fixture
 def free_port() -> int:
     return choose_ports({"grpc_port": 0})["grpc_port"]
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """As many forward passes as it was asked times `per_look`."""
+
+    per_look = 1
+    asked = 0
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        self.send_response(200)
+        self.end_headers()
+        steps = 7 + self.asked * self.per_look
+        self.wfile.write(f'vlora:engine_steps_total{{model="lmm"}} {steps}\n'.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("per_look", "health"), [(3, Health.ALIVE), (0, Health.DEAD)])
+def test_no_answer_is_a_long_queue_where_forward_passes_are_done(
+    per_look: int, health: Health
+) -> None:
+    released = threading.Event()
+
+    def hangs(request: Any, context: Any) -> Any:
+        released.wait(30)
+        return answers(request, context)
+
+    handler = type("Handler", (Metrics,), {"per_look": per_look})
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as metrics,
+        serving(answer=hangs) as (
+            address,
+            _,
+        ),
+    ):
+        threading.Thread(target=metrics.serve_forever).start()
+        found = probe(address, deadline=1, metrics_port=metrics.server_port)
+        released.set()
+        metrics.shutdown()
+    assert found.health is health
+    assert found.seconds < 1.5
+
+
+def test_a_port_of_a_server_that_starts_here_is_alive_and_one_of_a_dead_run_is_not(
+    free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    address = f"localhost:{free_port}"
+    with run_folder() as folder:
+        starting_file(folder, free_port).touch()
+        assert probe(address, deadline=2).health is Health.ALIVE
+        assert probe(f"localhost:{free_port + 1}", deadline=2).health is Health.DEAD
+        left = folder.with_name("0" * 16)
+        shutil.copytree(folder, left)
+    assert starting_file(left, free_port).exists()
+    assert probe(address, deadline=2).health is Health.DEAD

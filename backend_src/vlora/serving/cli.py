@@ -21,6 +21,10 @@ def probe_command(
         bool,
         typer.Option("--alive", help="Status 0 also where it starts, drains or its queue is full."),
     ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Of the server's metrics: tells a long queue from a hung server."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing; only the status.")] = False,
     tls_ca: Annotated[
         Path | None, typer.Option(help="PEM of the authority, for a server with TLS.")
@@ -33,14 +37,15 @@ def probe_command(
 ) -> None:
     """Ask a server for one token through every model; tells a dead model from a live one.
 
-    Status 0: it answers. 3: it lives but takes no questions now (starting, draining, queue full).
-    1: nobody listens, a model's process is gone, or no answer came within the deadline.
+    Status 0: it answers. 3: it lives but takes no questions now (starting, draining, queue full;
+    with --metrics-port also a queue longer than the deadline). 1: nobody listens, a model's process
+    is gone, or no answer came within the deadline. That it starts is known on its own machine only.
     """
     from vlora.serving.probe import Health, Tls, probe
 
     tls = None if tls_ca is None else Tls(tls_ca, tls_name, tls_key, tls_certificate)
     try:
-        finding = probe(address, deadline, tls)
+        finding = probe(address, deadline, tls, metrics_port)
     except OSError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

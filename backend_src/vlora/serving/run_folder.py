@@ -32,6 +32,22 @@ SHARED_MEMORY = Path("/dev/shm")
 TOKEN = re.compile(r"[0-9a-f]{16}")
 
 
+def root_of_runs() -> Path:
+    """The folder of all runs of this user."""
+    return Path(tempfile.gettempdir()) / f"vlora-{os.getuid()}"
+
+
+def starting_file(folder: Path, grpc_port: int) -> Path:
+    """There while the run's server starts: Triton opens no port before its models are loaded."""
+    return folder / f"starting-{grpc_port}"
+
+
+def is_starting(grpc_port: int) -> bool:
+    """Whether a living run of this user, on this machine, is starting a server on that port."""
+    marks = root_of_runs().glob(starting_file(Path("*"), grpc_port).as_posix())
+    return any(_is_owned(mark.parent / "lock") for mark in marks)
+
+
 def shared_memory_prefix(folder: Path) -> str:
     """How the names of the run's shared memory begin."""
     return f"vlora_{folder.name}_"
@@ -63,7 +79,7 @@ def run_folder(root: Path | None = None) -> Iterator[Path]:
     What dead runs of the same user left is cleared first. Raises ServerError where the folder of
     all runs, `root`, is not ours alone.
     """
-    root = root or Path(tempfile.gettempdir()) / f"vlora-{os.getuid()}"
+    root = root or root_of_runs()
     _make_private(root)
     # Under the lock of all runs, so that nobody clears a folder not locked yet, or half gone.
     with _locked(root / "lock"):
@@ -117,3 +133,15 @@ def _take(path: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+def _is_owned(path: Path) -> bool:
+    """Whether another process has the lock of this file."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # the run has just ended
+        return False
+    return False

@@ -40,6 +40,7 @@ from vlora.serving.run_folder import (
     release_shared_memory,
     run_folder,
     shared_memory_prefix,
+    starting_file,
 )
 
 START_SECONDS = 180.0
@@ -175,6 +176,7 @@ class TritonServer:
         if self.log != STANDARD_OUTPUT:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             log = self._stack.enter_context(self.log.open("wb"))
+        starting_file(self._folder, self.options.grpc_port).touch()
         command = [str(assembly.binary), *assembly.arguments, *self._arguments(repository)]
         self._process = start_tied(command, self._environment(assembly), log)
 
@@ -200,6 +202,7 @@ class TritonServer:
         missing = {name: state for name, state in missing.items() if state != "READY"}
         if missing:
             raise ServerError(f"not every model is READY: {missing}\n{self.explain()}")
+        starting_file(self._folder, self.options.grpc_port).unlink()
 
     def index(self) -> dict[str, str]:
         """State of every model, from the repository index."""

@@ -1,0 +1,64 @@
+"""`vlora probe` against a real server: each state of its life, each within the deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from tests.triton.conftest import asking
+from vlora.cli import app
+from vlora.serving.ports import choose_ports
+from vlora.serving.probe import Finding, Health, probe
+from vlora.serving.server import ServerOptions, TritonServer
+
+DEADLINE = 10.0
+
+
+def look(server: TritonServer, deadline: float = DEADLINE) -> Finding:
+    started = time.monotonic()
+    found = probe(server.grpc_url, deadline, metrics_port=server.options.metrics_port)
+    assert time.monotonic() - started < deadline + 1, found
+    return found
+
+
+def test_a_server_that_answers_is_ready_also_by_the_command(server: TritonServer) -> None:
+    assert look(server).health is Health.READY
+    result = CliRunner().invoke(app, ["probe", server.grpc_url, "--deadline", str(DEADLINE)])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_wrong_port_is_dead_and_one_of_another_protocol_too(server: TritonServer) -> None:
+    (free,) = choose_ports({"grpc_port": 0}).values()
+    for port in (free, server.options.http_port):
+        found = probe(f"localhost:{port}", DEADLINE)
+        assert found.health is Health.DEAD, found
+        assert found.seconds < DEADLINE + 1
+
+
+def test_starting_ready_hung_and_killed_are_told_apart(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+) -> None:
+    options = ServerOptions(model=checkpoint, adapters=adapters_dir, log=tmp_path / "log")
+    server = TritonServer(options)
+    server.start()
+    try:
+        found = look(server)
+        assert found.health is Health.ALIVE, found
+        assert "starting" in found.reason
+        server.wait_ready()
+        assert look(server).health is Health.READY
+
+        # First hung, then killed; one that went on would end Triton 2.51 itself.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            os.kill(server.models["lmm"], number)
+            found = look(server)
+            assert found.health is Health.DEAD, found
+        with asking(server) as asker:
+            assert asker.client.is_server_ready(), "Triton goes on calling it ready"
+    finally:
+        server.kill()
+    assert look(server).health is Health.DEAD

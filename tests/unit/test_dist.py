@@ -1,0 +1,124 @@
+"""`make dist`: what is wrong with a wheel or an sdist is told, file by file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tools.dist.contents import (
+    expected_in_wheel,
+    faults_of_sdist,
+    faults_of_wheel,
+    read_sdist,
+    read_wheel,
+)
+from tools.dist.trial import TrialError, clean_environment, run
+
+TREE = {
+    "backend_src/vlora/cli.py": b"code",
+    "backend_src/vlora/atmm/tables/x.json": b"{}",
+    "model_repository/lmm/config.pbtxt": b"name",
+    "tools/demo/checkpoint/config.json": b"{}",
+    "tools/demo/show.py": b"not for the wheel",
+    "csrc/a.cpp": b"int",
+    "pyproject.toml": b"[project]",
+    "tests/unit/test_x.py": b"",
+}
+METADATA = "Name: vlora\nRequires-Python: <3.13,>=3.11\n" + "".join(
+    f"Provides-Extra: {name}\n" for name in ("server", "train", "video")
+)
+WHEEL = {
+    "vlora/cli.py": b"code",
+    "vlora/atmm/tables/x.json": b"{}",
+    "vlora/_data/model_repository/lmm/config.pbtxt": b"name",
+    "vlora/_data/tools/demo/checkpoint/config.json": b"{}",
+    "vlora/_kernels.cpython-311-x86_64-linux-gnu.so": b"ELF",
+    "vlora-0.1.0.dist-info/METADATA": METADATA.encode(),
+    "vlora-0.1.0.dist-info/entry_points.txt": b"[console_scripts]\nvlora = vlora.cli:main\n",
+    "vlora-0.1.0.dist-info/WHEEL": b"Root-Is-Purelib: false\n",
+}
+SDIST = {name: content for name, content in TREE.items() if not name.startswith("tests")}
+
+
+def test_a_whole_wheel_and_a_whole_sdist_have_no_faults() -> None:
+    assert faults_of_wheel(WHEEL, TREE) == []
+    assert faults_of_sdist(SDIST, TREE) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("vlora/_data/model_repository/lmm/config.pbtxt", None, "is missing"),
+        ("vlora/cli.py", b"older code", "differs from the tree's"),
+        ("vlora/lost.py", b"code", "does not belong into it"),
+        ("vlora/_kernels.cpython-311-x86_64-linux-gnu.so", None, "one compiled core is due"),
+        ("vlora-0.1.0.dist-info/METADATA", b"Name: other\n", "its Name is 'other'"),
+        ("vlora-0.1.0.dist-info/METADATA", b"Name: vlora\n", "no extra 'server'"),
+        ("vlora-0.1.0.dist-info/entry_points.txt", b"", "no command"),
+        ("vlora-0.1.0.dist-info/WHEEL", b"Root-Is-Purelib: true\n", "pure Python"),
+    ],
+)
+def test_a_fault_of_the_wheel_is_told(name: str, content: bytes | None, fault: str) -> None:
+    wheel = {key: value for key, value in WHEEL.items() if key != name}
+    if content is not None:
+        wheel[name] = content
+    assert any(fault in told for told in faults_of_wheel(wheel, TREE))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("csrc/a.cpp", None, "csrc/a.cpp is missing"),
+        ("pyproject.toml", b"", "pyproject.toml differs"),
+        ("backend_src/vlora/_kernels.so", b"ELF", "_kernels.so does not belong"),
+    ],
+)
+def test_a_fault_of_the_sdist_is_told(name: str, content: bytes | None, fault: str) -> None:
+    sdist = {key: value for key, value in SDIST.items() if key != name}
+    if content is not None:
+        sdist[name] = content
+    assert any(fault in told for told in faults_of_sdist(sdist, TREE))
+
+
+def test_archives_are_read_as_files_by_name(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        wheel.mkdir("vlora")
+        wheel.writestr("vlora/cli.py", b"code")
+    (tmp_path / "setup.py").write_bytes(b"setup")
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as sdist:
+        sdist.add(tmp_path / "setup.py", "vlora-0.1.0/setup.py")
+    assert read_wheel(tmp_path / "a.whl") == {"vlora/cli.py": b"code"}
+    assert read_sdist(tmp_path / "a.tar.gz") == {"setup.py": b"setup"}
+
+
+def test_the_trees_own_files_are_due_in_the_wheel() -> None:
+    root = Path(__file__).parents[2]
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True
+    )
+    due = expected_in_wheel(listed.stdout.split("\n"))
+    assert "vlora/_data/model_repository/lmm/1/model.json" in due
+    assert "vlora/_data/tools/demo/checkpoint/config.json" in due
+    assert "vlora/py.typed" in due
+    assert not [name for name in due if name.startswith(("tests", "csrc", "vlora/_data/tests"))]
+
+
+def test_a_command_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(TrialError, match=r"ended with 3; .*log ends:(?s:.*)no such wheel"):
+        run([sys.executable, "-c", "print('no such wheel'); raise SystemExit(3)"], log)
+
+
+def test_a_fresh_environment_knows_nothing_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("VLORA_MODEL", "/somewhere")
+    found = clean_environment(tmp_path)
+    assert found["PATH"].startswith(str(tmp_path / "bin"))
+    assert not {"PYTHONPATH", "VLORA_MODEL", "VIRTUAL_ENV"} & set(found)
