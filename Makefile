@@ -10,13 +10,14 @@ ACCURACY ?=
 CUDA ?=
 GPU ?=
 DIST ?=
+DEPLOY ?=
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo accuracy bench cuda gpu dist sanitize lint types clean
+.PHONY: help serve test demo accuracy bench cuda gpu dist deploy-check sanitize lint types clean
 
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(READY) ## Serve the demo model in the foreground until Ctrl-C (options: SERVE="--http-port 9000")
 	@$(BIN)/vlora serve $(SERVE)
@@ -42,6 +43,9 @@ gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minut
 
 dist: $(READY) ## Build wheel and sdist, check them, have each serve from a fresh environment (DIST="--no-trial")
 	@$(BIN)/python -m tools.dist $(DIST)
+
+deploy-check: $(READY) ## Check images, compose, chart, rules and Envoy with their own programs (a part: DEPLOY="-k envoy")
+	@$(BIN)/pytest -m deploy tests/deploy $(DEPLOY)
 
 sanitize: $(READY) ## Check the kernels under the address, undefined-behaviour and thread sanitizers
 	@$(BIN)/python csrc/atmm/test/sanitize.py

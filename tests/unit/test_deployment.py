@@ -67,11 +67,11 @@ def test_the_images_start_and_probe_the_server_by_commands_that_exist(file: str)
     lists = re.findall(r"(?:CMD|ENTRYPOINT) (\[.*\])", text)
     words = [json.loads(found) for found in lists]
     assert words == [
-        ["vlora", "probe", "--alive", "--deadline", "10"],
+        ["vlora", "probe", "--alive", "--deadline", "10", "--metrics-port", "8002"],
         ["vlora"],
         ["serve", "--log", "-"],
     ]
-    assert {"--alive", "--deadline"} <= options_of("probe")
+    assert {"--alive", "--deadline", "--metrics-port"} <= options_of("probe")
     assert "--log" in options_of("serve")
 
 

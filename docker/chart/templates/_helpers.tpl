@@ -32,6 +32,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ add .Values.drain.preStopSeconds .Values.drain.seconds .Values.drain.margin }}
 {{- end }}
 
+{{- /* The name that the servers' certificate carries. */ -}}
+{{- define "vlora.tlsName" -}}
+{{ .Values.tls.name | default (printf "%s.%s.svc" (include "vlora.name" .) .Release.Namespace) }}
+{{- end }}
+
 {{- /* What is allowed to no container of the chart. */ -}}
 {{- define "vlora.containerSecurity" -}}
 allowPrivilegeEscalation: false

@@ -1,0 +1,21 @@
+"""`make deploy-check`: what needs downloads, other programs and minutes; no part of `make test`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.deploy import kit
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.deploy)
+
+
+@pytest.fixture(scope="session")
+def tools() -> Path:
+    """The folder of the commands that come from PyPI."""
+    return kit.pypi()

@@ -1,0 +1,165 @@
+"""The chart, rendered by Helm's own library and validated by the schemas that were published."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+
+from tests.deploy import kit
+from vlora.serving.probe import ENSEMBLE
+
+CHART = kit.DOCKER / "chart"
+VERSIONS = ["1.33.0", "1.37.0"]
+TLS = {"enabled": True, "secret": "certificates", "clientCa": "clients.crt"}
+GATEWAY = {"envoy": {"enabled": True}, "inferencePool": {"enabled": True}}
+EVERYTHING = {
+    **GATEWAY,
+    "kserve": {"enabled": True},
+    "tls": TLS,
+    "autoscaling": {"enabled": True},
+    "monitoring": {"podMonitor": True, "rules": True},
+    "checkpoint": {"source": "claim", "claim": "llava", "subPath": "7b"},
+    "adapters": {"source": "ociImage", "reference": "registry.example/adapters:1"},
+    "engine": {"kv_cache_tokens": 65536},
+    "priorityClassName": "high",
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"team": "vision"},
+    "nodeSelector": {"kind": "big"},
+    "image": {"pullSecrets": [{"name": "key"}]},
+    "networkPolicy": {"from": [{"podSelector": {}}], "metricsFrom": [{"namespaceSelector": {}}]},
+}
+VALUES: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "gpu": yaml.safe_load((CHART / "values-gpu.yaml").read_text()),
+    "tls": {"tls": TLS},
+    "gateway": GATEWAY,
+    "gateway-tls": {**GATEWAY, "tls": TLS},
+    "everything": EVERYTHING,
+}
+CUSTOM = {"PodMonitor", "PrometheusRule", "InferencePool", "ServingRuntime"}
+
+
+def render(tools: Path, values: dict[str, Any]) -> dict[str, Any]:
+    asked = {"chart": str(CHART), "values": values, "namespace": "shop", "versions": VERSIONS}
+    script = Path(__file__).with_name("render.py")
+    found: dict[str, Any] = json.loads(kit.said([tools / "python", script], json.dumps(asked)))
+    return found
+
+
+def custom_resources(tools: Path) -> dict[str, dict[str, Any]]:
+    found = render(tools, EVERYTHING)
+    return {one["kind"]: one for one in found["resources"] if one["kind"] in CUSTOM}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_it_renders_and_validates_strictly_for_two_versions(tools: Path, name: str) -> None:
+    found = render(tools, VALUES[name])
+    assert found.get("error") is None
+    assert found["lint"] == []
+    assert found["faults"] == []
+    assert set(found["custom"]) <= CUSTOM
+    kinds = {one["kind"] for one in found["resources"]}
+    assert {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= kinds
+    assert f"{ENSEMBLE}/generate" in found["notes"]
+    if name == "everything":
+        assert {*CUSTOM, "HorizontalPodAutoscaler"} <= kinds
+
+
+def test_what_validates_refuses_an_unknown_key_and_an_unknown_kind(
+    tools: Path, tmp_path: Path
+) -> None:
+    """The check itself: that a wrong manifest is seen."""
+    for wrong in ("spec: {replica: 1}", "kind: Deploymint"):
+        chart = tmp_path / wrong[:4]
+        (chart / "templates").mkdir(parents=True)
+        (chart / "Chart.yaml").write_text("apiVersion: v2\nname: wrong\nversion: 0.1.0\n")
+        head = "apiVersion: apps/v1\nmetadata: {name: a}\n"
+        kind = "" if wrong.startswith("kind") else "kind: Deployment\n"
+        (chart / "templates" / "a.yaml").write_text(f"{head}{kind}{wrong}\n")
+        asked = {"chart": str(chart), "values": {}, "namespace": "a", "versions": VERSIONS}
+        script = Path(__file__).with_name("render.py")
+        found = json.loads(kit.said([tools / "python", script], json.dumps(asked)))
+        assert len(found["faults"]) == len(VERSIONS), found
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"replica": 2},
+        {"probes": {"liveness": {"deadline": 3}}},
+        {"tls": {"cert": "x"}},
+        {"ports": {"http": 70000}},
+        {"resources": {"limits": {"memory": "8 gigabytes"}}},
+        {"checkpoint": {"source": "download"}},
+        {"checkpoint": {"source": "claim"}},
+        {"tls": {"enabled": True}},
+        {"envoy": {"enabled": True}, "service": {"headless": False}},
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(tools: Path, values: dict[str, Any]) -> None:
+    assert render(tools, values).get("error")
+
+
+def test_monitors_and_rules_fit_the_models_of_the_prometheus_operator(tools: Path) -> None:
+    folder = kit.npm(kit.MODELS_OF_PROMETHEUS)
+    resources = custom_resources(tools)
+    package = kit.MODELS_OF_PROMETHEUS.rpartition("@")[0]
+    prefix = "ComGithubPrometheusOperatorPrometheusOperatorPkgApisMonitoringV1"
+    for kind in ("PodMonitor", "PrometheusRule"):
+        schema = folder / "node_modules" / package / "_schemas" / f"{prefix}{kind}.js"
+        script = (
+            f"import {{validate}} from {json.dumps(schema.as_uri())};"
+            "import {readFileSync} from 'node:fs';"
+            "for (const one of JSON.parse(readFileSync(0)))"
+            " console.log(validate(one) ? 'valid' : JSON.stringify(validate.errors));"
+        )
+        wrong = {**resources[kind], "spec": 5}
+        given = json.dumps([resources[kind], wrong])
+        said = kit.said(["node", "--input-type=module", "-e", script], given).splitlines()
+        assert said[0] == "valid", said[0]
+        assert said[1] != "valid"
+
+
+@pytest.mark.parametrize("kind", sorted(CUSTOM))
+def test_a_custom_resource_validates_strictly_by_its_definition(tools: Path, kind: str) -> None:
+    folder = os.environ.get("CRDS")
+    if folder is None:
+        pytest.skip("no package carries the definitions: CRDS=DIR names a folder with their YAML")
+    resource = custom_resources(tools)[kind]
+    definitions = [
+        one
+        for file in sorted(Path(folder).glob("*.yaml"))
+        for one in yaml.safe_load_all(file.read_text())
+        if one and one["spec"]["names"]["kind"] == kind
+    ]
+    assert definitions, f"no definition of {kind} in {folder}"
+    version = resource["apiVersion"].partition("/")[2]
+    (schema,) = (
+        one["schema"]["openAPIV3Schema"]
+        for one in definitions[0]["spec"]["versions"]
+        if one["name"] == version
+    )
+    validator = Draft7Validator(strict(schema))
+    assert [error.message for error in validator.iter_errors(resource)] == []
+    assert list(validator.iter_errors({**resource, "spec": {**resource["spec"], "unknown": 1}}))
+
+
+def strict(schema: Any) -> Any:
+    """A structural schema in which fields that it does not name are refused."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items() if key != "format"}
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    open_ended = schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(schema.get("properties"), dict) and not open_ended:
+        made.setdefault("additionalProperties", False)
+    return made
