@@ -22,6 +22,7 @@ ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
 
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", AUTO)
+MERGING = ("out_of_place", "in_place", "off")
 Threads = int | Literal["auto"]
 
 
@@ -63,6 +64,11 @@ class Options:
     max_num_seqs: requests running at once. max_num_batched_tokens: rows of one step.
     max_num_waiting: queue length at which requests are refused with UNAVAILABLE.
     block_size: tokens per KV page. kv_cache_tokens: capacity of the page pool in tokens.
+    merging: how an adapter comes into the weights (merged and mixture mode): "out_of_place", beside
+        the base weights; "in_place", as the paper does it, with half the memory and a drift by
+        rounding; "off", never.
+    merged_weights_bytes: memory for the merged weights; where they need more, nothing is merged.
+        None: what the machine and the container have left at the start.
     engine_threads, encoder_threads: threads of the two processes; "auto" shares out the cores that
         this process may use (`cores.share`).
     feature_cache_bytes: budget of the encoder's image feature cache; 0 turns it off.
@@ -79,6 +85,8 @@ class Options:
     max_num_waiting: int = 1024
     block_size: int = 16
     kv_cache_tokens: int = 32768
+    merging: str = "out_of_place"
+    merged_weights_bytes: int | None = None
     engine_threads: Threads = AUTO
     encoder_threads: Threads = AUTO
     feature_cache_bytes: int = 256 * 1024 * 1024
@@ -197,6 +205,10 @@ def parse_options(given: Mapping[str, Any], where: str, folder: Path) -> Options
     if options.dtype not in DTYPES:
         raise InvalidArgument(
             f"{where}: 'dtype' = '{options.dtype}' is not served; it may be {', '.join(DTYPES)}"
+        )
+    if options.merging not in MERGING:
+        raise InvalidArgument(
+            f"{where}: 'merging' = '{options.merging}' is unknown; it may be {', '.join(MERGING)}"
         )
     adapters = options.adapters
     return replace(

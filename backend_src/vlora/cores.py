@@ -66,6 +66,21 @@ def of(options: Options) -> Split:
 
 def cpu_quota(process: Path = PROCESS, root: Path = CGROUPS) -> float | None:
     """Cores' worth of time that the tightest control group above this process allows, or None."""
+    return least(_version_2, "cpu", _version_1, process, root)
+
+
+Reader = Callable[[Path], float | None]
+"""What the folder of a control group allows; None where it says nothing."""
+
+
+def least(
+    version_2: Reader,
+    controller: str,
+    version_1: Reader,
+    process: Path = PROCESS,
+    root: Path = CGROUPS,
+) -> float | None:
+    """The least that the control groups above this process allow of something, or None."""
     try:
         lines = process.read_text().splitlines()
     except OSError:
@@ -74,16 +89,16 @@ def cpu_quota(process: Path = PROCESS, root: Path = CGROUPS) -> float | None:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            found += _limits(root, path, _version_2)
-            found += _limits(root / "unified", path, _version_2)
-        elif "cpu" in controllers.split(","):
-            found += _limits(root / controllers, path, _version_1)
-            found += _limits(root / "cpu", path, _version_1)
+            found += _limits(root, path, version_2)
+            found += _limits(root / "unified", path, version_2)
+        elif controller in controllers.split(","):
+            found += _limits(root / controllers, path, version_1)
+            found += _limits(root / controller, path, version_1)
     return min(found, default=None)
 
 
-def _limits(root: Path, path: str, read: Callable[[Path], float | None]) -> Iterator[float]:
-    """Quotas of a group and of all above it. In a container the path may be the host's, which is
+def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
+    """Limits of a group and of all above it. In a container the path may be the host's, which is
     not to be seen from inside; the root then is the container's own."""
     for folder in _upwards(path):
         limit = read(root / folder)

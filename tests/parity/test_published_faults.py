@@ -1,6 +1,6 @@
 """What the published V-LoRA code gets wrong, one test each, as far as the engine has the part.
 
-The faults that concern merging, mode changes and starvation are tested with those parts.
+Starvation is tested with the policy (tests/unit/test_policy.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.parity.modes import drive
 from tests.parity.questions import Case
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
@@ -69,6 +70,87 @@ def test_the_lora_scale_counts_when_unmerged(
             tokens = [token for output in outputs for token in output.token_ids]
             assert tokens == case.expected.tokens
     assert checked >= 9
+
+
+def answered(
+    engine: Engine, chosen: list[Case], live: str | None
+) -> tuple[list[list[int]], list[Output]]:
+    """(tokens, last outputs) of cases asked together, with this adapter in the weights."""
+    slot = engine.adapters.slot(live)
+    drive(engine, lambda _: slot)
+    tokens: dict[str, list[int]] = {}
+    last: dict[str, Output] = {}
+    for index, case in enumerate(chosen):
+        engine.add(engine.prepare(case.request(f"m{index}")), arrival=0.0)
+    while not engine.idle:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            last[output.request_id] = output
+    assert engine.switcher.live == slot
+    names = [f"m{index}" for index in range(len(chosen))]
+    return [tokens[name] for name in names], [last[name] for name in names]
+
+
+@pytest.fixture(scope="module")
+def of_adapter(cases: list[Case]) -> dict[str | None, list[Case]]:
+    """Questions that the LM head answers with several tokens, by adapter."""
+    found: dict[str | None, list[Case]] = {}
+    for case in cases:
+        if not case.question.use_head and case.max_tokens > 3:
+            found.setdefault(case.question.adapter, []).append(case)
+    return found
+
+
+def expected(chosen: list[Case]) -> list[list[int]]:
+    return [list(case.expected.tokens) for case in chosen]
+
+
+def test_a_merged_decode_adds_the_adapter_once(
+    of_adapter: dict[str | None, list[Case]], checkpoint: Path, parity_adapters: Path
+) -> None:
+    """There, a merged decode goes through the unmerged operator as well."""
+    engine = Engine(Options(model=checkpoint, adapters=parity_adapters))
+    chosen = of_adapter["all-r8"]
+    tokens, last = answered(engine, chosen, "all-r8")
+    assert tokens == expected(chosen)
+    assert all(set(output.modes) == {"merged"} for output in last)
+
+
+def test_the_lora_scale_counts_when_merged_as_it_does_unmerged(
+    of_adapter: dict[str | None, list[Case]], checkpoint: Path, parity_adapters: Path
+) -> None:
+    """There, merging applies a scale that the unmerged operator does not know."""
+    engine = Engine(Options(model=checkpoint, adapters=parity_adapters))
+    for name in ("attention-r4", "all-r8", "feed-forward-r16"):
+        chosen = of_adapter[name][:2]
+        for live in (name, None):
+            tokens, _ = answered(engine, chosen, live)
+            assert tokens == expected(chosen)
+
+
+def test_a_mixture_decode_takes_the_live_adapter_out_of_all_other_rows(
+    of_adapter: dict[str | None, list[Case]], checkpoint: Path, parity_adapters: Path
+) -> None:
+    """There, deLoRA is switched off while decoding."""
+    engine = Engine(Options(model=checkpoint, adapters=parity_adapters))
+    names = (None, "attention-r4", "feed-forward-r16", "all-r8", "lm-head-r32")
+    chosen = [case for name in names for case in of_adapter[name][:1]]
+    tokens, last = answered(engine, chosen, "all-r8")
+    assert tokens == expected(chosen)
+    assert all("mixture" in output.modes for output in last)
+    assert all(output.modes["mixture"] > 1 for output in last[:3])
+
+
+def test_an_engine_that_ran_dry_still_knows_what_is_in_its_weights(
+    of_adapter: dict[str | None, list[Case]], checkpoint: Path, parity_adapters: Path
+) -> None:
+    """There, a drained batch clears the merged flag and leaves the weights merged."""
+    engine = Engine(Options(model=checkpoint, adapters=parity_adapters))
+    for live in ("all-r8", "all-r8", None, "attention-r4", None):
+        for name in ("all-r8", None):
+            chosen = of_adapter[name][:1]
+            tokens, _ = answered(engine, chosen, live)
+            assert tokens == expected(chosen), (live, name)
 
 
 def test_task_heads_answer_in_the_same_batch_as_the_lm_head(

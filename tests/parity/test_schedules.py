@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.parity.conftest import Tally
+from tests.parity.modes import drive
 from tests.parity.questions import Case
 from tools.demo.oracle import Greedy
 from vlora.config import Options
@@ -20,6 +21,7 @@ from vlora.engine.engine import Engine
 from vlora.errors import Cancelled
 from vlora.kernels import backends
 from vlora.kernels.backends import Backend
+from vlora.lora.segments import BASE
 from vlora.request import Output
 
 HEAD_TOLERANCE = 1e-4
@@ -36,7 +38,8 @@ class Arrival:
 @dataclass(frozen=True)
 class Schedule:
     """arrivals of cases by step; budgets; slack: pages beyond what the longest request needs;
-    kernels: compiled, or their twins."""
+    kernels: compiled, or their twins. lives: numbers of the adapters in the weights, step by step
+    and again; none: as the engine has it. in_order: its rows are sorted for that."""
 
     arrivals: tuple[Arrival, ...]
     sequences: int
@@ -44,6 +47,8 @@ class Schedule:
     block_size: int
     slack: int
     kernels: Backend = "reference"
+    lives: tuple[int, ...] = ()
+    in_order: bool = True
 
 
 arrivals = st.builds(
@@ -60,6 +65,8 @@ schedules = st.builds(
     block_size=st.sampled_from([1, 3, 16, 64]),
     slack=st.sampled_from([0, 0, 1, 8, 500]),
     kernels=st.sampled_from(sorted({"reference", backends.default()})),
+    lives=st.lists(st.integers(0, 5), max_size=9).map(tuple),
+    in_order=st.booleans(),
 )
 
 
@@ -107,6 +114,9 @@ def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
         )
     )
     base = engine.slab.digest()
+    if schedule.lives:
+        slots, lives = [BASE, *range(len(engine.adapters.names()))], schedule.lives
+        drive(engine, lambda step: slots[lives[step % len(lives)]], in_order=schedule.in_order)
     with patch.object(backends, "default", lambda: schedule.kernels):
         outputs = run(engine, schedule, cases)
     for index, arrival in enumerate(schedule.arrivals):

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
+from tests.parity.modes import drive
 from vlora.bench import llava
 from vlora.config import Options
 from vlora.engine.engine import Engine
@@ -61,10 +62,14 @@ def ours(
     images: Sequence[Any],
     adapters: Path | None = None,
     names: Sequence[str | None] = (None,) * PROMPTS,
+    live: str | None = None,
 ) -> torch.Tensor:
-    """[prompts, V] logits after each prompt with its image, by our tower and our engine."""
+    """[prompts, V] logits after each prompt with its image, by our tower and our engine. live: the
+    adapter in the weights."""
     encoder = VisionEncoder(folder, 1, TYPES[dtype])
     engine = Engine(Options(model=folder, adapters=adapters, dtype=dtype))
+    slot = engine.adapters.slot(live)
+    drive(engine, lambda _: slot)
     found: list[torch.Tensor] = []
     forward = Runner.forward
 
@@ -93,12 +98,15 @@ def stock(
     prompts: Sequence[str],
     images: Sequence[Any],
     adapter: Path | None = None,
+    *,
+    merged: bool = False,
 ) -> torch.Tensor:
-    """The same by transformers and PEFT, everything in one type."""
+    """The same by transformers and PEFT, everything in one type. merged: by merge_and_unload."""
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=TYPES[dtype]).eval()
     if adapter is not None:
         peft = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)
-        model = peft.to(TYPES[dtype]).eval().get_base_model()
+        peft = peft.to(TYPES[dtype]).eval()
+        model = peft.merge_and_unload() if merged else peft.get_base_model()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encoder = VisionEncoder(folder, 1)
     found = []
@@ -151,6 +159,26 @@ def test_with_adapters_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_peft(
     allowed = 1.5 * (theirs("bfloat16") - exact).square().mean().sqrt()
     found = ours(small.folder, "bfloat16", prompts, images, small.adapters, asked)
     error = (found - exact).square().mean().sqrt()
+    assert 0 < error <= allowed, f"{error:.4g} against {allowed:.4g}"
+
+
+@pytest.mark.parametrize("rows", ["merged", "mixture"])
+def test_merged_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_merge_and_unload(
+    small: llava.Checkpoint, rows: str
+) -> None:
+    """Of the live adapter's own rows, and of others' from which it is taken out again."""
+    rng = np.random.default_rng(7)
+    side, (live, other, *_) = SMALL.image, small.adapter_names
+    asked = live if rows == "merged" else other
+    folder = small.adapters / asked
+    prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(PROMPTS)]
+    images = [DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in prompts]
+    exact = stock(small.folder, "float32", prompts, images, folder)
+    theirs = stock(small.folder, "bfloat16", prompts, images, folder, merged=True)
+    names = [asked] * PROMPTS
+    given = (small.folder, "bfloat16", prompts, images, small.adapters, names, live)
+    error = (ours(*given) - exact).square().mean().sqrt()
+    allowed = 1.5 * (theirs - exact).square().mean().sqrt()
     assert 0 < error <= allowed, f"{error:.4g} against {allowed:.4g}"
 
 

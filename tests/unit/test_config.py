@@ -103,6 +103,8 @@ def test_vllms_tokenizer_must_be_the_models() -> None:
         ("dtype", "float16"),
         ("engine_threads", 0),
         ("encoder_threads", "all"),
+        ("merging", "sideways"),
+        ("merged_weights_bytes", -1),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(key: str, value: Any) -> None:

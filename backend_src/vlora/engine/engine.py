@@ -21,6 +21,7 @@ from vlora.lora.store import AdapterStore, find_folders
 from vlora.lora.switcher import Switcher
 from vlora.memory.kv import BlockTable
 from vlora.memory.pool import PagePool
+from vlora.memory.room import room
 from vlora.metrics import EngineStats
 from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.inputs import PromptReader
@@ -66,10 +67,16 @@ class Engine:
         self.pool = PagePool(pages)
         self._block_size = options.block_size
         self.max_model_len = _context(options, self.config.context, pages * options.block_size)
-        self.switcher = Switcher(weights.slab, self.adapters)
+        self.switcher = Switcher(weights.slab, self.adapters, options.merging)
         self._runner = Runner(
             self.config, weights, self.adapters, self.switcher, pages, options.block_size
         )
+        self.switcher.memory = options.merged_weights_bytes
+        if self.switcher.memory is None and (left := room()) is not None:
+            # The pages' memory is taken as they are used.
+            self.switcher.memory = max(0, left - self._runner.kv_bytes)
+        if options.merging != "off" and (reason := self.switcher.refusal(0)) is not None:
+            log.warning("no adapter is merged: %s ('merged_weights_bytes')", reason)
         self._reader = PromptReader(options.model, self.config)
         self._tokenizing = threading.Lock()
         self._vocabulary = Vocabulary(self._reader.tokenizer)

@@ -6,9 +6,9 @@ step's segments follow from its `live`, and nothing else has a say. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
 import torch
 
@@ -17,10 +17,17 @@ from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate
 from vlora.lora.adapter import Adapter, Place
 from vlora.lora.segments import BASE
 from vlora.lora.slab import GROUPS, PAGE, WeightSlab
-from vlora.lora.store import AdapterStore
 
-Merging = Literal["out_of_place", "in_place", "off"]
 MIB = 1 << 20
+
+
+class Adapters(Protocol):
+    """What is merged. places: the matrices that any known adapter changes."""
+
+    @property
+    def places(self) -> Collection[Place]: ...
+
+    def adapter(self, slot: int) -> Adapter: ...
 
 
 @dataclass(frozen=True)
@@ -53,15 +60,16 @@ class Switcher:
     def __init__(
         self,
         slab: WeightSlab,
-        adapters: AdapterStore,
-        merging: Merging = "out_of_place",
+        adapters: Adapters,
+        merging: str = "out_of_place",
         memory: int | None = None,
     ) -> None:
-        """memory: bytes that merged weights may take; None: any number."""
+        """merging: "out_of_place", "in_place" or "off". memory: see there."""
+        self.memory = memory
+        """Bytes that merged weights may take; None: any number."""
         self._slab = slab
         self._adapters = adapters
         self._merging = merging
-        self._memory = memory
         self._base = Active(BASE, tuple(region.view(slab.base) for region in slab.regions))
         self.active = self._base
         self._merged: torch.Tensor | None = None
@@ -100,10 +108,11 @@ class Switcher:
         if self._merging == "off":
             return "merging is off"
         needed = self.merged_bytes
-        if self._memory is not None and needed > self._memory:
+        if self.memory is not None and needed > self.memory:
+            base = self._slab.base.nbytes
             return (
-                f"merged weights need {needed // MIB} MiB beside the base model's"
-                f" {self._slab.base.nbytes // MIB}; {self._memory // MIB} MiB are allowed"
+                f"merged weights need {needed / MIB:.1f} MiB beside the base model's"
+                f" {base / MIB:.1f}; {self.memory / MIB:.1f} MiB are left for them"
             )
         return None
 
@@ -155,12 +164,12 @@ class Switcher:
         return known
 
     def forget(self, slot: int) -> None:
-        """The slot's adapter is gone; it must not be live."""
-        known = self._prepared.pop(slot, None)
-        if known is not None and known is self._holds:
-            if self.live != BASE:
-                raise ValueError(f"slot {slot} is live")
+        """The slot's adapter is gone. ValueError where it is live."""
+        if slot == self.live:
+            raise ValueError(f"slot {slot} is live")
+        if slot == self.merged:
             self._holds = None
+        self._prepared.pop(slot, None)
 
     def _prepare(self, slot: int, adapter: Adapter) -> _Prepared:
         slab, updates, copied = self._slab, [], []

@@ -57,6 +57,10 @@ class Runner:
             weights.slab.dtype,
         )
 
+    @property
+    def kv_bytes(self) -> int:
+        return self._store.cache.nbytes
+
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> StepResult:
         """With the weights that are active. chunks: in the order of their rows, best that of
