@@ -24,6 +24,7 @@ from vlora.bench.cells import DTYPES, Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import Baseline, Call
 from vlora.bench.timing import Timing
+from vlora.memory import huge
 
 BUILT_IN = ("r8-s64-e64-d0-p64", "r96-s64-e64-d256-p0")
 """The core's own choices without a table, for few and for many rows."""
@@ -103,11 +104,13 @@ class Beside:
     the memory and the cores gave at the time. Without the compiled core there are none.
 
     read_bytes: read in one call; 0: not read. rounds: of the loop at the peak, in one call.
+    huge_pages: whether what is read lies in such, as weights and KV pages do.
     """
 
     dtype: str
     rounds: int
     read_bytes: int
+    huge_pages: bool = True
 
     def calls(self) -> dict[str, Callable[[], None]]:
         if not compiled():
@@ -119,7 +122,8 @@ class Beside:
 
         found: dict[str, Callable[[], None]] = {}
         if self.read_bytes:
-            values = torch.ones(self.read_bytes // 4)
+            reserve = huge.zeros if self.huge_pages else torch.zeros
+            values = reserve(self.read_bytes // 4, dtype=torch.float32).fill_(1.0)
 
             def read() -> None:
                 tiles.read(values.data_ptr(), self.read_bytes, torch.get_num_threads())

@@ -151,10 +151,9 @@ def measure(
             left_out[operator.name] = reason
     x = cell.draw_rows(generator)
     rotations = {op.name: Rotation([], *_rows(op, x)) for op in chosen}
-    # A cold cell reads as many bytes as all its layers have.
-    beside = Beside(
-        cell.dtype, MULTIPLY_ROUNDS, _layers(cell) * cell.adapter_bytes if cell.cold else 0
-    )
+    # A cold cell reads as many bytes as all its layers have, from memory like theirs.
+    read = _layers(cell) * cell.adapter_bytes if cell.cold else 0
+    beside = Beside(cell.dtype, MULTIPLY_ROUNDS, read, huge_pages=False)
     pairs = cell.draw_pairs(generator)  # the same values in all layers: each operator copies
     for _ in range(_layers(cell)):
         for operator in chosen:

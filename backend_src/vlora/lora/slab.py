@@ -7,7 +7,6 @@ Which slab a forward pass reads is the switcher's.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import mmap
@@ -16,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+from vlora.memory import huge
 
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -44,10 +45,6 @@ class Region:
         return slab[self.offset : self.offset + self.rows * self.columns].view(
             self.rows, self.columns
         )
-
-
-PAGE = 2 << 20
-"""Bytes of a huge page, which slabs ask for: a product reads a slab from end to end."""
 
 
 class WeightSlab:
@@ -87,12 +84,7 @@ class WeightSlab:
 
     def reserve(self) -> torch.Tensor:
         """Another slab of this layout: addresses, which take memory where they are written."""
-        size = self.elements * self.dtype.itemsize
-        memory = mmap.mmap(-1, size + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
-        return torch.frombuffer(memory, dtype=self.dtype, count=self.elements, offset=start)
+        return huge.zeros(self.elements, dtype=self.dtype)
 
     def seal(self) -> None:
         """From now on a write to the base slab is a fault of memory. OSError if that is refused."""

@@ -16,7 +16,8 @@ from vlora.atmm import op
 from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate
 from vlora.lora.adapter import Adapter, Place
 from vlora.lora.segments import BASE
-from vlora.lora.slab import GROUPS, PAGE, WeightSlab
+from vlora.lora.slab import GROUPS, WeightSlab
+from vlora.memory.huge import PAGE
 
 MIB = 1 << 20
 

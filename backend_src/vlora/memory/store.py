@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from vlora.memory import huge
+
 LANES = 16
 """Tokens of a panel: the scores of its keys fill a vector of any instruction set."""
 
@@ -33,7 +35,7 @@ class KVStore:
         self.head_dim = head_dim
         self._padded = -(-head_dim // LANES) * LANES
         panels = -(-block // LANES)
-        self.cache = torch.zeros(
+        self.cache = huge.zeros(
             pages, layers, 2, kv_heads, panels, LANES * self._padded, dtype=dtype
         )
 

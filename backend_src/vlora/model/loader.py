@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from vlora.errors import InvalidArgument
 from vlora.lora.adapter import ModelShape
 from vlora.lora.slab import TARGETS, WeightSlab
+from vlora.memory import huge
 from vlora.model.decoder_config import (
     EMBEDDING,
     FINAL_NORM,
@@ -85,7 +86,7 @@ def load_weights(
     }
     beside = {name: shape for name, shape in config.weight_shapes.items() if name not in rooms}
     rooms |= {
-        name: torch.empty(shape, dtype=dtype if len(shape) == 2 else torch.float32)
+        name: huge.zeros(*shape, dtype=dtype) if len(shape) == 2 else torch.empty(shape)
         for name, shape in beside.items()
     }
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
