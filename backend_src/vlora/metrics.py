@@ -14,6 +14,8 @@ class EngineStats:
     so that decode_rows / decode_steps is the mean batch of decoding.
     switches: changes of the live adapter; merges: those that had to compute merged weights;
     switch_seconds: spent on both. mode: of the last step; mode_steps, mode_seconds: by mode.
+    superseded, expired: requests ended by a newer one of their stream, and by their deadline; both
+    are counted in aborted as well.
     running_adapters, waiting_adapters: requests by adapter name ("" is the base model).
     """
 
@@ -33,6 +35,8 @@ class EngineStats:
     mode: str = ""
     mode_steps: Mapping[str, int] = field(default_factory=dict)
     mode_seconds: Mapping[str, float] = field(default_factory=dict)
+    superseded: int = 0
+    expired: int = 0
     running: int = 0
     waiting: int = 0
     pages_used: int = 0

@@ -25,8 +25,8 @@ RANDOM_SEED = -1
 ADAPTER_KEY = "lora_name"
 """Travels among the sampling keys and names the adapter; it says nothing about sampling."""
 
-NOT_YET = ("priority", "deadline_ms", "stream_id", "supersede")
-"""Keys of the contract that a later version brings; refused by name until then."""
+MAX_STREAM_ID = 256
+"""Characters of a stream's id."""
 
 AS_WE_DO: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -96,6 +96,10 @@ class SamplingParams:
     max_tokens: None means up to the context. min_tokens: end of text is masked before that.
     logprobs: None, or how many alternatives to report beside the sampled token (0–20).
     choices: the answer is exactly one of these strings; the longest sets the token limit.
+    priority: lower goes first, as in vLLM. deadline_ms: milliseconds from acceptance after which
+        the answer is of no use: the request ends with CANCELLED.
+    stream_id, supersede: the chunks of one stream share an id, and one that supersedes ends the
+        older ones that still wait.
     """
 
     temperature: float = 1.0
@@ -114,6 +118,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     choices: tuple[str, ...] = ()
+    priority: int = 0
+    deadline_ms: float | None = None
+    stream_id: str | None = None
+    supersede: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -145,6 +153,8 @@ class SamplingParams:
             raise InvalidArgument(
                 f"'min_tokens' = {params.min_tokens} is above 'max_tokens' = {params.max_tokens}"
             )
+        if params.supersede and params.stream_id is None:
+            raise InvalidArgument("'supersede' needs 'stream_id': the chunks of which stream")
         clash = [key for key in _NOT_WITH_CHOICES if params.choices and getattr(params, key)]
         if clash:
             raise InvalidArgument(
@@ -155,8 +165,6 @@ class SamplingParams:
 
 def _check_as_we_do(key: str, value: Any) -> None:
     """Refuses a key that sets nothing, unless its value says what is done anyway."""
-    if key in NOT_YET:
-        raise Unsupported(f"sampling parameter '{key}' is not yet supported")
     if key not in REFUSED:
         raise InvalidArgument(
             f"unknown sampling parameter {shown(key)}{nearest(key, KNOWN_KEYS) or '.'}"
@@ -312,6 +320,12 @@ def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     return tuple(_TOKEN_ID(key, item) for item in value)
 
 
+def _stream_id(key: str, value: Any) -> str:
+    if not _is_text(value) or not 0 < len(value) <= MAX_STREAM_ID:
+        raise _wrong(key, value, f"a string of 1 to {MAX_STREAM_ID} characters")
+    return str(value)
+
+
 _BOOLEANS = {"true": True, "false": False}
 
 _NOT_WITH_CHOICES = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
@@ -337,6 +351,10 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": _boolean,
     "logprobs": _optional(_wholes(0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")),
     "choices": _choices,
+    "priority": _wholes(-(2**31), 2**31 - 1, "a whole number of 32 bits; lower goes first"),
+    "deadline_ms": _optional(_floats(1e-3, 1e9, "milliseconds above 0, at most 1e9")),
+    "stream_id": _optional(_stream_id),
+    "supersede": _boolean,
 }
 
 KNOWN_KEYS: tuple[str, ...] = (*(f.name for f in fields(SamplingParams)), ADAPTER_KEY)

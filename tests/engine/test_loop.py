@@ -377,3 +377,42 @@ def test_figures_count_what_was_done(loop: EngineLoop) -> None:
     assert stats.decode_rows == 12
     assert 4 <= stats.decode_steps <= 12
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+
+
+def streamed(request_id: str, stream: str | None = "camera", **keys: Any) -> Request:
+    given = {"temperature": 0, "max_tokens": 900, "ignore_eos": True, "stream_id": stream, **keys}
+    return request(request_id, sampling=SamplingParams.parse(given))
+
+
+def test_a_newer_chunk_ends_the_older_ones_of_its_stream_that_wait(loop: EngineLoop) -> None:
+    sink = Collector()
+    for index in range(4):  # as many as run at once
+        loop.submit(streamed(f"runs{index}"), sink)
+        sink.wait(lambda index=index: bool(sink.outputs[f"runs{index}"]))  # type: ignore[misc]
+    loop.submit(streamed("old"), sink)
+    loop.submit(streamed("of another stream", stream="door"), sink)
+    loop.submit(streamed("keeps the others"), sink)
+    loop.submit(streamed("new", supersede=True), sink)
+    for name in ("old", "keeps the others"):
+        last = sink.last(name)
+        assert isinstance(last.error, Cancelled)
+        assert "superseded" in str(last.error)
+    assert loop.stats().superseded == 2
+    ended = {name for name, outputs in sink.outputs.items() if outputs and outputs[-1].finished}
+    assert ended == {"old", "keeps the others"}, "neither what runs nor another stream's"
+
+
+def test_a_request_past_its_deadline_ends_with_cancelled(engine: Engine) -> None:
+    now = [100.0]
+    engine._clock = lambda: now[0]
+    states = [engine.prepare(streamed(name, deadline_ms=250)) for name in ("runs", "waits")]
+    engine.add(states[0], arrival=100.0)
+    engine.step()
+    engine.add(states[1], arrival=100.1)
+    now[0] = 100.25
+    outputs = engine.step()
+    assert [(o.request_id, type(o.error)) for o in outputs if o.finished] == [("runs", Cancelled)]
+    assert "'deadline_ms' = 250" in str(outputs[0].error)
+    now[0] = 100.4
+    assert [o.request_id for o in engine.step() if o.error] == ["waits"]
+    assert (engine.stats().expired, engine.idle) == (2, True)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes import TEMPLATE, adapter, features
 from vlora.config import Limits
-from vlora.errors import InvalidArgument, Unsupported
+from vlora.errors import InvalidArgument
 from vlora.serving.codec import Call, Prepared, is_cancel, prepare, read_call, sampling_keys
 from vlora.serving.tensors import flag, strings
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS
@@ -186,10 +186,11 @@ def test_a_missing_prompt_is_refused() -> None:
         read_call({}, {}, "", Limits())
 
 
-def test_keys_of_later_versions_are_refused_as_not_yet_supported() -> None:
-    for key in ("priority", "deadline_ms", "stream_id", "supersede"):
-        with pytest.raises(Unsupported, match="not yet supported"):
-            prepared(read(sampling_parameters=keys(**{key: 1})))
+def test_keys_of_real_time_streams_travel_among_the_sampling_parameters() -> None:
+    given = keys(priority=2, deadline_ms=40, stream_id="camera", supersede=True)
+    params = prepared(read(sampling_parameters=given)).request.sampling
+    assert (params.priority, params.deadline_ms) == (2, 40.0)
+    assert (params.stream_id, params.supersede) == ("camera", True)
 
 
 def test_cancel_needs_no_other_input() -> None:

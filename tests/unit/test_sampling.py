@@ -14,7 +14,6 @@ from vlora.sampling import (
     CHOICE_KEYS,
     KNOWN_KEYS,
     MIN_TEMPERATURE,
-    NOT_YET,
     REFUSED,
     SamplingParams,
 )
@@ -109,7 +108,7 @@ SCALARS: list[object] = [
     *(math.inf, math.nan, "", "NaN", "-1", "1e999", "9" * 5000, "true", "\ud800", "x\udfff"),
     *("\0", "x" * 70_000, "{}", "[1", '{"choice": ["a"]}', "é", "0x10", "1_0", "٣"),
 ]
-KEYS = [*KNOWN_KEYS, *REFUSED, *NOT_YET, *CHOICE_KEYS, "", "\ud800", "x" * 5000, "temprature"]
+KEYS = [*KNOWN_KEYS, *REFUSED, *CHOICE_KEYS, "", "\ud800", "x" * 5000, "temprature"]
 
 
 def hostile(rng: random.Random, depth: int = 0) -> object:
@@ -156,10 +155,29 @@ def test_what_is_too_deep_or_too_long_to_show_is_refused_all_the_same(key: str) 
         assert told or isinstance(value, int | str), key
 
 
-@pytest.mark.parametrize("key", NOT_YET)
-def test_a_key_of_a_later_version_is_refused_as_not_yet_supported(key: str) -> None:
-    with pytest.raises(Unsupported, match=f"'{key}' is not yet supported"):
-        SamplingParams.parse({key: 1})
+def test_keys_of_real_time_streams_are_read_with_numbers_as_text() -> None:
+    given = {"priority": "-3", "deadline_ms": "250", "stream_id": "cam 1", "supersede": "true"}
+    params = SamplingParams.parse(given)
+    assert (params.priority, params.deadline_ms) == (-3, 250.0)
+    assert (params.stream_id, params.supersede) == ("cam 1", True)
+    assert SamplingParams.parse({"deadline_ms": None, "stream_id": None}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"priority": 1.5}, "'priority' must be a whole number"),
+        ({"deadline_ms": 0}, "'deadline_ms' must be milliseconds above 0"),
+        ({"stream_id": ""}, "'stream_id' must be a string of 1 to 256"),
+        ({"stream_id": "x" * 257}, "'stream_id' must be a string of 1 to 256"),
+        ({"supersede": True}, "'supersede' needs 'stream_id'"),
+    ],
+)
+def test_keys_of_real_time_streams_that_are_wrong_are_refused(
+    given: dict[str, object], says: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        SamplingParams.parse(given)
 
 
 @pytest.mark.parametrize(

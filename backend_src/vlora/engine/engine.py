@@ -30,6 +30,7 @@ from vlora.model.runner import Runner, StepResult
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import Output, Request
+from vlora.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -153,14 +154,30 @@ class Engine:
 
     # -- on the engine's thread --------------------------------------------------------------
 
-    def add(self, state: RequestState, arrival: float) -> None:
-        """Queues a prepared request; its id must not be live."""
+    def add(self, state: RequestState, arrival: float) -> list[Output]:
+        """Queues a prepared request; its id must not be live. Where it supersedes, the last outputs
+        of the older requests of its stream that still waited."""
         sequence = state.sequence
         if sequence.id in self._live:
             raise ValueError(f"request id {sequence.id!r} is live already")
+        ended = self._supersede(sequence.request.sampling)
         sequence.arrival = arrival
         self._live[sequence.id] = state
         self.scheduler.add(sequence)
+        return ended
+
+    def _supersede(self, params: SamplingParams) -> list[Output]:
+        if not params.supersede:
+            return []
+        stream = params.stream_id
+        older = [
+            sequence.id
+            for sequence in self.scheduler.waiting
+            if sequence.request.sampling.stream_id == stream and not sequence.started
+        ]
+        self._count(superseded=len(older))
+        reason = Cancelled(f"a newer request of stream '{stream}' superseded this one")
+        return [output for request_id in older for output in self.abort(request_id, reason)]
 
     def step(self) -> list[Output]:
         """One iteration; the news of every request that has some.
@@ -169,20 +186,37 @@ class Engine:
         row's; both are told in their last outputs. What is raised is a fault of scheduling or
         bookkeeping, after which the engine must not be used.
         """
-        plan = self.scheduler.schedule()
+        now = self._clock()
+        expired = self._expire(now)
+        plan = self.scheduler.schedule(now, self.switcher.live)
         if not plan.chunks:
-            return []
+            return expired
         try:
             self._switch(plan.live)
             result = self._forward(plan)
         except Exception:
             log.exception("a step failed; its requests are ended")
-            return [
+            return expired + [
                 output
                 for chunk in plan.chunks
                 for output in self.abort(chunk.sequence_id, Internal("the engine failed on a step"))
             ]
-        return self._update(plan, result)
+        return expired + self._update(plan, result)
+
+    def _expire(self, now: float) -> list[Output]:
+        """Ends what is past its deadline: nobody wants the answer any more."""
+        late = [s for state in self._live.values() if (s := state.sequence).deadline <= now]
+        self._count(expired=len(late))
+        return [
+            output
+            for sequence in late
+            for output in self.abort(
+                sequence.id,
+                Cancelled(
+                    f"past its deadline: 'deadline_ms' = {sequence.request.sampling.deadline_ms:g}"
+                ),
+            )
+        ]
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> list[Output]:
         """Ends a request; its last output carries `reason` (Cancelled by default). An unknown id

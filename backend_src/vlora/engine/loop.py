@@ -255,14 +255,13 @@ class EngineLoop:
     def _add(self, state: RequestState, arrival: float) -> list[Output]:
         request_id = state.sequence.id
         try:
-            self._engine.add(state, arrival)
+            return self._engine.add(state, arrival)
         except Exception:
             log.exception("queueing request %s failed; it is ended", request_id)
             return [Output(request_id, error=Internal("the engine failed on this request"))]
         finally:
             with self._wake:
                 self._to_add -= 1
-        return []
 
     def _fail(self, who: str) -> None:
         """Nothing new from here on; the response thread tells who waits and ends the process."""

@@ -1,15 +1,19 @@
 """Which sequences the next step computes, and how much of each.
 
-Pure: state in, one immutable plan out; no torch, no clock but the one it is given.
+A policy says who runs, in which order, and with which adapter in the weights; the allocator here
+walks that order and gives pages and rows. Pure but for the pages that it gives and takes back: no
+torch, no clock but the one it is given.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections import deque
+import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vlora.engine.plan import StepPlan
+from vlora.engine.policy import Choice, Policy, Ready, UnmergeOnly
 from vlora.engine.sequence import Sequence
 from vlora.lora.segments import BASE, order_of
 from vlora.model.chunk import Chunk
@@ -17,32 +21,38 @@ from vlora.model.chunk import Chunk
 
 @dataclass(frozen=True)
 class Budgets:
-    """sequences: running at once. rows: tokens computed in one step."""
+    """sequences: holding pages at once. rows: tokens computed in one step."""
 
     sequences: int
     rows: int
 
 
 class Scheduler:
-    """First come, first served, at iteration level, with chunked prompts.
+    """Iteration-level scheduling with chunked prompts, in the order of a policy.
 
     A sequence is admitted when pages for all it knows are free; it grows a page at a time from
-    there. Where pages run out the newest running sequence gives its pages back and is computed
-    anew later, so the oldest always advances and nothing starves.
+    there. One that runs and is not chosen is paused: it keeps its pages, and is the first to lose
+    them, lowest credit first; then the newest of the chosen. Who loses pages is computed anew
+    later. The oldest never does, so that it always advances once chosen, and nothing starves.
     """
 
-    def __init__(self, budgets: Budgets) -> None:
+    def __init__(self, budgets: Budgets, policy: Policy | None = None) -> None:
+        """policy: first come, first served, by default."""
         self._budgets = budgets
-        self.waiting: deque[Sequence] = deque()
+        self.policy = policy or UnmergeOnly(budgets.sequences)
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        """In order of arrival."""
+        """Those that hold pages. Both in order of arrival."""
+        self._last: list[Sequence] = []
+        self.choice = Choice((), BASE)
+        """What the policy said last."""
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        bisect.insort(self.waiting, sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is, and frees its pages."""
@@ -52,44 +62,76 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.table.clear()
 
-    def schedule(self) -> StepPlan:
-        """Rows that continue an answer first, then prompts under way, then new ones."""
-        scheduled: list[tuple[Sequence, int]] = []
-        preempted: list[str] = []
-        budget = self._budgets.rows
-        for sequence in [s for s in self.running if s.missing == 1]:
-            if budget == 0:
+    def schedule(self, now: float = 0.0, live: int = BASE) -> StepPlan:
+        """The next step. live: the adapter in the weights now."""
+        if self.idle:
+            return StepPlan(())
+        for sequence in self._last:
+            sequence.ran(now)
+        known = {s.id: s for s in heapq.merge(self.running, self.waiting, key=_arrival)}
+        self.choice = self.policy.choose([_ready(s, now) for s in known.values()], live, now)
+        step = self._allocate([known[r.id] for r in self.choice.order], self.choice)
+        if not step.rows:
+            # Whoever was chosen finds no pages: those that have some go on.
+            step = self._allocate(list(self.running), Choice((), self.choice.live))
+        self._last = list(step.rows)
+        for sequence in self._last:
+            sequence.scheduled(now)
+        live = self.choice.live
+        return StepPlan(_chunks(step.rows, live), tuple(step.preempted), live)
+
+    def _allocate(self, chosen: list[Sequence], choice: Choice) -> _Step:
+        """Rows that continue an answer first, so that no prompt holds them up, then prompts."""
+        step = _Step(self._budgets.rows, choice, self._paused(chosen, choice))
+        continuing = [s for s in chosen if s.table.pages and s.missing == 1]
+        for sequence in continuing:
+            if sequence in self.running and self._grow(sequence, step):
+                step.give(sequence)
+        prompts = [s for s in chosen if s not in step.rows and s.id not in step.preempted]
+        for sequence in prompts:
+            if step.room == 0:
                 break
-            if sequence in self.running and self._make_room(sequence, preempted):
-                scheduled.append((sequence, 1))
-                budget -= 1
-        for sequence in self.running:
-            if sequence.missing > 1 and budget > 0:
-                scheduled.append((sequence, min(sequence.missing, budget)))
-                budget -= scheduled[-1][1]
-        # Whoever was just preempted would only take the pages back from those it yielded to.
-        while budget > 0 and not preempted and (admitted := self._admit()):
-            scheduled.append((admitted, min(admitted.missing, budget)))
-            budget -= scheduled[-1][1]
-        return StepPlan(_chunks(scheduled, BASE), tuple(preempted))
+            if sequence in self.running:
+                step.give(sequence)
+            # Whoever was just preempted would only take the pages back from those it yielded to.
+            elif step.preempted or not self._admit(sequence, step):
+                break
+            else:
+                step.give(sequence)
+        return step
 
-    def _admit(self) -> Sequence | None:
-        """The first in the queue, with pages for all it knows; None where it has to wait."""
-        if not self.waiting or len(self.running) >= self._budgets.sequences:
-            return None
-        if not self.waiting[0].table.grow(self.waiting[0].known):
-            return None
-        sequence = self.waiting.popleft()
-        bisect.insort(self.running, sequence, key=lambda s: s.arrival)
-        return sequence
+    def _paused(self, chosen: list[Sequence], choice: Choice) -> list[Sequence]:
+        """Those with pages that are not chosen, in the order in which they lose them. Not the
+        oldest of all: it must end once."""
+        ids = {s.id for s in chosen}
+        oldest = min((*self.running[:1], *self.waiting[:1]), key=_arrival)
+        credits = choice.credits or {}
+        paused = [s for s in self.running if s.id not in ids and s is not oldest]
+        return sorted(paused, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
 
-    def _make_room(self, sequence: Sequence, preempted: list[str]) -> bool:
-        """Pages for the sequence's next row, at the newest ones' cost; False if it is that."""
+    def _admit(self, sequence: Sequence, step: _Step) -> bool:
+        """A place, and pages for all it knows: free ones, or those of paused newer ones. Where it
+        has to wait nobody behind may take the pages that it waits for."""
+        while len(self.running) >= self._budgets.sequences or not sequence.table.grow(
+            sequence.known
+        ):
+            newer = [s for s in step.paused if s.arrival > sequence.arrival]
+            if not newer:
+                return False
+            step.paused.remove(newer[0])
+            self._preempt(newer[0])
+        self.waiting.remove(sequence)
+        bisect.insort(self.running, sequence, key=_arrival)
+        return True
+
+    def _grow(self, sequence: Sequence, step: _Step) -> bool:
+        """Pages for the sequence's next row, at the cost of paused ones, then of the newest; False
+        if it is that."""
         while not sequence.table.grow(sequence.known):
-            newest = self.running[-1]
-            self._preempt(newest)
-            preempted.append(newest.id)
-            if newest is sequence:
+            victim = step.paused.pop(0) if step.paused else self.running[-1]
+            self._preempt(victim)
+            step.take_back(victim)
+            if victim is sequence:
                 return False
         return True
 
@@ -98,14 +140,58 @@ class Scheduler:
         sequence.table.clear()
         sequence.computed = 0
         sequence.preemptions += 1
-        self.waiting.appendleft(sequence)
+        bisect.insort(self.waiting, sequence, key=_arrival)
 
 
-def _chunks(scheduled: list[tuple[Sequence, int]], live: int) -> tuple[Chunk, ...]:
+class _Step:
+    """A step as the walk fills it. rows: by sequence. paused: in the order in which they yield."""
+
+    def __init__(self, room: int, choice: Choice, paused: list[Sequence]) -> None:
+        self.room = room
+        self.rows: dict[Sequence, int] = {}
+        self.paused = paused
+        self.preempted: list[str] = []
+        self._most = choice.rows or {}
+
+    def give(self, sequence: Sequence) -> None:
+        """As many rows as it misses, as the policy lets it have, and as there are."""
+        rows = min(sequence.missing, self._most.get(sequence.id, sequence.missing), self.room)
+        if rows:
+            self.rows[sequence] = rows
+            self.room -= rows
+
+    def take_back(self, sequence: Sequence) -> None:
+        """It has lost its pages."""
+        self.room += self.rows.pop(sequence, 0)
+        self.preempted.append(sequence.id)
+
+
+def _arrival(sequence: Sequence) -> float:
+    return sequence.arrival
+
+
+def _ready(sequence: Sequence, now: float) -> Ready:
+    return Ready(
+        sequence.id,
+        sequence.slot,
+        sequence.arrival,
+        sequence.wait(now),
+        sequence.missing,
+        sequence.computed,
+        sequence.left,
+        bool(sequence.table.pages),
+        sequence.deadline,
+        sequence.request.sampling.priority,
+    )
+
+
+def _chunks(scheduled: Mapping[Sequence, int], live: int) -> tuple[Chunk, ...]:
     """The next so many positions of each sequence, one adapter after the other."""
     chunks: list[Chunk] = []
     row = 0
-    for sequence, length in sorted(scheduled, key=lambda item: order_of(item[0].slot, live)):
+    for sequence, length in sorted(
+        scheduled.items(), key=lambda item: order_of(item[0].slot, live)
+    ):
         start = sequence.computed
         chunks.append(
             Chunk(

@@ -6,6 +6,7 @@ computed, and where it reaches the end, one more token becomes known.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from vlora.memory.kv import BlockTable
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 class Sequence:
     """tokens: known ids, the prompt's first. computed: how many have their KV in `table`.
-    arrival: on the engine's clock, set when it is queued."""
+    arrival: on the engine's clock, set when it is queued.
+    waited: seconds that it was ready but not scheduled, until the last time it was."""
 
     def __init__(
         self, request: Request, prompt: Prompt, slot: int, max_tokens: int, table: BlockTable
@@ -31,6 +33,8 @@ class Sequence:
         self.table = table
         self.computed = 0
         self.preemptions = 0
+        self.waited = 0.0
+        self._since: float | None = None
 
     @property
     def id(self) -> str:
@@ -56,3 +60,33 @@ class Sequence:
     @property
     def output_length(self) -> int:
         return self.known - self.prompt_length
+
+    @property
+    def started(self) -> bool:
+        """Whether it has ever been scheduled."""
+        return self._since is not None
+
+    @property
+    def left(self) -> int:
+        """The most it may still say: what was asked for, not what the answer will be."""
+        asked = self.request.sampling.max_tokens
+        most = self.max_tokens if asked is None or self.request.use_head else asked
+        return max(0, most - self.output_length)
+
+    @property
+    def deadline(self) -> float:
+        """On the engine's clock; infinite where there is none."""
+        asked = self.request.sampling.deadline_ms
+        return math.inf if asked is None else self.arrival + asked / 1e3
+
+    def wait(self, now: float) -> float:
+        """Seconds ready but not scheduled, in all: it does not grow while running, never resets."""
+        return self.waited + now - (self.arrival if self._since is None else self._since)
+
+    def scheduled(self, now: float) -> None:
+        """It is part of the step that begins now."""
+        self.waited, self._since = self.wait(now), now
+
+    def ran(self, now: float) -> None:
+        """The step that it was part of has ended."""
+        self._since = now

@@ -129,6 +129,8 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "vlora:decode_rows_total": ("decode_rows", "Rows that did; over the steps: the batch."),
     "vlora:requests_finished_total": ("finished", "Requests answered."),
     "vlora:requests_aborted_total": ("aborted", "Requests cancelled."),
+    "vlora:requests_superseded_total": ("superseded", "Ended by a newer one of their stream."),
+    "vlora:requests_expired_total": ("expired", "Ended by their deadline."),
     "vlora:requests_failed_total": ("failed", "Requests ended by an error."),
     "vlora:switches_total": ("switches", "Changes of the adapter in the active weights."),
     "vlora:merges_total": ("merges", "Changes that had to compute merged weights."),

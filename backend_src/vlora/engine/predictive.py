@@ -1,0 +1,173 @@
+"""The policy that asks the cost model: what a step earns per second, and what a merge saves.
+
+Beyond the paper. A request's lateness grows with every second until it ends (from its arrival, or
+beyond its deadline), so that the requests with the least work left go first, and a step takes
+whatever makes it end more of them per second: rows that ride along for nothing while the weights
+are read, then those whose share of a request is worth their time. An adapter that the step has not
+read yet costs its bytes, which gathers requests of the same adapters in the same steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from vlora.engine.policy import Choice, Costs, Ready
+from vlora.lora.segments import BASE
+
+URGENT = 2.0
+"""A deadline is urgent once the time until it is no more than so many times the work left."""
+ENOUGH = 0.97
+"""Of what the best number of a prompt's rows earns; the fewest rows that earn it are taken, since
+nobody can come in between before the step ends."""
+FULL = 64
+"""Rows of a step that makes good use of the machine."""
+PORTIONS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Rows of a prompt that are weighed against each other."""
+
+
+class StepCosts(Costs, Protocol):
+    """Costs that can be asked in parts; seconds."""
+
+    def products(self, rows: int, answers: int) -> float:
+        """Of all that has no adapter and no context: `rows` rows, `answers` of them answered."""
+        ...
+
+    def attention(self, rows: int, context: int) -> float:
+        """Of `rows` rows of a request behind `context` positions."""
+        ...
+
+    def adapter(self, slot: int) -> float:
+        """Of bringing an adapter to the step, whatever its rows."""
+        ...
+
+    def lora(self, slot: int, rows: int) -> float:
+        """Of applying it to so many rows."""
+        ...
+
+
+class Predictive:
+    """max_batch: requests of a step. max_rows: rows of it. max_wait: whoever has waited so long
+    goes first, longest first, whatever it costs: the bound on waits."""
+
+    def __init__(self, max_batch: int, max_rows: int, max_wait: float, costs: StepCosts) -> None:
+        self._size = max_batch
+        self._rows = max_rows
+        self._max_wait = max_wait
+        self._costs = costs
+
+    def choose(self, ready: Sequence[Ready], live: int, now: float) -> Choice:
+        work = {r.id: self._work(r) for r in ready}
+        merged = self._live(ready, live)
+        overdue = sorted((r for r in ready if r.wait > self._max_wait), key=lambda r: -r.wait)
+        late = {r.id for r in overdue}
+        urgent = [r for r in ready if r.deadline - now <= URGENT * work[r.id] and r.id not in late]
+        urgent.sort(key=lambda r: r.deadline)
+        late |= {r.id for r in urgent}
+        step = _Step(self._costs, merged, self._rows)
+        for r in [*overdue, *urgent][: self._size]:
+            step.take(r, r.missing)
+        rest = [r for r in ready if r.id not in late]
+        rest.sort(key=lambda r: (r.priority, work[r.id]))
+        for r in rest:
+            if len(step.order) == self._size:
+                break
+            step.consider(r)
+        return Choice(tuple(step.order), merged, step.rows)
+
+    def _work(self, r: Ready) -> float:
+        """Seconds of a full step's worth that the request still takes."""
+        costs = self._costs
+        rows = r.missing + r.left
+        per_row = costs.products(FULL, 1) / FULL
+        return rows * per_row + costs.attention(rows, r.context) + costs.lora(r.slot, rows)
+
+    def _live(self, ready: Sequence[Ready], live: int) -> int:
+        """The adapter whose merge saves most over the work that is here: its own rows need it no
+        more, all others need it taken out."""
+        rows: defaultdict[int, int] = defaultdict(int)
+        for r in ready:
+            rows[r.slot] += r.missing + r.left
+        total = sum(rows.values())
+        best, most = BASE, 0.0
+        for slot in sorted({*rows, live} - {BASE}, key=lambda slot: slot != live):
+            if not self._costs.mergeable(slot):
+                continue
+            saved = self._costs.lora(slot, rows[slot])
+            spent = self._costs.lora(slot, total - rows[slot])
+            gain = saved - spent - self._costs.switch(live, slot)
+            if gain > most:
+                best, most = slot, gain
+        return best
+
+
+class _Step:
+    """A step as it fills: value, the shares of requests that it ends, over predicted seconds."""
+
+    def __init__(self, costs: StepCosts, live: int, rows: int) -> None:
+        self._costs = costs
+        self._live = live
+        self._room = rows
+        self._slots: set[int] = set()
+        self._count = self._answers = 0
+        self._rest = 0.0
+        self._value = 0.0
+        self.order: list[Ready] = []
+        self.rows: dict[str, int] = {}
+
+    def consider(self, r: Ready) -> None:
+        """Takes the request where the step earns more per second with it."""
+        if self._room == 0:
+            return
+        now = self._value / self._seconds() if self.order else 0.0
+        found = [(self._earns(r, rows), rows) for rows in self._portions(r)]
+        best = max(earns for earns, _ in found)
+        if best <= now:
+            return
+        self.take(r, next(rows for earns, rows in found if earns >= ENOUGH * best))
+
+    def take(self, r: Ready, rows: int) -> None:
+        rows = min(rows, self._room)
+        if rows == 0:
+            return
+        self._rest += self._more(r, rows)
+        self._value += _share(r, rows)
+        self._count += rows
+        self._answers += rows == r.missing
+        self._room -= rows
+        self._slots |= self._needs(r)
+        self.order.append(r)
+        self.rows[r.id] = rows
+
+    def _portions(self, r: Ready) -> Iterable[int]:
+        most = min(r.missing, self._room)
+        return (*(rows for rows in PORTIONS if rows < most), most)
+
+    def _earns(self, r: Ready, rows: int) -> float:
+        answers = self._answers + (rows == r.missing)
+        time = self._costs.products(self._count + rows, answers) + self._rest
+        return (self._value + _share(r, rows)) / (time + self._more(r, rows))
+
+    def _seconds(self) -> float:
+        return self._costs.products(self._count, self._answers) + self._rest
+
+    def _needs(self, r: Ready) -> set[int]:
+        """Adapters that the step must read for this request."""
+        if r.slot == self._live:
+            return set()
+        return {r.slot, self._live} - {BASE}
+
+    def _more(self, r: Ready, rows: int) -> float:
+        """Seconds beside the products."""
+        needs = self._needs(r)
+        bytes_ = sum(self._costs.adapter(slot) for slot in needs - self._slots)
+        applied = sum(self._costs.lora(slot, rows) for slot in needs)
+        return self._costs.attention(rows, r.context) + bytes_ + applied
+
+
+def _share(r: Ready, rows: int) -> float:
+    """What these rows are worth: the part of the request that they are, since ending a short one is
+    worth as much as ending a long one; twice as much for each step of priority."""
+    weight = 2.0 ** -min(max(r.priority, -8), 8)
+    return float(weight * rows / (r.missing + r.left))
