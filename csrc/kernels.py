@@ -66,6 +66,25 @@ AVX2 = Isa(
 )
 SCALAR = Isa("scalar", "kScalar", "cpu/vector_scalar.h", (), ("kPeakAccumulators=4", _KEEP_NONE))
 ISAS = (AVX512_BF16, AVX512, AVX2, SCALAR)
+"""Those of vectors."""
+AMX = Isa(
+    "amx",
+    "kAmx",
+    "cpu/vector_avx512.h",
+    (*AVX512_BF16.flags, "-mamx-tile", "-mamx-bf16"),
+    (*AVX512_BF16.defines, "VLORA_HAS_TILES"),
+)
+TWIN = Isa(
+    "twin",
+    "kTwin",
+    "cpu/vector_scalar.h",
+    (),
+    (*SCALAR.defines, "VLORA_HAS_BF16_PRODUCTS", "VLORA_HAS_TILES"),
+)
+"""AMX and products of pairs in plain C++."""
+TILES = (AMX, TWIN)
+"""Those with a unit that multiplies tiles beside their vectors (cpu/tile_unit.h); kernels that have
+nothing for it know only ISAS (`cpu::vector_isa`)."""
 
 
 def unit(

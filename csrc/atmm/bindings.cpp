@@ -40,13 +40,13 @@ const TileConfig& named(const std::string& name) {
 struct State {
   std::mutex change;
   std::vector<std::unique_ptr<const TileTable>> kept;  // a call may still read an old one
-  std::atomic<const TileTable*> tables[cpu::kIsas] = {};
+  std::atomic<const TileTable*> tables[cpu::kIsas][kDtypes] = {};
   std::atomic<const TileConfig*> pinned{nullptr};
   std::atomic<bool> one_order{false};
   Counters counters;
 };
 
-const Kernels& current() { return kernels(cpu::isa()); }
+const Kernels& current(Dtype dtype) { return kernels(cpu::isa(dtype)); }
 
 State& state() {
   static State* const state = new State;  // outlives whatever still runs at exit
@@ -70,7 +70,8 @@ class Lookup : public Chooser {
       const TileConfig* pinned = s.pinned;
       return pinned ? *pinned : built_in({shape.operation, shape.dtype, 64, 0, 0, 64, 1});
     }
-    if (const TileTable* table = s.tables[int(cpu::isa())]) {
+    const int isa = int(cpu::isa(shape.dtype));
+    if (const TileTable* table = s.tables[isa][int(shape.dtype)]) {
       bool exact;
       if (const TileConfig* found = table->find(key_of(shape), &exact)) {
         (exact ? s.counters.hits : s.counters.misses).fetch_add(1, std::memory_order_relaxed);
@@ -121,7 +122,7 @@ struct Slots {
 class Group {
  public:
   Group(int64_t d_in, const std::vector<int64_t>& d_outs, const std::string& dtype)
-      : d_in_(d_in), dtype_(dtype_of(dtype)), bundle_(current().bundle) {
+      : d_in_(d_in), dtype_(dtype_of(dtype)), bundle_(current(dtype_).bundle) {
     if (d_outs.empty() || d_outs.size() > size_t(kMaxOutputs))
       throw std::invalid_argument("a group has 1 to " + std::to_string(kMaxOutputs) +
                                   " outputs, not " + std::to_string(d_outs.size()));
@@ -193,7 +194,7 @@ class Group {
     const Problem p = problem(*slots, y, y_stride, x, x_stride, rows, segments);
     const Lookup chooser(Operation::kApply, config);
     py::gil_scoped_release released;
-    vlora::atmm::apply(current(), p, segments, chooser, threads);
+    vlora::atmm::apply(current(dtype_), p, segments, chooser, threads);
   }
 
   void heads(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
@@ -201,7 +202,7 @@ class Group {
     const std::shared_ptr<const Slots> slots = now();
     const Problem p = problem(*slots, y, y_stride, x, x_stride, rows, segments);
     py::gil_scoped_release released;
-    vlora::atmm::heads(current(), p, segments);
+    vlora::atmm::heads(current(dtype_), p, segments);
   }
 
  private:
@@ -305,22 +306,28 @@ void merge_all(uintptr_t out, uintptr_t in, const std::string& dtype, const Merg
   const Dtype type = dtype_of(dtype);
   const Lookup chooser(Operation::kMerge, config);
   py::gil_scoped_release released;
-  vlora::atmm::merge(current(), type, reinterpret_cast<void*>(out),
+  vlora::atmm::merge(current(type), type, reinterpret_cast<void*>(out),
                      reinterpret_cast<const void*>(in), merges.all.data(),
                      int64_t(merges.all.size()), float(sign), chooser, threads);
 }
 
+// A table serves the instruction set in use, for each type whose entries it has; none: for no type.
 void use_table(const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& rows) {
-  std::vector<Entry> entries;
-  for (const auto& [low, high, name] : rows) entries.push_back({{low, high}, name});
   State& s = state();
-  std::lock_guard<std::mutex> lock(s.change);
-  if (entries.empty()) {
-    s.tables[int(cpu::isa())] = nullptr;
-    return;
+  std::vector<Entry> of[kDtypes];
+  for (const auto& [low, high, name] : rows) {
+    const Entry entry{{low, high}, name};
+    if (entry.key.dtype() >= kDtypes) throw std::invalid_argument("tile table: a key has no type");
+    of[entry.key.dtype()].push_back(entry);
   }
-  s.kept.push_back(std::make_unique<const TileTable>(entries));
-  s.tables[int(cpu::isa())] = s.kept.back().get();
+  std::lock_guard<std::mutex> lock(s.change);
+  std::unique_ptr<const TileTable> made[kDtypes];
+  for (int dtype = 0; dtype < kDtypes; ++dtype)
+    if (!of[dtype].empty()) made[dtype] = std::make_unique<const TileTable>(of[dtype]);
+  for (int dtype = 0; dtype < kDtypes; ++dtype) {
+    s.tables[int(cpu::isa(Dtype(dtype)))][dtype] = made[dtype].get();
+    if (made[dtype]) s.kept.push_back(std::move(made[dtype]));
+  }
 }
 
 // "": back to adaptive tiles; "default": the built-in tile; else a configuration's name. What was
@@ -377,7 +384,7 @@ void bind_atmm(py::module_& m) {
       .def("apply", &Group::apply)
       .def("heads", &Group::heads);
   m.def("merge", &merge_all);
-  m.def("bundle", [] { return current().bundle; });
+  m.def("bundle", [](const std::string& dtype) { return current(dtype_of(dtype)).bundle; });
   m.def("configs", &configs);
   m.def("key", [](const std::string& operation, const std::string& dtype, int64_t rows,
                   int64_t d_in, int64_t d_out, int64_t rank, int64_t segments) {

@@ -32,6 +32,8 @@ class Isa:
     registers_per_panel: int
     most_accumulators: int
     parts: tuple[str, ...] = ("fp32", "bf16", "merge", "rows")
+    rest: str | None = None
+    """Whose kernels serve where there is no part of its own: an instruction set further down."""
 
     @property
     def name(self) -> str:
@@ -43,10 +45,11 @@ class Isa:
 
 
 _BF16_ONLY = ("bf16", "merge", "rows")
-"""Parts of an instruction set that has the next one's fp32 products."""
 
 ISAS = (
-    Isa(kernels.AVX512_BF16, (24, 13, 9, 6), 12, 1, 28, _BF16_ONLY),
+    Isa(kernels.AMX, (24, 13, 9, 6), 12, 1, 28, (), "avx512_bf16"),
+    Isa(kernels.TWIN, (4,), 1, 4, 4, ("bf16", "rows"), "scalar"),
+    Isa(kernels.AVX512_BF16, (24, 13, 9, 6), 12, 1, 28, _BF16_ONLY, "avx512"),
     Isa(kernels.AVX512, (24, 13, 9, 6), 12, 1, 28),
     Isa(kernels.AVX2, (6,), 8, 2, 12),
     Isa(kernels.SCALAR, (4,), 1, 4, 4),
@@ -117,6 +120,7 @@ def body(isa: Isa, part: str) -> str:
             "k.round_rows = round_rows;",
             "k.widen_panels = widen_panels;",
             "k.pairs_in_registers = kPairs;",
+            "k.add_sums = add_sums;",
         ]
     else:
         lines = list(instances(isa, part))
@@ -133,16 +137,18 @@ def kernel_table() -> str:
         lines.append(f"namespace {isa.name} {{{declared} }}\n")
     lines.append("const Kernels& kernels(cpu::Isa isa) {\n  static const struct All {\n")
     lines.append("    Kernels k[cpu::kIsas] = {};\n    All() {\n")
-    for index, isa in reversed(list(enumerate(ISAS))):
+    for isa in reversed(ISAS):
         here, at = f"cpu::Isa::{isa.base.enumerator}", f"k[int(cpu::Isa::{isa.base.enumerator})]"
         # Even filling the table is done with the instructions of the unit.
         lines.append(f"      if (cpu::runs_here({here})) {{\n")
-        if isa.parts == _BF16_ONLY:
-            lines.append(f"        {at} = k[int(cpu::Isa::{ISAS[index + 1].base.enumerator})];\n")
+        if isa.rest:
+            rest = next(one.base.enumerator for one in ISAS if one.name == isa.rest)
+            lines.append(f"        {at} = k[int(cpu::Isa::{rest})];\n")
         lines.append(f'        {at}.name = "{isa.name}";\n')
         lines.append(f"        {at}.bundle = {len(isa.rows)};\n")
         lines += [f"        {at}.max_rows[{i}] = {rows};\n" for i, rows in enumerate(isa.rows)]
         lines += [f"        {isa.name}::fill_{part}({at});\n" for part in isa.parts]
+        lines.append(f"        {at}.tiles = cpu::tile_unit({here});\n")
         lines.append("      }\n")
     lines.append("    }\n  } all;\n  return all.k[int(isa)];\n}\n}  // namespace vlora::atmm\n")
     return "".join(lines)

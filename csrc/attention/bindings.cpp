@@ -45,7 +45,7 @@ void bind_attention(py::module_& m) {
                                               y_stride,
                                               scale};
              py::gil_scoped_release released;
-             attention::attend(attention::kernels(cpu::isa()), problem, threads);
+             attention::attend(attention::kernels(cpu::vector_isa(plan.layout.dtype)), problem, threads);
            })
       .def("write", [](const attention::Plan& plan, uintptr_t cache, uintptr_t q, ptrdiff_t q_stride,
                        uintptr_t cosines, uintptr_t sines, int threads) {
@@ -56,6 +56,6 @@ void bind_attention(py::module_& m) {
                                          reinterpret_cast<const float*>(cosines),
                                          reinterpret_cast<const float*>(sines)};
         py::gil_scoped_release released;
-        attention::write(attention::kernels(cpu::isa()), writing, threads);
+        attention::write(attention::kernels(cpu::vector_isa(plan.layout.dtype)), writing, threads);
       });
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/dispatch.h"
+#include "cpu/machine.h"
 #include "cpu/names.h"
 #include "cpu/threads.h"
 
@@ -45,14 +46,30 @@ int64_t add_pieces(int threads, int64_t pieces) {
 
 void bind_cpu(py::module_& m) {
   m.doc() = "Dispatch, threads and microbenchmarks that all kernels share.";
-  m.def("isas", [] {
+  m.def("isas", [](const std::string& dtype) {
     std::vector<std::string> names;
-    for (int i = cpu::kIsas - 1; i >= 0; --i)
-      if (cpu::runs_here(cpu::Isa(i))) names.push_back(cpu::name_of(cpu::Isa(i)));
+    for (const cpu::Isa isa : cpu::ranked(dtype_of(dtype))) names.push_back(cpu::name_of(isa));
     return names;
+  }, py::arg("dtype") = "fp32");
+  m.def("isa", [](const std::string& dtype) {
+    return std::string(cpu::name_of(cpu::isa(dtype_of(dtype))));
+  }, py::arg("dtype") = "fp32");
+  m.def("core_peak", [](const std::string& isa, const std::string& dtype) {
+    for (const cpu::Isa one : cpu::ranked(dtype_of(dtype)))
+      if (isa == cpu::name_of(one)) return cpu::core_peak(one, dtype_of(dtype));
+    throw std::invalid_argument("instruction set '" + isa + "' does not run here");
   });
-  m.def("isa", [] { return std::string(cpu::name_of(cpu::isa())); });
+  m.def("chosen_isa", [] { return std::string(cpu::chosen_isa()); });
   m.def("set_isa", [](const std::string& name) { cpu::use_isa(name.c_str()); });
+  m.def("machine", [] {
+    const cpu::Machine& machine = cpu::machine();
+    py::dict found;
+    found["l1"] = machine.l1;
+    found["l2"] = machine.l2;
+    found["l3"] = machine.l3;
+    found["memory"] = machine.memory;
+    return found;
+  });
   m.def("threads", [] { return std::string(kSources[int(cpu::threads_in_use())]); });
   m.def("use_threads", [](const std::string& name) {
     for (int i = 0; i < 3; ++i)

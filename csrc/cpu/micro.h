@@ -11,7 +11,29 @@ constexpr bool kPairs = true;
 constexpr bool kPairs = false;
 #endif
 
+#ifdef VLORA_HAS_TILES
+// Two tiles by two in registers, as products do it, on zeros.
+inline double tile_peak(int64_t rounds) {
+  using U = TileRegisters;
+  configure(kTile, kTile, kTile);
+  U::zero<0>(), U::zero<1>(), U::zero<2>(), U::zero<3>();
+  U::zero<4>(), U::zero<5>(), U::zero<6>(), U::zero<7>();
+  const int64_t turns = rounds / 8 + 1;  // a turn takes as long as some rounds of vectors
+  for (int64_t i = 0; i < turns; ++i) {
+    U::multiply<0, 4, 6>();
+    U::multiply<1, 4, 7>();
+    U::multiply<2, 5, 6>();
+    U::multiply<3, 5, 7>();
+  }
+  release_tiles();
+  return double(turns) * 4 * kTile * kTile * 2 * kTile * 2;
+}
+#endif
+
 inline double peak(Dtype dtype, int64_t rounds) {
+#ifdef VLORA_HAS_TILES
+  if (dtype == Dtype::kBf16) return tile_peak(rounds);
+#endif
   constexpr int kAccumulators = kPeakAccumulators;
   V acc[kAccumulators];
 #pragma GCC unroll 16
@@ -19,12 +41,13 @@ inline double peak(Dtype dtype, int64_t rounds) {
   const float one = 1;
 #ifdef VLORA_HAS_BF16_PRODUCTS
   if (dtype == Dtype::kBf16) {
+    alignas(64) const float line[kLanes] = {};
     const V::Pairs s = V::broadcast_pair(&one);
     for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 16
       for (int a = 0; a < kAccumulators; ++a) {
-        acc[a].add_pairs(s, s);
-        asm volatile("" : "+v"(acc[a].r));
+        acc[a].add_pairs(s, V::load_pairs(reinterpret_cast<const char*>(line)));
+        VLORA_KEEP(acc[a]);
       }
   }
 #endif

@@ -47,6 +47,20 @@ struct V {
     for (int i = 0; i < kLanes; ++i) v[i] += b.v[i];
   }
 
+#ifdef VLORA_HAS_BF16_PRODUCTS
+  // The twin of vdpbf16ps: sixteen pairs.
+  struct Pairs {
+    float even[kLanes], odd[kLanes];
+  };
+  static Pairs load_pairs(const char* p) { return repeated(p, kLanes); }
+  static Pairs broadcast_pair(const void* p) { return repeated(p, 1); }
+  static Pairs two_pairs(const void* p) { return repeated(p, 2); }
+  void add_pairs(const Pairs& s, const Pairs& b) {
+    for (int i = 0; i < kLanes; ++i)
+      v[i] += s.even[i] * b.even[i] + s.odd[i] * b.odd[i];
+  }
+#endif
+
   template <class T>
   void store(T* p) const {
     store_some(p, kLanes);
@@ -67,6 +81,18 @@ struct V {
   }
 
  private:
+#ifdef VLORA_HAS_BF16_PRODUCTS
+  static Pairs repeated(const void* p, int count) {
+    uint16_t bf16[2 * kLanes];
+    __builtin_memcpy(bf16, p, size_t(count) * 4);
+    Pairs result;
+    for (int i = 0; i < kLanes; ++i) {
+      result.even[i] = widen(bf16[i % count * 2]);
+      result.odd[i] = widen(bf16[i % count * 2 + 1]);
+    }
+    return result;
+  }
+#endif
   static float widen(float value) { return value; }
   static float widen(uint16_t bf16) {
     const uint32_t bits = uint32_t(bf16) << 16;

@@ -24,7 +24,7 @@ void bind_linear(py::module_& m) {
                                   y_stride,
                                   reinterpret_cast<const float*>(bias)};
     py::gil_scoped_release released;
-    linear::multiply(linear::kernels(cpu::isa()), product, threads);
+    linear::multiply(linear::kernels(cpu::vector_isa(product.dtype)), product, threads);
   });
   m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight, int64_t rows,
                        int64_t width, float eps, int threads) {
@@ -36,11 +36,11 @@ void bind_linear(py::module_& m) {
                             width,
                             eps};
     py::gil_scoped_release released;
-    linear::add_norm(linear::kernels(cpu::isa()), norm, threads);
+    linear::add_norm(linear::kernels(cpu::vector_isa(Dtype::kFp32)), norm, threads);
   });
   m.def("gate", [](uintptr_t out, uintptr_t x, int64_t rows, int64_t width, int threads) {
     const linear::Gate gate{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), rows, width};
     py::gil_scoped_release released;
-    linear::gate(linear::kernels(cpu::isa()), gate, threads);
+    linear::gate(linear::kernels(cpu::vector_isa(Dtype::kFp32)), gate, threads);
   });
 }

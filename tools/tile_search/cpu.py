@@ -114,7 +114,7 @@ class CpuBackend:
         """Those that no limit rules out; one of those that run the same code, the built-in one if
         it is among them."""
         built_in = self.built_in(shape)
-        widest = tiles.widest()
+        widest = tiles.widest(self.dtype)
         kept: dict[tuple[Any, ...], tuple[bool, int, str]] = {}
         for name, (_, config) in self._all[shape.operation].items():
             if why_not(config, shape, self._caches, DTYPES[self.dtype].itemsize) is not None:

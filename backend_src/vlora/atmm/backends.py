@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from vlora import native
 from vlora.atmm import tiles
@@ -37,9 +37,16 @@ def default(device: str = "cpu") -> Backend:
     except ImportError as error:
         log.warning("ATMM: the reference operator, which is slow: %s", error)
         return "reference"
-    log.info("ATMM: compiled for the CPU, instruction set %s", core.cpu.isa())
+    for dtype in tiles.DTYPE_NAMES:
+        log.info("ATMM: compiled for the CPU, %s by %s", dtype, _measured(core.cpu, dtype))
     _load_tables()
     return "cpu"
+
+
+def _measured(core: Any, dtype: str) -> str:
+    """The instruction set in use, and what each reached: "avx2 (GFLOP/s a core: avx2 103, …)"."""
+    peaks = (f"{isa} {core.core_peak(isa, dtype) / 1e9:.0f}" for isa in core.isas(dtype))
+    return f"{core.isa(dtype)} (GFLOP/s a core: {', '.join(peaks)})"
 
 
 def _on_cuda() -> Backend:

@@ -24,16 +24,24 @@ VERSION = 1
 """Of the table's file format."""
 
 
-def isas() -> list[str]:
-    """Instruction sets that were compiled and that this CPU can run, best first."""
-    return cast(list[str], native.kernels().cpu.isas())
+def isas(dtype: str = "fp32") -> list[str]:
+    """Instruction sets that were compiled and that this CPU can run, best first: by a peak that a
+    millisecond measures, once in a process."""
+    return cast(list[str], native.kernels().cpu.isas(dtype))
+
+
+def current_isa(dtype: str) -> str:
+    """The one that products of this type use: the first of `isas`, unless another is forced here or
+    by the environment (VLORA_ISA)."""
+    return str(native.kernels().cpu.isa(dtype))
 
 
 @contextmanager
 def isa(name: str) -> Iterator[None]:
-    """Use one instruction set for a while; ValueError for one that this CPU cannot run."""
+    """Use one instruction set for both types for a while; ValueError for one that this CPU cannot
+    run. "twin" is AMX in plain C++, for tests."""
     core = native.kernels().cpu
-    before = core.isa()
+    before = core.chosen_isa()
     core.set_isa(name)
     try:
         yield
@@ -41,10 +49,10 @@ def isa(name: str) -> Iterator[None]:
         core.set_isa(before)
 
 
-def widest() -> int:
+def widest(dtype: str) -> int:
     """Columns of the widest register tile of the current instruction set; wider configurations
     run as this one."""
-    return 16 * int(native.kernels().atmm.bundle())
+    return 16 * int(native.kernels().atmm.bundle(dtype))
 
 
 def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
@@ -102,7 +110,7 @@ def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
     """Use the committed tables of this CPU and the current instruction set, or of one near it
     (vendor, family, L2); [] if there are none or they are of another build (logged: the built-in
     tiles then serve)."""
-    found = (_table(folder, native.kernels().cpu.isa(), dtype) for dtype in DTYPE_NAMES)
+    found = (_table(folder, current_isa(dtype), dtype) for dtype in DTYPE_NAMES)
     paths = [path for path in found if path is not None]
     if not paths:
         return []  # what somebody has loaded stays
@@ -154,7 +162,8 @@ def pinned(name: str | None = None) -> Iterator[None]:
 
 
 def peak(dtype: str, seconds: float, threads: int = 1) -> float:
-    """flop/s of a register-only loop of the current instruction set's best multiply-adds."""
+    """flop/s of a register-only loop, by the fastest way that the current instruction set has for
+    this type (bf16: pairs, tiles, or fp32's where these are slower)."""
     return float(native.kernels().cpu.peak(dtype, seconds, threads))
 
 

@@ -85,7 +85,7 @@ def _table_counts(dtype: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     for path in (Path(atmm_package.__file__).parent / "tables").glob("*.json"):
         table = json.loads(path.read_text())
-        if (table["isa"], table["dtype"]) == (native.kernels().cpu.isa(), dtype):
+        if (table["isa"], table["dtype"]) == (native.kernels().cpu.isa(dtype), dtype):
             for name, count in table["configs"].items():
                 counts[name] = counts.get(name, 0) + count
     return counts
@@ -155,7 +155,7 @@ def use_isa(name: str) -> None:
 def bf16_instructions() -> bool:
     """Whether the instruction set in use multiplies bf16."""
     if compiled():
-        return bool(native.kernels().cpu.isa() == "avx512_bf16")
+        return native.kernels().cpu.isa("bf16") in ("amx", "avx512_bf16")
     return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
 
 
@@ -167,7 +167,7 @@ def describe() -> dict[str, Any]:
 
     return {
         "atmm": "cpu",
-        "isa": native.kernels().cpu.isa(),
+        "isa": {dtype: tiles.current_isa(dtype) for dtype in DTYPES},
         "configs": {dtype: len(tiles.configs("apply", dtype)) for dtype in DTYPES},
     }
 

@@ -198,6 +198,7 @@ void Apply::operator()(const cpu::Team& team) const {
     else
       blocks_of(plan_->call, wave.units, *wave.blocks);
   }
+  if (const cpu::TileUnit* unit = plan_->call.kernels.tiles) unit->release();
 }
 
 void apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,

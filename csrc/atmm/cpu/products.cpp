@@ -1,5 +1,7 @@
 #include "products.h"
 
+#include <algorithm>
+
 namespace vlora::atmm {
 
 float* row_scratch(int64_t floats) {
@@ -7,9 +9,53 @@ float* row_scratch(int64_t floats) {
   return scratch.get(floats);
 }
 
+namespace {
+
+// Panels [first, last), none of them narrow, by the unit that multiplies tiles: `use` gets each product
+// that covers them, without its left side and its sums, the first row, how many, and the first panel.
+template <class Use>
+void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step, int64_t rows,
+                const Use& use) {
+  for (int64_t panel = first; panel < last;) {
+    cpu::TileProduct t{};
+    t.right = panels.panel(panel, step, &t.step_bytes);
+    t.panels = 1;
+    if (panel + 1 < last) {
+      ptrdiff_t step_bytes;
+      t.panel_bytes = panels.panel(panel + 1, step, &step_bytes) - static_cast<const char*>(t.right);
+      if (step_bytes == t.step_bytes) t.panels = 2;
+    }
+    for (int64_t row = 0; row < rows; row += cpu::kTileRows) {
+      t.rows = int(std::min<int64_t>(cpu::kTileRows, rows - row));
+      use(t, row, panel);
+    }
+    panel += t.panels;
+  }
+}
+
+}  // namespace
+
 void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows,
                   const Rows& x, float* to, int64_t first, int64_t last) {
   const TileSet& set = c.kernels.shrink[int(c.p.dtype)];
+  const Panels panels = c.a(pair);
+  Path path = c.paths(config, pair, rows).shrink;
+  if (path == Path::kTiles) {
+    const int64_t end = std::min(last, panels.wide());
+    over_tiles(panels, first, end, c.steps(x.k), rows, [&](cpu::TileProduct t, int64_t row, int64_t panel) {
+      t.left = x.at + row * x.stride;
+      t.left_bytes = x.stride * 4;
+      t.steps = c.steps(x.count);
+      t.out = to + row * kRowStride + (panel - first) * kPanel;
+      t.out_stride = kRowStride;
+      t.first = x.first;
+      c.kernels.tiles->multiply(t);
+    });
+    if (end == last) return;
+    to += (std::max(first, end) - first) * kPanel;
+    first = std::max(first, end);
+    path = c.one_order ? Path::kDirect : Path::kStream;
+  }
   Tile t{};
   t.x = x.at;
   t.x_stride = x.stride;
@@ -18,16 +64,15 @@ void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int
   t.last = x.last;
   t.prefetch = config.prefetch * 64;
   Walk w{};
-  // One panel leaves too few sums to fill the pipeline, however many rows there are.
-  const bool stream = !c.one_order && (rows <= kFewRows || c.a(pair).count == 1);
-  w.kernels = x.packed ? set.packed : stream ? set.stream : set.direct;
+  const bool in_pieces = x.in == RowsIn::kPieces;
+  w.kernels = in_pieces ? set.packed : path == Path::kStream ? set.stream : set.direct;
   w.max_rows = c.kernels.max_rows;
-  if (!x.packed && !c.one_order && rows > kFewRows) w.bringing = set.stream;
-  if (c.widened() && x.packed) {
+  if (!in_pieces && !c.one_order && rows > kFewRows) w.bringing = set.stream;
+  if (path == Path::kWidened) {
     w.widened = c.kernels.shrink[int(Dtype::kFp32)].packed;
     w.widen = c.kernels.widen_panels;
   }
-  w.most_rows = x.packed ? kMaxRows : int(kFewRows);
+  w.most_rows = in_pieces ? kMaxRows : int(kFewRows);
   w.columns = std::min(config.shrink_columns / kPanel, c.kernels.bundle);
   w.rows = rows;
   w.first = first;
@@ -38,7 +83,7 @@ void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int
   w.out_row = kRowStride * 4;
   w.out_panel = kPanel * 4;
   w.tail = kPanel;
-  walk(w, c.a(pair), t);
+  walk(w, panels, t);
 }
 
 void shrink(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows, const Rows& x,
@@ -62,8 +107,32 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
   const Output& out = c.p.output[output];
   const Panels panels = c.b(pair, output);
   const ptrdiff_t size = ptrdiff_t(size_of(c.p.dtype));
+  const int32_t tail = int32_t(out.d_out - (panels.count - 1) * kPanel);
+  const Path path = c.paths(config, pair, rows).expand;
+  if (path == Path::kTiles) {
+    alignas(64) float sums[cpu::kTileRows][cpu::kTilePanels * kPanel];
+    uint16_t* const y = static_cast<uint16_t*>(c.p.y) + row * c.p.y_stride + out.column;
+    over_tiles(panels, first, last, 0, rows, [&](cpu::TileProduct t, int64_t from, int64_t panel) {
+      t.left_bytes = kRowStride * 4;
+      t.out = &sums[0][0];
+      t.out_stride = cpu::kTilePanels * kPanel;
+      const char* const right = static_cast<const char*>(t.right);
+      for (int64_t block = 0; block < rank_blocks(pair); ++block) {
+        const int64_t rank = block * kRankBlock;
+        t.left = low + (block * rows + from) * kRowStride;
+        t.right = right + c.steps(rank) * t.step_bytes;
+        t.steps = c.steps(std::min<int64_t>(kRankBlock, pair.rank - rank));
+        t.first = block == 0;
+        c.kernels.tiles->multiply(t);
+      }
+      const int64_t cut = panel + t.panels == panels.count ? kPanel - tail : 0;
+      c.kernels.add_sums(y + from * c.p.y_stride + panel * kPanel, c.p.y_stride, t.out, t.out_stride,
+                         t.rows, t.panels * kPanel - cut, float(s.sign));
+    });
+    return;
+  }
   const TileSet& set = c.kernels.expand[int(c.p.dtype)];
-  const bool few = rows <= kFewRows && !c.one_order;
+  const bool few = path == Path::kStream;
   Tile t{};
   t.x_stride = kRowStride;
   t.out = static_cast<char*>(c.p.y) + (row * c.p.y_stride + out.column + first * kPanel) * size;
@@ -76,7 +145,7 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
   if (!c.one_order && !few) w.bringing = set.stream;
   w.max_rows = c.kernels.max_rows;
   w.most_rows = few ? int(kFewRows) : kMaxRows;
-  if (c.widened() && !few) {
+  if (path == Path::kWidened) {
     // The merge's tiles add fp32 products to bf16 rows; they have no more than kFewRows.
     w.widened = c.kernels.merge[int(Dtype::kBf16)];
     w.widen = c.kernels.widen_panels;
@@ -89,7 +158,7 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
   w.x_row = kRowStride * 4;
   w.out_row = w.in_row = c.p.y_stride * size;
   w.out_panel = w.in_panel = kPanel * size;
-  w.tail = int32_t(out.d_out - (panels.count - 1) * kPanel);
+  w.tail = tail;
   for (int64_t block = 0; block < rank_blocks(pair); ++block) {
     const int64_t rank = block * kRankBlock;
     t.x = low + block * rows * kRowStride;

@@ -34,10 +34,13 @@ struct Call {
   const char* x(int64_t row, int64_t k) const {
     return static_cast<const char*>(p.x) + (row * p.x_stride + k) * ptrdiff_t(size_of(p.dtype));
   }
-  // Rows can be read where they lie: whole units, and no conversion.
   bool readable() const {
     if (p.dtype == Dtype::kFp32) return true;
     return pairs() && p.x_stride % 2 == 0 && p.d_in % 2 == 0;
+  }
+  Paths paths(const TileConfig& config, const Pair& pair, int64_t rows) const {
+    return paths_of({rows, p.dtype == Dtype::kBf16, pairs(), kernels.tiles != nullptr, readable(),
+                     config.pack_rows, pair.rank <= kPanel, one_order});
   }
   Panels a(const Pair& pair) const {
     return {static_cast<const char*>(pair.a), ceil_div(pair.rank, kPanel), steps(p.d_in), p.bundle,
@@ -59,7 +62,7 @@ inline int64_t low_floats(const Pair& pair, int64_t rows) {
 struct Rows {
   const float* at;
   ptrdiff_t stride;  // units of 4 bytes
-  bool packed;       // the stride is kRowStride
+  RowsIn in;
   int64_t k, count;
   bool first, last;  // of the parts of the depth that are summed up
 };
@@ -94,19 +97,20 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
                         : one_pass         ? c.steps(to - from)
                                            : kPanelBytes / (c.p.bundle * 64);
   const int64_t block = c.elements(steps);
-  if (!config.pack_rows && c.readable()) {
+  // (Where rows are does not depend on the pair.)
+  const RowsIn in = c.paths(config, Pair{}, rows).rows;
+  if (in == RowsIn::kPlace) {
     for (int64_t k = from; k < to; k += block)
       use(Rows{reinterpret_cast<const float*>(c.x(row, k)),
-               c.pairs() ? c.p.x_stride / 2 : c.p.x_stride, false, k, std::min(block, to - k),
+               c.pairs() ? c.p.x_stride / 2 : c.p.x_stride, in, k, std::min(block, to - k),
                k == from, k + block >= to});
     return;
   }
-  if (!config.pack_rows && rows <= kFewRows) {
-    // Not readable in place: once into scratch, whole.
+  if (in == RowsIn::kCopy) {
     const ptrdiff_t stride = ceil_div(c.units(to - from), 16) * 16 + 16;
     float* scratch = row_scratch(rows * stride);
     c.kernels.load_rows(c.p.dtype, c.x(row, from), c.p.x_stride, rows, to - from, scratch, stride);
-    use(Rows{scratch, stride, false, from, to - from, true, true});
+    use(Rows{scratch, stride, in, from, to - from, true, true});
     return;
   }
   const int64_t piece = std::min(block, c.pairs() ? 2 * kDepth : int64_t(kDepth));
@@ -114,7 +118,7 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
   for (int64_t k = from; k < to; k += piece) {
     const int64_t count = std::min(piece, to - k);
     c.kernels.load_rows(c.p.dtype, c.x(row, k), c.p.x_stride, rows, count, scratch, kRowStride);
-    use(Rows{scratch, kRowStride, true, k, count, k == from, k + piece >= to});
+    use(Rows{scratch, kRowStride, in, k, count, k == from, k + piece >= to});
   }
 }
 

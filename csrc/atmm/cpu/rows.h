@@ -61,4 +61,19 @@ inline void widen_panels(const Tile& t, int columns, float* to) {
     }
 }
 
+inline void add_sums(uint16_t* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,
+                     int64_t rows, int64_t columns, float sign) {
+  const V::Scalar s = V::broadcast(&sign);
+  for (int64_t row = 0; row < rows; ++row, y += y_stride, sums += sums_stride)
+    for (int64_t n = 0; n < columns; n += kPanel) {
+      const int count = int(columns - n < kPanel ? columns - n : kPanel);
+      V sum = count == kPanel ? V::load(y + n) : V::load_some(y + n, count);
+      sum.add_product(s, V::load(sums + n));
+      if (count == kPanel)
+        sum.store(y + n);
+      else
+        sum.store_some(y + n, count);
+    }
+}
+
 }  // namespace vlora::atmm::VLORA_ISA

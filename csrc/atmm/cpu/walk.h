@@ -5,14 +5,12 @@
 
 #include "atmm/kernels.h"
 #include "cpu/scratch.h"
+#include "path.h"
 
 namespace vlora::atmm {
 
 constexpr int64_t kPanelBytes = 256 << 10;
 // Of panels that several row tiles read in turn: a quarter of a 1 MiB L2.
-constexpr int64_t kFewRows = 8;
-// Rows that are read where they lie: a tile of so many has a general register to address each.
-
 constexpr ptrdiff_t kAhead = 64 * 64;
 // Bytes of panels on their way while others are multiplied: a memory latency of 100 ns at 40 GB/s.
 
@@ -26,6 +24,12 @@ struct Panels {
 
   int64_t wide() const { return count - narrow; }
   int64_t bundles() const { return ceil_div(wide(), bundle) + narrow; }
+  // Where a panel's depth begins, and the bytes from step to step.
+  const char* panel(int64_t i, int64_t step, ptrdiff_t* step_bytes) const {
+    const int64_t begin = i / bundle * bundle, width = std::min<int64_t>(bundle, wide() - begin);
+    *step_bytes = width * 64;
+    return at + (begin * steps + width * step + i - begin) * 64;
+  }
   int64_t first_of(int64_t of_bundle) const {
     return of_bundle < bundles() ? std::min(wide(), of_bundle * bundle) : count;
   }
@@ -78,8 +82,8 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
                           64;
     const int64_t end = panel + t.groups * columns, offset = panel - w.first;
     t.tail = end == p.count ? w.tail : kPanel;
-    const bool wide = tiles > 1 && w.widened && !narrow;
-    if (wide) {
+    const bool widen = tiles > 1 && w.widened && !narrow;
+    if (widen) {
       thread_local cpu::Scratch scratch;
       float* panels = scratch.get(t.groups * columns * w.steps * 2 * kPanel);
       w.widen(t, columns, panels);
@@ -97,7 +101,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
       if (w.fetch_rows && row + 2 * count <= w.rows)
         for (int64_t at = 0; at < count * w.x_row; at += 64)
           __builtin_prefetch(static_cast<const char*>(t.x) + count * w.x_row + at, 0, 3);
-      if (i == 0 && tiles > 1 && w.bringing && !wide && count <= kFewRows) {
+      if (i == 0 && tiles > 1 && w.bringing && !widen && count <= kFewRows) {
         t.prefetch = kAhead;
         w.bringing[narrow ? kNarrow : columns - 1][count - 1](t);
         t.prefetch = 0;

@@ -207,6 +207,45 @@ void check_merge(const Kernels& kernels, Dtype dtype) {
   }
 }
 
+// What a unit that multiplies tiles is for: packed panels on the right (of any bundle), rows as they lie
+// on the left; or a matrix as it lies on the left, and a few packed rows on the right.
+void check_tiles(const Kernels& kernels) {
+  const int64_t steps = any_of<int64_t>({1, 5, 16, 40}), pad = draw(0, 2);
+  const int rows = int(draw(1, cpu::kTileRows)), panels = int(draw(1, cpu::kTilePanels));
+  const bool together = draw(0, 1), first = draw(0, 1);
+  const Values left(Dtype::kBf16, (rows - 1) * 2 * (steps + pad) + 2 * steps, 1);
+  const Values right(Dtype::kBf16, panels * steps * 2 * kPanel, 1);
+  cpu::TileProduct t{};
+  t.left = left.bytes.get();
+  t.left_bytes = 4 * (steps + pad);
+  t.rows = rows;
+  t.right = right.bytes.get();
+  t.step_bytes = 64 * (together ? panels : 1);
+  t.panel_bytes = 64 * (together ? 1 : steps);
+  t.panels = panels;
+  t.steps = steps;
+  const ptrdiff_t stride = panels * kPanel + draw(0, 3);
+  Values sums(Dtype::kFp32, (rows - 1) * stride + panels * kPanel, 1);
+  std::vector<double> want(sums.count);
+  for (size_t i = 0; i < sums.count; ++i) want[i] = sums[int64_t(i)];
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t n = 0; n < panels * kPanel; ++n) {
+      double sum = first ? 0 : want[size_t(i * stride + n)];
+      for (int64_t k = 0; k < 2 * steps; ++k) {
+        const int64_t step = k / 2, at = step * t.step_bytes + n / kPanel * t.panel_bytes;
+        sum += left[i * 2 * (steps + pad) + k] * right[at / 2 + n % kPanel * 2 + k % 2];
+      }
+      want[size_t(i * stride + n)] = sum;
+    }
+  t.out = reinterpret_cast<float*>(sums.bytes.get());
+  t.out_stride = stride;
+  t.first = first;
+  kernels.tiles->multiply(t);
+  if (draw(0, 1)) kernels.tiles->release();
+  for (size_t i = 0; i < sums.count; ++i)
+    if (!(std::abs(sums[int64_t(i)] - want[i]) < 1e-3)) fail("tiles", kernels, sums[int64_t(i)], want[i]);
+}
+
 // Regions of changing size, some of which fail, from two callers at once.
 void check_threads(int rounds) {
   const auto caller = [rounds] {
@@ -261,6 +300,7 @@ int main(int argc, char** argv) {
           check_apply(here, dtype, round % 8 == 0);
           check_merge(here, dtype);
           check_heads(here);
+          if (here.tiles) check_tiles(here);
         }
     };
     std::thread(run).join();  // a thread's scratch is freed with it: the leak check sees that

@@ -16,14 +16,14 @@ from vlora.atmm.types import LoraPair, Segment
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-EMULATED, CUDA = "cuda-emulated", "cuda"
+TWIN, EMULATED, CUDA = "twin", "cuda-emulated", "cuda"
 
 
 def implementations() -> list[str]:
-    """The reference, each instruction set of this CPU, the CUDA kernels run on the host, and those
-    on a GPU where there is one."""
+    """The reference, each instruction set of this CPU and AMX's twin, the CUDA kernels run on the
+    host, and those on a GPU where there is one."""
     try:
-        isas = tiles.isas()
+        isas = [*tiles.isas(), TWIN]
     except ImportError:
         isas = []
     return ["reference", *isas, EMULATED, *([CUDA] if torch.cuda.is_available() else [])]

@@ -4,6 +4,7 @@
 
 #include "atmm/types.h"
 #include "cpu/dispatch.h"
+#include "cpu/tile_unit.h"
 
 namespace vlora::atmm {
 
@@ -61,6 +62,10 @@ struct Kernels {
   void (*round_rows)(float* scratch, int64_t rows, int64_t count);
   // Panels of pairs of bf16, `columns` of each bundle of a tile, to fp32: two steps for each.
   void (*widen_panels)(const Tile&, int columns, float* to);
+  const cpu::TileUnit* tiles;  // multiplies tiles of pairs; null: none
+  // y += sign * sums, rows of bf16.
+  void (*add_sums)(uint16_t* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,
+                   int64_t rows, int64_t columns, float sign);
 };
 
 // Those of an instruction set.

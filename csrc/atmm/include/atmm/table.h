@@ -23,6 +23,7 @@ struct Shape {
 struct Key {
   uint64_t low, high;
   bool operator==(const Key& other) const { return low == other.low && high == other.high; }
+  int dtype() const { return int(low >> 8 & 0xff); }
 };
 
 struct KeyHash {

@@ -1,0 +1,81 @@
+// The tile registers in plain C++: what AMX does, for tests where there is none. What its shapes forbid
+// ends the process, as the unit's fault would.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu/types.h"
+
+namespace vlora::cpu::VLORA_ISA {
+
+template <int T>
+struct At {
+  static constexpr int value = T;
+};
+
+struct TileRegisters {
+  struct Register {
+    int rows, bytes;
+    unsigned char line[16][64];
+  };
+  static Register& at(int tile) {
+    static thread_local Register registers[8] = {};
+    return registers[tile];
+  }
+
+  template <class Shapes>
+  static void configure(const Shapes& s) {
+    if (s.palette != 1 || s.start_row) std::abort();
+    for (int t = 0; t < 8; ++t) {
+      if (s.rows[t] > 16 || s.bytes[t] > 64 || !s.rows[t] != !s.bytes[t]) std::abort();
+      std::memset(&at(t), 0, sizeof(Register));
+      at(t).rows = s.rows[t];
+      at(t).bytes = s.bytes[t];
+    }
+  }
+  static void release() {
+    for (int t = 0; t < 8; ++t) std::memset(&at(t), 0, sizeof(Register));
+  }
+  template <int T>
+  static void zero() {
+    if (!at(T).rows) std::abort();
+    std::memset(at(T).line, 0, sizeof at(T).line);
+  }
+  template <int T>
+  static void load(const void* from, ptrdiff_t bytes) {
+    zero<T>();
+    for (int row = 0; row < at(T).rows; ++row)
+      std::memcpy(at(T).line[row], static_cast<const char*>(from) + row * bytes, size_t(at(T).bytes));
+  }
+  template <int T>
+  static void store(void* to, ptrdiff_t bytes) {
+    if (!at(T).rows) std::abort();
+    for (int row = 0; row < at(T).rows; ++row)
+      std::memcpy(static_cast<char*>(to) + row * bytes, at(T).line[row], size_t(at(T).bytes));
+  }
+  template <int C, int A, int B>
+  static void multiply() {
+    Register &c = at(C), &a = at(A), &b = at(B);
+    if (c.rows != a.rows || c.bytes != b.bytes || a.bytes != 4 * b.rows || !c.rows) std::abort();
+    for (int m = 0; m < c.rows; ++m)
+      for (int k = 0; k < b.rows; ++k)
+        for (int n = 0; n < c.bytes / 4; ++n) {
+          float sum;
+          std::memcpy(&sum, c.line[m] + 4 * n, 4);
+          for (int odd = 0; odd < 2; ++odd)
+            sum += value(a.line[m] + 4 * k + 2 * odd) * value(b.line[k] + 4 * n + 2 * odd);
+          std::memcpy(c.line[m] + 4 * n, &sum, 4);
+        }
+  }
+
+ private:
+  static float value(const unsigned char* bf16) {
+    const uint32_t bits = uint32_t(bf16[0]) << 16 | uint32_t(bf16[1]) << 24;
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return result;
+  }
+};
+
+}  // namespace vlora::cpu::VLORA_ISA

@@ -1,0 +1,69 @@
+"""Which instruction set serves: ordered by what it reaches, forced by name, AMX by its twin."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.atmm.problems import compiled
+from vlora import native
+from vlora.atmm import tiles
+from vlora.atmm.device import Device
+
+WORTH = 1.1
+"""kWorthLess of csrc/cpu/dispatch.cpp."""
+
+
+@compiled
+@pytest.mark.parametrize("dtype", tiles.DTYPE_NAMES)
+def test_instruction_sets_are_ordered_by_their_measured_peak(dtype: str) -> None:
+    core, isas = native.kernels().cpu, tiles.isas(dtype)
+    peaks = [core.core_peak(isa, dtype) for isa in isas]
+    assert isas[-1] == "scalar"
+    assert all(first * WORTH >= second > 0 for first, second in itertools.pairwise(peaks))
+    assert core.core_peak(isas[0], dtype) == peaks[0], "measured once"
+    with pytest.raises(ValueError, match="'none' does not run here"):
+        core.core_peak("none", dtype)
+
+
+@compiled
+def test_a_forced_instruction_set_serves_both_types_until_it_is_given_back() -> None:
+    before = [tiles.current_isa(dtype) for dtype in tiles.DTYPE_NAMES]
+    with tiles.isa("twin"):
+        with tiles.isa("scalar"):
+            assert [tiles.current_isa(dtype) for dtype in tiles.DTYPE_NAMES] == ["scalar"] * 2
+        assert tiles.current_isa("bf16") == "twin"
+    assert [tiles.current_isa(dtype) for dtype in tiles.DTYPE_NAMES] == before
+    with pytest.raises(ValueError, match="'sse' was not built"), tiles.isa("sse"):
+        pass
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "told"), [("scalar", "scalar scalar"), ("sse", "ValueError: instruction set 'sse'")]
+)
+def test_the_environment_forces_an_instruction_set(name: str, told: str) -> None:
+    code = (
+        "from vlora import native; cpu = native.kernels().cpu;"
+        "print(cpu.isa('fp32'), cpu.isa('bf16'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "VLORA_ISA": name},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told in done.stdout + done.stderr
+
+
+@compiled
+def test_the_core_sees_the_caches_that_tables_are_named_after() -> None:
+    machine, device = native.kernels().cpu.machine(), Device.here()
+    found = tuple(machine[level] >> 10 for level in ("l1", "l2", "l3"))
+    assert found == (device.l1, device.l2, device.l3)
+    assert machine["memory"] > 0
