@@ -1,0 +1,123 @@
+"""Builds the wheel and the sdist into dist/, checks what is in them, and has each serve.
+
+Each is installed into a fresh environment outside the tree, and a server of it has to answer the
+demo's questions. Takes minutes: the core is compiled twice, once from the sdist.
+
+usage: python -m tools.dist
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from clients.common import run_main
+from tools.dist import trial
+from tools.dist.contents import faults_of_sdist, faults_of_wheel, read_sdist, read_wheel
+from tools.dist.trial import TrialError
+
+ROOT = Path(__file__).resolve().parents[2]
+DIST = ROOT / "dist"
+WORK = ROOT / "build" / "dist"
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+MEGABYTE = 1e6
+
+
+def tools_of(work: Path, log: Path) -> Path:
+    """The `bin` of an environment with what builds and checks, made once."""
+    folder = work / "tools"
+    ready = folder / REQUIREMENTS.name
+    if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
+        shutil.rmtree(folder, ignore_errors=True)
+        trial.run([sys.executable, "-m", "venv", folder], log)
+        trial.run([folder / "bin" / "pip", "install", "--quiet", "-r", REQUIREMENTS], log)
+        shutil.copy(REQUIREMENTS, ready)
+    return folder / "bin"
+
+
+def build(kind: str, tools: Path, log: Path) -> Path:
+    """The wheel or the sdist of the tree, newly in dist/."""
+    pattern = {"wheel": "vlora-*.whl", "sdist": "vlora-*.tar.gz"}[kind]
+    for old in DIST.glob(pattern):
+        old.unlink()
+    for stale in (ROOT / "build").glob("lib*"):  # setuptools leaves there what the tree has lost
+        shutil.rmtree(stale)
+    command = [tools / "python", "-m", "build", f"--{kind}", "--outdir", DIST, ROOT]
+    trial.run(command, log, cwd=WORK)
+    (made,) = DIST.glob(pattern)
+    return made
+
+
+def tracked() -> dict[str, bytes]:
+    """The files under version control, as they lie in the tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    names = [name for name in listed.stdout.split("\0") if name]
+    return {name: (ROOT / name).read_bytes() for name in names if (ROOT / name).is_file()}
+
+
+def check(made: Path, kind: str, tools: Path, log: Path) -> None:
+    """TrialError with every fault of its contents, or twine's of its metadata."""
+    tree = tracked()
+    if kind == "wheel":
+        faults = faults_of_wheel(read_wheel(made), tree)
+    else:
+        faults = faults_of_sdist(read_sdist(made), tree)
+    if faults:
+        raise TrialError(f"{made.name}: " + "\n".join(faults))
+    trial.run([tools / "twine", "check", "--strict", made], log)
+
+
+def try_out(made: Path, log: Path, console: Console) -> str:
+    """Installed, it has to serve and answer; how well, in a phrase."""
+    with tempfile.TemporaryDirectory(prefix="vlora-dist-") as folder:
+        home = Path(folder) / "environment"
+        started = time.monotonic()
+        commands = trial.install(made, home, ROOT / "constraints.txt", log)
+        trial.check_installed(home, log)
+        installed = time.monotonic() - started
+        with trial.serving([commands / "vlora"], home, log) as address:
+            right, asked = trial.ask_all(address, console.print)
+        if right != asked:
+            raise TrialError(f"{right} of {asked} answers are right")
+        return f"installed in {installed:.0f} s, answers {right} of {asked} right"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--no-trial", action="store_true", help="build and check, install and serve nothing"
+    )
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    shutil.rmtree(WORK / "logs", ignore_errors=True)
+    (WORK / "logs").mkdir(parents=True)
+    DIST.mkdir(exist_ok=True)
+    for kind in ("sdist", "wheel"):
+        log = WORK / "logs" / f"{kind}.log"
+        console.print(f"[bold]{kind}[/]: building (log: {log.relative_to(ROOT)})")
+        tools = tools_of(WORK, log)
+        made = build(kind, tools, log)
+        size = made.stat().st_size / MEGABYTE
+        console.print(f"  {made.relative_to(ROOT)}, {size:.1f} MB")
+        check(made, kind, tools, log)
+        console.print("  contents and metadata are right")
+        if not options.no_trial:
+            console.print("  trying it in a fresh environment, for some minutes")
+            console.print(f"  {try_out(made, log, console)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

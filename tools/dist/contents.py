@@ -1,0 +1,101 @@
+"""What has to be in the wheel and in the sdist, and nothing else; checked without installing them.
+
+Knows archives and names; runs nothing.
+"""
+
+from __future__ import annotations
+
+import email
+import hashlib
+import tarfile
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+
+PACKAGE = PurePosixPath("backend_src/vlora")
+DATA = ("model_repository/", "tools/demo/checkpoint/", "tools/demo/adapters/")
+"""What lies beside the package in the tree, and in the wheel under `vlora/_data`."""
+TO_BUILD = ("csrc/", "backend_src/vlora/", *DATA)
+TO_BUILD_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "constraints.txt")
+NEVER = (".so", ".pyc", ".pyo")
+COMMAND = "vlora = vlora.cli:main"
+EXTRAS = {"server", "train", "video"}
+
+Contents = Mapping[str, bytes]
+"""Files of an archive or of the tree, by their names relative to its root."""
+
+
+def read_wheel(path: Path) -> Contents:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if name[-1] != "/"}
+
+
+def read_sdist(path: Path) -> Contents:
+    """The folder that holds everything is taken off the names."""
+    found = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            content = archive.extractfile(member)
+            if content is not None:
+                found[member.name.partition("/")[2]] = content.read()
+    return found
+
+
+def expected_in_wheel(tree: Iterable[str]) -> dict[str, str]:
+    """Names in the wheel with the names of the tree's files that they have to equal."""
+    expected = {}
+    for name in tree:
+        path = PurePosixPath(name)
+        if path.is_relative_to(PACKAGE):
+            expected[str("vlora" / path.relative_to(PACKAGE))] = name
+        elif name.startswith(DATA):
+            expected[f"vlora/_data/{name}"] = name
+    return expected
+
+
+def faults_of_wheel(wheel: Contents, tree: Contents) -> list[str]:
+    """What is wrong with it, one sentence each; tree: the files under version control."""
+    expected = expected_in_wheel(tree)
+    info = {name for name in wheel if name.partition("/")[0].endswith(".dist-info")}
+    kernels = {name for name in wheel if name.startswith("vlora/_kernels.")}
+    faults = [] if len(kernels) == 1 else [f"one compiled core is due, it has {sorted(kernels)}"]
+    faults += _differences(wheel, {name: tree[of] for name, of in expected.items()})
+    surplus = sorted(set(wheel) - set(expected) - info - kernels)
+    faults += [f"{name} does not belong into it" for name in surplus]
+    return faults + _faults_of_metadata(wheel, info)
+
+
+def faults_of_sdist(sdist: Contents, tree: Contents) -> list[str]:
+    due = {
+        name: content
+        for name, content in tree.items()
+        if name.startswith(TO_BUILD) or name in TO_BUILD_FILES
+    }
+    compiled = sorted(name for name in sdist if name.endswith(NEVER))
+    return _differences(sdist, due) + [f"{name} does not belong into it" for name in compiled]
+
+
+def _differences(archive: Contents, due: Contents) -> list[str]:
+    faults = [f"{name} is missing" for name in sorted(set(due) - set(archive))]
+    both = sorted(set(due) & set(archive))
+    return faults + [f"{name} differs from the tree's" for name in both if _other(archive, due, name)]
+
+
+def _other(one: Contents, two: Contents, name: str) -> bool:
+    return hashlib.sha256(one[name]).digest() != hashlib.sha256(two[name]).digest()
+
+
+def _faults_of_metadata(wheel: Contents, info: set[str]) -> list[str]:
+    texts = {name.rpartition("/")[2]: wheel[name].decode() for name in info}
+    metadata = email.message_from_string(texts.get("METADATA", ""))
+    faults = []
+    for key, due in (("Name", "vlora"), ("Requires-Python", "<3.13,>=3.11")):
+        if metadata[key] != due:
+            faults.append(f"its {key} is {metadata[key]!r}, not {due!r}")
+    missing = EXTRAS - set(metadata.get_all("Provides-Extra", []))
+    faults += [f"it has no extra {name!r}" for name in sorted(missing)]
+    if COMMAND not in texts.get("entry_points.txt", ""):
+        faults.append(f"it has no command {COMMAND!r}")
+    if "Root-Is-Purelib: false" not in texts.get("WHEEL", ""):
+        faults.append("it says that it is pure Python")
+    return faults

@@ -1,0 +1,123 @@
+"""Installs one distribution in a fresh environment outside the tree, serves, and asks.
+
+Everything runs in the new environment but the questions, which this one sends: a user's machine
+has no samples either.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from clients.common import ClientError, connect
+from tools.demo.show import SAMPLES, ask, is_right, load_samples
+from vlora.serving.ports import choose_ports
+
+START_SECONDS = 180.0
+STOP_SECONDS = 60.0
+INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "SSL_CERT_FILE")
+"""All that a fresh environment gets of this one's variables, besides pip's own."""
+
+
+class TrialError(ClientError):
+    """What did not work, with the last words of the command."""
+
+
+def clean_environment(folder: Path) -> dict[str, str]:
+    """The variables of a shell in which `folder`'s environment is active and nothing of ours is."""
+    kept = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+    kept |= {key: os.environ[key] for key in INHERITED if key in os.environ}
+    return {**kept, "PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
+
+
+def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
+    """`command` with its output in `log`; TrialError with the end of that where it fails."""
+    with log.open("ab") as file:
+        file.write(f"$ {' '.join(map(str, command))}\n".encode())
+        file.flush()
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, **given)  # type: ignore[call-overload]
+    if done.returncode != 0:
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+        raise TrialError(f"{Path(command[0]).name} ended with {done.returncode}; {log} ends:\n{end}")
+
+
+def install(distribution: Path, folder: Path, constraints: Path, log: Path) -> Path:
+    """A new environment at `folder` with the distribution and its `server` extra; its `bin`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run([sys.executable, "-m", "venv", folder], log)
+    wanted = f"vlora[server] @ {distribution.resolve().as_uri()}"
+    command = [folder / "bin" / "pip", "install", "--constraint", constraints.resolve(), wanted]
+    run(command, log, cwd=folder, env=clean_environment(folder))
+    return folder / "bin"
+
+
+def check_installed(folder: Path, log: Path) -> None:
+    """That it is what it seems: imported from there, with its compiled core and its own data."""
+    code = (
+        "import vlora, vlora.places as places; from pathlib import Path;"
+        "from vlora.atmm import backends; import vlora._kernels;"
+        f"root = Path({str(folder.resolve())!r});"
+        "assert Path(vlora.__file__).resolve().is_relative_to(root), vlora.__file__;"
+        "assert places.model_repository().resolve().is_relative_to(root), places.root()"
+    )
+    environment = clean_environment(folder)
+    run([folder / "bin" / "python", "-c", code], log, cwd=folder, env=environment)
+    for words in (["adapters", "check"], ["repository", str(folder / "repository")]):
+        run([folder / "bin" / "vlora", *words], log, cwd=folder, env=environment)
+
+
+@contextmanager
+def serving(command: Sequence[str | Path], folder: Path, log: Path) -> Iterator[str]:
+    """The gRPC address of `vlora serve`, started as `command` in `folder`, once its own
+    `vlora probe` calls it ready; SIGTERM has to end it with status 0."""
+    ports = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+    options = [f"--{name.replace('_', '-')}={port}" for name, port in ports.items()]
+    environment = clean_environment(folder)
+    address = f"127.0.0.1:{ports['grpc_port']}"
+    with log.open("ab") as file:
+        server = subprocess.Popen(
+            [*command, "serve", "--log", "-", "--grace", "2", *options],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=environment,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        probe = [*command, "probe", address, "--quiet", "--deadline", "10"]
+        while subprocess.run(probe, cwd=folder, env=environment).returncode != 0:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise TrialError(f"it does not serve; {log} says why")
+            time.sleep(0.5)
+        yield address
+        server.send_signal(signal.SIGTERM)
+        status = server.wait(STOP_SECONDS)
+        if status != 0:
+            raise TrialError(f"it ended with status {status}; {log} says why")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def ask_all(address: str, tell: Callable[[str], None]) -> tuple[int, int]:
+    """How many of the demo's questions were answered right, of how many."""
+    client = connect(address, "video_analytics")
+    try:
+        samples = load_samples(SAMPLES)
+        right = 0
+        for sample in samples:
+            answer = ask(client, sample)
+            if answer.error is None and is_right(sample.expected, answer.text):
+                right += 1
+            else:
+                tell(f"  {sample.name}: {answer.shown!r} is not {sample.expected!r}")
+        return right, len(samples)
+    finally:
+        client.close()
