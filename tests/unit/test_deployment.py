@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+import yaml
+from jsonschema import Draft7Validator
 
+from tests.deploy.dockerfile import read, settings
 from tests.fakes import FakeRegistry
 from vlora.cli import app
 from vlora.metrics import EngineStats
 from vlora.serving.error_counts import ErrorCounts, ErrorExporter
 from vlora.serving.exporter import EncoderExporter, EngineExporter
+from vlora.serving.probe import ENSEMBLE, QUESTION, SAMPLING
 from vlora.vision.features import Counters
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +92,97 @@ def test_the_pods_grace_is_longer_than_the_servers() -> None:
     margin = re.search(r"^\s+margin: (\d+)", values, re.MULTILINE)
     assert margin is not None
     assert int(margin[1]) >= 15
+
+
+def values() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DOCKER / "chart" / "values.yaml").read_text())
+    return found
+
+
+def defaults_of(command: str) -> dict[str, Any]:
+    with typer.Context(COMMAND) as context:
+        found = COMMAND.get_command(context, command)  # type: ignore[attr-defined]
+    return {parameter.name: parameter.default for parameter in found.params}
+
+
+def test_ports_are_the_command_lines_everywhere() -> None:
+    serve = defaults_of("serve")
+    ports = {name: serve[f"{name}_port"] for name in ("http", "grpc", "metrics")}
+    assert values()["ports"] == ports
+    assert defaults_of("probe")["address"] == f"localhost:{ports['grpc']}"
+    for file in ("Dockerfile", "Dockerfile.cpu"):
+        text = (DOCKER / file).read_text()
+        assert f"EXPOSE {' '.join(map(str, ports.values()))}\n" in text
+        assert f'"--metrics-port", "{ports["metrics"]}"' in text
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    server = compose["services"]["server-cpu"]
+    assert server["ports"] == [f"{port}:{port}" for port in ports.values()]
+    (alias,) = server["networks"]["default"]["aliases"]
+    scraped = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yaml").read_text())
+    (job,) = scraped["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"{alias}:{ports['metrics']}"]}]
+
+
+def test_the_drain_of_chart_and_compose_is_the_servers() -> None:
+    assert values()["drain"]["seconds"] == defaults_of("serve")["grace"]
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    grace = compose["services"]["server-cpu"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) >= defaults_of("serve")["grace"] + 15
+
+
+def test_what_compose_mounts_is_there_and_the_dashboard_finds_its_source() -> None:
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        for volume in service.get("volumes", []):
+            source = volume.partition(":")[0]
+            known = source in compose["volumes"] or (DOCKER / source).exists()
+            assert known, f"{name} mounts {source}"
+    folder = DOCKER / "grafana" / "provisioning" / "datasources"
+    (source,) = yaml.safe_load((folder / "prometheus.yaml").read_text())["datasources"]
+    panels = json.loads((DOCKER / "grafana" / "dashboard.json").read_text())["panels"]
+    assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
+
+
+def test_envoy_asks_what_the_probe_asks() -> None:
+    text = (DOCKER / "chart" / "files" / "envoy.yaml").read_text()
+    (question,) = re.findall(r"\$question := `(.*)`", text)
+    asked = json.loads(question)
+    assert asked["text_input"] == QUESTION.decode()
+    assert json.loads(asked["sampling_parameters"]) == json.loads(SAMPLING)
+    assert f"path: /v2/models/{ENSEMBLE}/generate" in text
+
+
+def test_the_autoscaler_reads_a_metric_that_exists() -> None:
+    # The Prometheus adapter names metrics without the colon.
+    assert values()["autoscaling"]["metric"] in {name.replace(":", "_") for name in exported()}
+
+
+def test_every_value_has_a_place_in_the_schema_and_unknown_ones_have_none() -> None:
+    schema = json.loads((DOCKER / "chart" / "values.schema.json").read_text())
+    Draft7Validator.check_schema(schema)
+    validator = Draft7Validator(schema)
+    assert [error.message for error in validator.iter_errors(values())] == []
+    assert set(schema["properties"]) - {"global"} == set(values())
+    for key, value in values().items():
+        if isinstance(value, dict) and schema["properties"][key].get("properties"):
+            assert list(validator.iter_errors({key: {**value, "unknown": 1}})), key
+
+
+def test_a_dockerfile_is_read_into_stages_of_whole_instructions() -> None:
+    text = """
+ARG TAG=3
+FROM base:${TAG} AS build
+# hadolint ignore=DL3008
+RUN one \\
+ # in between
+ && two
+ENV A=1 B="2 3"
+FROM base:$TAG
+CMD ["a", "b"]
+"""
+    build, final = read(text)
+    assert (build.base, build.name, final.base) == ("base:3", "build", "base:3")
+    assert [one.keyword for one in build.instructions] == ["RUN", "ENV"]
+    assert build.instructions[0].value.split() == ["one", "&&", "two"]
+    assert settings(build.instructions[1].value) == {"A": "1", "B": "2 3"}
+    assert final.last("CMD").words == ["a", "b"]

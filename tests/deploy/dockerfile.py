@@ -1,0 +1,205 @@
+"""Reads a Dockerfile, and replays what it does in a clean root instead of in an image.
+
+Not known here: registries. What stands in for a base image is the caller's to give.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+MOUNT = re.compile(r"^--mount=type=bind,from=(\w+),source=(\S+),target=(\S+)\s+")
+VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+OF_THE_CONTAINER = {"LABEL", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+"""What changes no file."""
+CARRIED = ("PIP_",)
+"""How the variables begin that a replay takes over: a machine's own settings of pip."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    keyword: str
+    value: str
+
+    @property
+    def words(self) -> list[str]:
+        """Of the JSON form, as in `CMD ["a", "b"]`."""
+        found = re.search(r"\[.*\]$", self.value, re.DOTALL)
+        assert found, f"{self.keyword} {self.value} is not in JSON form"
+        return list(json.loads(found[0]))
+
+
+@dataclass
+class Stage:
+    """From one FROM to the next."""
+
+    base: str
+    name: str
+    instructions: list[Instruction] = field(default_factory=list)
+
+    def last(self, keyword: str) -> Instruction:
+        return [one for one in self.instructions if one.keyword == keyword][-1]
+
+    def all(self, keyword: str) -> list[Instruction]:
+        return [one for one in self.instructions if one.keyword == keyword]
+
+
+def read(text: str) -> list[Stage]:
+    """The stages of a Dockerfile; arguments before the first FROM are put into the FROM lines."""
+    arguments: dict[str, str] = {}
+    stages: list[Stage] = []
+    for one in _instructions(text):
+        if one.keyword == "FROM":
+            base, _, name = expand(one.value, arguments).partition(" AS ")
+            stages.append(Stage(base.strip(), name.strip()))
+        elif not stages:
+            key, _, value = one.value.partition("=")
+            arguments[key] = value
+        else:
+            stages[-1].instructions.append(one)
+    return stages
+
+
+def _instructions(text: str) -> Iterator[Instruction]:
+    lines = [
+        line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
+    ]
+    for command in re.split(r"(?<!\\)\n", "\n".join(lines)):
+        keyword, _, value = command.replace("\\\n", " ").partition(" ")
+        yield Instruction(keyword.upper(), value.strip())
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    return VARIABLE.sub(lambda match: variables.get(match[1] or match[2], ""), text)
+
+
+def settings(text: str) -> dict[str, str]:
+    """Of `ENV a=b c=d`, `LABEL …` and `ARG …`."""
+    return dict(word.partition("=")[::2] for word in shlex.split(text))
+
+
+class Replay:
+    """One stage in the folder `root`, a whole file system; needs root.
+
+    context: where COPY takes files from. stages: roots of the stages before, by their names.
+    shared: folders and files of this machine that are there too, as its settings need them.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        context: Path,
+        stages: Mapping[str, Path],
+        arguments: Mapping[str, str],
+        shared: Sequence[Path] = (),
+    ) -> None:
+        self.root = root
+        self._context = context
+        self._stages = stages
+        self._arguments = dict(arguments)
+        self._shared = shared
+        self.environment = {"PATH": PATH}
+        self.folder = "/"
+        self.user = "0:0"
+        self.ran: list[str] = []
+
+    def do(self, one: Instruction) -> None:
+        match one.keyword:
+            case "RUN":
+                self._run(one.value)
+            case "COPY":
+                self._copy(one.value)
+            case "ENV":
+                self.environment |= settings(expand(one.value, self.environment))
+            case "ARG":
+                key, _, value = one.value.partition("=")
+                self._arguments.setdefault(key, value)
+            case "WORKDIR":
+                self.folder = one.value
+                self._inside(one.value).mkdir(parents=True, exist_ok=True)
+            case "USER":
+                self.user = one.value
+            case (
+                "LABEL" | "VOLUME" | "EXPOSE" | "STOPSIGNAL" | "HEALTHCHECK" | "ENTRYPOINT" | "CMD"
+            ):
+                pass  # of the container, not of its files
+            case _:
+                pytest.fail(f"no replay of {one.keyword}")
+
+    def _inside(self, path: str) -> Path:
+        return self.root / str(Path(self.folder) / path).lstrip("/")
+
+    def _run(self, value: str) -> None:
+        mount = MOUNT.match(value)
+        if mount:
+            source = self._stages[mount[1]] / mount[2].lstrip("/")
+            shutil.copytree(source, self._inside(mount[3]))
+        command = value[mount.end() :] if mount else value
+        done = subprocess.run(
+            self.command(["/bin/sh", "-c", f"cd {self.folder} && {command}"]),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"RUN {command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        self.ran.append(command)
+        if mount:
+            shutil.rmtree(self._inside(mount[3]))
+
+    def _copy(self, value: str) -> None:
+        origin = self._context
+        if value.startswith("--from="):
+            name, _, value = value.removeprefix("--from=").partition(" ")
+            origin = self._stages[name]
+        *sources, target = value.split()
+        for source in sources:
+            found = origin / source.lstrip("/")
+            place = self._inside(target)
+            if found.is_dir():
+                shutil.copytree(found, place, dirs_exist_ok=True)
+            else:
+                into = place / found.name if target.endswith("/") or place.is_dir() else place
+                into.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(found, into)
+
+    def command(self, words: Sequence[str], read_only: bool = False) -> list[str]:
+        """What runs `words` in the root, with mounts and processes of its own, as PID 1.
+
+        read_only: as the container is to be run: `--read-only`, a tmpfs at /tmp with Docker's
+        options, shared memory of its own.
+        """
+        root = shlex.quote(str(self.root))
+        steps = [
+            "mount --make-rprivate /",
+            f"mount --bind {root} {root}",
+            f"mount -t proc proc {root}/proc",
+            f"mount --rbind /dev {root}/dev",
+            f"mount -t tmpfs -o size=1g tmpfs {root}/dev/shm",
+        ]
+        for path in self._shared:
+            inside = f"{root}{path}"
+            made = f"mkdir -p {inside}" if path.is_dir() else f"touch {inside}"
+            steps.append(f"mkdir -p {root}{path.parent} && {made} && mount --bind {path} {inside}")
+        if read_only:
+            steps.append(f"mount -t tmpfs -o noexec,nosuid,nodev,mode=1777 tmpfs {root}/tmp")
+            steps.append(f"mount -o remount,bind,ro {root}")
+        steps.append(f"exec {shlex.join(self.inside(words))}")
+        script = " && ".join(steps)
+        return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "/bin/sh", "-c", script]
+
+    def inside(self, words: Sequence[str]) -> list[str]:
+        """`words` in the root, where its mounts are made already."""
+        carried = {key: value for key, value in os.environ.items() if key.startswith(CARRIED)}
+        known = {**carried, **self._arguments, **self.environment}
+        pairs = [f"{key}={value}" for key, value in known.items()]
+        enter = ["chroot", f"--userspec={self.user}", str(self.root)]
+        return [*enter, "/usr/bin/env", "-i", *pairs, *words]

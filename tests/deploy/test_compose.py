@@ -1,0 +1,26 @@
+"""compose.yaml by the schema that the Compose specification publishes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.deploy import kit
+
+COMPOSE = kit.DOCKER / "compose.yaml"
+
+
+def check(tools: Path, file: Path) -> str:
+    return kit.said([tools / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", file])
+
+
+def test_it_is_valid(tools: Path) -> None:
+    assert "ok" in check(tools, COMPOSE)
+
+
+def test_a_key_that_the_specification_does_not_know_is_seen(tools: Path, tmp_path: Path) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text(COMPOSE.read_text().replace("shm_size:", "shm:"))
+    with pytest.raises(pytest.fail.Exception, match="shm"):
+        check(tools, file)

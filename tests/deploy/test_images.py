@@ -1,0 +1,152 @@
+"""The Dockerfiles: linted, and replayed instruction by instruction in a clean root.
+
+No registry is needed: Debian's own root with its Python stands in for the base image. Needs root
+(mounts). REPLAY_SHARED: files and folders of this machine, separated by colons, that its settings
+of pip need; TORCH_INDEX: the build argument.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.deploy import kit
+from tests.deploy.dockerfile import Replay, Stage, read
+from tests.waiting import until
+from tools.dist.trial import ask_all
+from vlora.serving.probe import Health
+
+FILES = ["Dockerfile", "Dockerfile.cpu"]
+DEBIAN = "http://deb.debian.org/debian"
+PYTHON = "ca-certificates,libpython3.11,python3,python3-dev,python3-venv"
+"""What python:3.11-slim has, of Debian; the environment that is made of it stands at /usr/local."""
+COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "make", "nvcc")
+STOP_SECONDS = 60
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_hadolint_has_no_complaint(tools: Path, file: str) -> None:
+    assert kit.said([tools / "hadolint", "--failure-threshold", "style", kit.DOCKER / file]) == ""
+
+
+def stand_in() -> Path:
+    """A clean root in the place of python:3.11-slim-bookworm."""
+    root = kit.WORK / "roots" / "python"
+    if not (root / "usr" / "local" / "bin" / "pip").exists():
+        shutil.rmtree(root, ignore_errors=True)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        files = kit.debian("debootstrap")
+        debootstrap = ["/bin/sh", files / "usr/sbin/debootstrap", "--variant=minbase"]
+        kit.said(
+            [*debootstrap, f"--include={PYTHON}", "bookworm", root, DEBIAN],
+            env={**os.environ, "DEBOOTSTRAP_DIR": str(files / "usr/share/debootstrap")},
+        )
+        for name in ("resolv.conf", "hosts"):
+            shutil.copy(Path("/etc") / name, root / "etc" / name)
+        kit.said(["chroot", root, "/usr/bin/python3", "-m", "venv", "/usr/local"])
+    return root
+
+
+def replayed(stages: list[Stage], folder: Path) -> Iterator[Replay]:
+    """Every instruction of every stage, in roots under `folder`."""
+    listed = kit.said(["git", "ls-files"], cwd=kit.ROOT).splitlines()
+    context = folder / "context"
+    for name in listed:
+        if (kit.ROOT / name).is_file():
+            (context / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(kit.ROOT / name, context / name)
+    arguments = {key: os.environ[key] for key in ("TORCH_INDEX",) if key in os.environ}
+    shared = [Path(one) for one in os.environ.get("REPLAY_SHARED", "").split(":") if one]
+    roots: dict[str, Path] = {}
+    for stage in stages:
+        root = folder / (stage.name or "final")
+        kit.said(["cp", "--archive", "--reflink=auto", stand_in(), root])
+        replay = Replay(root, context, roots, arguments, shared)
+        for one in stage.instructions:
+            started = time.monotonic()
+            replay.do(one)
+            if one.keyword == "RUN":
+                print(f"RUN {one.value[:70]}… {time.monotonic() - started:.0f} s")
+        roots[stage.name] = root
+        yield replay
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Not under /tmp: the roots take gigabytes."""
+    place = kit.WORK / "roots" / f"run-{os.getpid()}"
+    place.mkdir(parents=True)
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts need root")
+def test_the_cpu_image_builds_and_serves_read_only_as_a_user_without_compilers(
+    folder: Path,
+) -> None:
+    stages = read((kit.DOCKER / "Dockerfile.cpu").read_text())
+    build, final = replayed(stages, folder)
+    last = stages[-1]
+    assert len(build.ran) + len(final.ran) == sum(len(stage.all("RUN")) for stage in stages)
+    assert final.user == "10001:10001"
+    for name in COMPILERS:
+        found = subprocess.run(
+            final.command(["/bin/sh", "-c", f"command -v {name}"]), capture_output=True, text=True
+        )
+        assert found.stdout == "", found.stdout
+
+    entry = [*last.last("ENTRYPOINT").words, *last.last("CMD").words]
+    log = folder / "serve.log"
+    with kit.running(final.command(entry, read_only=True), log) as outer:
+        served = until(lambda: psutil.Process(outer.pid).children())[0]
+
+        def look(words: list[str]) -> int:
+            where = ["nsenter", f"--target={served.pid}", "--mount", "--pid"]
+            return subprocess.run([*where, *final.inside(words)], capture_output=True).returncode
+
+        until(lambda: look(["/usr/bin/test", "-w", "/tmp"]) == 0)
+        assert look(["/usr/bin/touch", "/usr/local/written"]) != 0
+        assert "/ ro," in kit.said(["sed", "-n", "s/^[^ ]* //p", f"/proc/{served.pid}/mounts"])
+        health = last.last("HEALTHCHECK").words
+        until(lambda: look(health) == 0)  # alive from the start on: its interval is 2 s there
+        assert outer.poll() is None, log.read_text()[-3000:]
+        question = [word for word in health if word != "--alive"]
+        until(lambda: look(question) == Health.READY, seconds=300)
+        assert ask_all("127.0.0.1:8001", print) == (15, 15)
+        served.send_signal(getattr(signal, last.last("STOPSIGNAL").value))
+        assert outer.wait(STOP_SECONDS) == 0, log.read_text()[-3000:]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts need root")
+def test_the_gpu_images_own_steps_but_those_of_nvidias_images(folder: Path) -> None:
+    """Not run: nvcc and tritonserver, which only NVIDIA's images have."""
+    stages = read((kit.DOCKER / "Dockerfile").read_text())
+    left_out = ("tools.tile_search.cuda_build", "tritonserver --help")
+    for stage in stages:
+        for index, one in enumerate(stage.instructions):
+            if one.keyword == "RUN" and left_out[0] in one.value:
+                library = "mkdir -p /wheels/lib && touch /wheels/lib/libvlora_atmm_cuda.so"
+                stage.instructions[index] = type(one)("RUN", library)
+            elif one.keyword == "RUN" and left_out[1] in one.value:
+                without = one.value.replace(f" && {left_out[1]} >/dev/null", "")
+                stage.instructions[index] = type(one)("RUN", without)
+    _, final = replayed(stages, folder)
+    for name in COMPILERS:
+        found = subprocess.run(
+            final.command(["/bin/sh", "-c", f"command -v {name}"]), capture_output=True, text=True
+        )
+        assert found.stdout == "", found.stdout
+    health = stages[-1].last("HEALTHCHECK").words
+    done = subprocess.run(final.command(health, read_only=True), capture_output=True, text=True)
+    assert done.returncode == Health.DEAD, done.stderr
+    entry = [*stages[-1].last("ENTRYPOINT").words, *stages[-1].last("CMD").words]
+    done = subprocess.run(final.command(entry, read_only=True), capture_output=True, text=True)
+    assert "no tritonserver: none is on PATH" in done.stderr
