@@ -194,7 +194,8 @@ def test_an_adapter_stays_with_its_server_until_that_dies(
     os.kill(dying.pid, signal.SIGKILL)
     with pytest.raises(InferenceServerException) as told:
         lost.finish()
-    assert told.value.status() == "StatusCode.UNAVAILABLE", told.value
+    # INTERNAL: that the stream was reset is all that Envoy can tell once an answer has begun.
+    assert told.value.status() in ("StatusCode.INTERNAL", "StatusCode.UNAVAILABLE"), told.value
     for _ in range(5):  # at once: a connection that cannot be made is tried at another server
         Stream(proxy, of[dying.pid], SHORT).finish()
     kept.finish()

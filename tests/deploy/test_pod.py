@@ -92,7 +92,7 @@ def test_it_serves_its_probes_pass_and_its_metrics_are_where_the_monitor_looks(
             assert "vllm:num_requests_waiting" in answer.read().decode()
         with grpc.insecure_channel(f"127.0.0.1:{container['ports']['grpc']}") as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-            with pytest.raises(grpc.RpcError, match="restricted protocol"):
+            with pytest.raises(grpc.RpcError, match="protocol is restricted"):
                 stub.RepositoryIndex(service_pb2.RepositoryIndexRequest())
     assert "SIGKILL" not in (tmp_path / "serve.log").read_text()
 
