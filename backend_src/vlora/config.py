@@ -22,6 +22,7 @@ ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
 
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", AUTO)
+POLICIES = ("predictive", "credit", "paper", "unmerge_only", "merge_only", "dlora")
 MERGING = ("out_of_place", "in_place", "off")
 Threads = int | Literal["auto"]
 
@@ -62,6 +63,16 @@ class Options:
         softmax, logits and sampling are float32 always.
     max_model_len: context in tokens; None takes the checkpoint's.
     max_num_seqs: requests running at once. max_num_batched_tokens: rows of one step.
+    max_batch_requests: requests of one step (the paper's MaxBS); None takes max_num_seqs. Those
+        that run and are not among them are paused.
+    policy: who runs next and which adapter is merged into the weights: "predictive" asks the cost
+        model; "credit" is the paper's Algorithm 1 with our departures, "paper" without;
+        "unmerge_only", "merge_only" and "dlora" are other systems'.
+    theta_min, theta_factor: of "credit" (and the first of "paper"): a request starves beyond a
+        credit of so many seconds, and of so many times the median wait.
+    max_wait_seconds: whoever has been ready so long without being computed goes first.
+    deterministic: no adapter is ever merged, so that in bfloat16 too an answer does not depend on
+        what else runs.
     max_num_waiting: queue length at which requests are refused with UNAVAILABLE.
     block_size: tokens per KV page. kv_cache_tokens: capacity of the page pool in tokens.
     merging: how an adapter comes into the weights (merged and mixture mode): "out_of_place", beside
@@ -82,6 +93,12 @@ class Options:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
+    max_batch_requests: int | None = None
+    policy: str = "predictive"
+    theta_min: float = 1.0
+    theta_factor: float = 4.0
+    max_wait_seconds: float = 30.0
+    deterministic: bool = False
     max_num_waiting: int = 1024
     block_size: int = 16
     kv_cache_tokens: int = 32768
@@ -209,6 +226,11 @@ def parse_options(given: Mapping[str, Any], where: str, folder: Path) -> Options
     if options.merging not in MERGING:
         raise InvalidArgument(
             f"{where}: 'merging' = '{options.merging}' is unknown; it may be {', '.join(MERGING)}"
+        )
+    if options.policy not in POLICIES:
+        raise InvalidArgument(
+            f"{where}: 'policy' = '{options.policy}' is unknown{nearest(options.policy, POLICIES)}"
+            f" It may be {', '.join(POLICIES)}"
         )
     adapters = options.adapters
     return replace(

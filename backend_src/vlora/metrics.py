@@ -14,6 +14,10 @@ class EngineStats:
     so that decode_rows / decode_steps is the mean batch of decoding.
     switches: changes of the live adapter; merges: those that had to compute merged weights;
     switch_seconds: spent on both. mode: of the last step; mode_steps, mode_seconds: by mode.
+    step_seconds, predicted_seconds: of all steps, and what the cost model said of each before it;
+    prediction_error: median error of the last ones. paused: requests with pages that the last step
+    left out. highest_credit, median_credit: of the requests that were ready then, in seconds; 0
+    under a policy without credits.
     superseded, expired: requests ended by a newer one of their stream, and by their deadline; both
     are counted in aborted as well.
     running_adapters, waiting_adapters: requests by adapter name ("" is the base model).
@@ -35,6 +39,12 @@ class EngineStats:
     mode: str = ""
     mode_steps: Mapping[str, int] = field(default_factory=dict)
     mode_seconds: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    prediction_error: float = 0.0
+    paused: int = 0
+    highest_credit: float = 0.0
+    median_credit: float = 0.0
     superseded: int = 0
     expired: int = 0
     running: int = 0

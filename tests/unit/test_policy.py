@@ -191,8 +191,10 @@ def test_dlora_merges_whole_batches_keeps_what_pays_and_pays_back_those_passed_o
 # -- predictive ------------------------------------------------------------------------------
 
 
-def predictive(max_wait: float = math.inf) -> Predictive:
-    return Predictive(16, 64, max_wait, Costs())
+def predictive(max_wait: float = math.inf, unmergeable: frozenset[int] = frozenset()) -> Predictive:
+    costs = Costs()
+    costs.unmergeable = unmergeable
+    return Predictive(16, 64, max_wait, costs)
 
 
 def test_the_predictive_policy_merges_where_the_work_at_hand_repays_the_switch() -> None:
@@ -215,9 +217,10 @@ def test_short_requests_go_first_and_long_ones_ride_along() -> None:
 def test_an_adapter_waits_for_company_where_its_bytes_cost_more_than_it_brings() -> None:
     rows = [Ready(f"a{i}", 1, left=3) for i in range(7)]
     lone = Ready("lone", 2, left=200)
-    choice = predictive().choose([*rows, lone], BASE, 0.0)
+    policy = predictive(unmergeable=frozenset({1, 2}))
+    choice = policy.choose([*rows, lone], BASE, 0.0)
     assert "lone" not in {r.id for r in choice.order}
-    alone = predictive().choose([lone], BASE, 0.0)
+    alone = policy.choose([lone], BASE, 0.0)
     assert [r.id for r in alone.order] == ["lone"]
 
 

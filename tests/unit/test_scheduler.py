@@ -5,7 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vlora.config import Options
+from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
+from vlora.engine.policies import make_policy
+from vlora.engine.policy import Choice, Ready
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.memory.kv import BlockTable
@@ -42,17 +46,36 @@ def carry_out(scheduler: Scheduler, plan: StepPlan) -> None:
     rows=st.integers(6, 50),
     block=st.sampled_from([1, 4, 16]),
     slack=st.integers(0, 20),
+    policy=st.sampled_from(
+        ["unmerge_only", "merge_only", "dlora", "paper", "credit", "predictive"]
+    ),
+    adapters=st.integers(1, 4),
 )
 def test_every_sequence_finishes_within_the_budgets(
-    prompts: list[int], answers: int, sequences: int, rows: int, block: int, slack: int
+    prompts: list[int],
+    answers: int,
+    sequences: int,
+    rows: int,
+    block: int,
+    slack: int,
+    policy: str,
+    adapters: int,
 ) -> None:
+    """Under every policy, with pages for one sequence or for all."""
     pool = PagePool(-(-(max(prompts) + answers) // block) + slack)
-    scheduler = Scheduler(Budgets(sequences, rows))
+    costs = CostModel(guess(10**8, 4, 10**7), lambda slot: AdapterSize(10**6, 10**9))
+    options = Options(
+        policy=policy, max_num_seqs=sequences, max_num_batched_tokens=rows, max_wait_seconds=1.0
+    )
+    scheduler = Scheduler(Budgets(sequences, rows), make_policy(options, costs))
     for index, prompt in enumerate(prompts):
-        scheduler.add(sequence(pool, f"s{index}", prompt, block, arrival=index))
+        slot = index % adapters - 1
+        scheduler.add(sequence(pool, f"s{index}", prompt, block, slot, arrival=index / 100))
     finished: list[str] = []
-    for _ in range(5000):
-        plan = scheduler.schedule()
+    live = -1
+    for step in range(5000):
+        plan = scheduler.schedule(1.0 + step / 50, live)
+        live = plan.live
         assert plan.rows <= rows
         assert len(scheduler.running) <= sequences
         assert plan.chunks, "there is work, and nothing is done"
@@ -114,3 +137,53 @@ def test_a_sequence_waits_until_all_it_knows_fits() -> None:
     scheduler.add(sequence(pool, "b", 3, 1))
     assert [chunk.sequence_id for chunk in scheduler.schedule().chunks] == ["a"]
     assert pool.free == 2
+
+
+class Only:
+    """A policy that runs these, in this order."""
+
+    def __init__(self, *names: str, **credits: float) -> None:
+        self.names = names
+        self.credits = credits
+
+    def choose(self, ready: list[Ready], live: int, now: float) -> Choice:
+        by_id = {r.id: r for r in ready}
+        order = tuple(by_id[name] for name in self.names if name in by_id)
+        return Choice(order, live, credits=self.credits)
+
+
+def test_a_paused_one_keeps_its_pages_until_a_chosen_one_needs_them_lowest_credit_first() -> None:
+    pool = PagePool(10)
+    scheduler = Scheduler(Budgets(4, 100))
+    names = ("oldest", "a", "b", "grows")
+    made = {n: sequence(pool, n, 2, 1, arrival=i) for i, n in enumerate(names)}
+    for one in made.values():
+        scheduler.add(one)
+    carry_out(scheduler, scheduler.schedule())
+    scheduler.policy = Only("grows", oldest=0.0, a=2.0, b=1.0)
+    held = {name: len(one.table.pages) for name, one in made.items()}
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert [chunk.sequence_id for chunk in plan.chunks] == ["grows"]
+        assert plan.preempted == ()
+        carry_out(scheduler, plan)
+    assert {n: len(one.table.pages) for n, one in made.items()} == {**held, "grows": 4}
+    plan = scheduler.schedule()
+    assert plan.preempted == ("b",), "not the oldest, whatever its credit"
+    assert made["b"].table.pages == []
+
+
+def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
+    pool = PagePool(100)
+    scheduler = Scheduler(Budgets(4, 100), Only("a"))
+    a, b = sequence(pool, "a", 2), sequence(pool, "b", 2, arrival=1.0)
+    scheduler.add(a)
+    scheduler.add(b)
+    scheduler.schedule(3.0)
+    assert (a.wait(3.0), b.wait(3.0)) == (3.0, 2.0)
+    carry_out(scheduler, scheduler.schedule(5.0))
+    assert (a.wait(5.0), b.wait(5.0)) == (3.0, 4.0)
+    scheduler.policy = Only("b")
+    scheduler.schedule(6.0)
+    scheduler.schedule(9.0)
+    assert (a.wait(9.0), b.wait(9.0)) == (6.0, 5.0)

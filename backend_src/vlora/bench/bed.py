@@ -43,6 +43,7 @@ class TestBed:
                 model=checkpoint.folder,
                 adapters=checkpoint.adapters if adapters else None,
                 dtype=NAMES[dtype],
+                policy="unmerge_only",
                 max_num_seqs=64,
                 max_num_batched_tokens=max(most_rows, 64),
                 block_size=BLOCK,

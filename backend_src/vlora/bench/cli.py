@@ -13,6 +13,7 @@ from rich.progress import Progress
 from vlora.bench.attention_cli import attention
 from vlora.bench.engine_cli import engine
 from vlora.bench.options import JsonOption, QuickOption, TypesOption, console, types
+from vlora.bench.policies_cli import policies
 from vlora.bench.step_cli import step
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def switch(
 bench_app.command()(attention)
 bench_app.command()(step)
 bench_app.command()(engine)
+bench_app.command()(policies)
 
 
 def _hold_torch_to(isa: str) -> None:

@@ -11,7 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 from vlora.config import Options
+from vlora.engine.calibration import AdapterSizes, Bed, calibrated
+from vlora.engine.cost import CostModel, guess
 from vlora.engine.plan import Mode, StepPlan
+from vlora.engine.policies import make_policy
 from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
@@ -67,6 +70,7 @@ class Engine:
         pages = options.kv_cache_tokens // options.block_size
         self.pool = PagePool(pages)
         self._block_size = options.block_size
+        self._most_rows = options.max_num_batched_tokens
         self.max_model_len = _context(options, self.config.context, pages * options.block_size)
         self.switcher = Switcher(weights.slab, self.adapters, options.merging)
         self._runner = Runner(
@@ -81,9 +85,31 @@ class Engine:
         self._reader = PromptReader(options.model, self.config)
         self._tokenizing = threading.Lock()
         self._vocabulary = Vocabulary(self._reader.tokenizer)
-        self.scheduler = Scheduler(Budgets(options.max_num_seqs, options.max_num_batched_tokens))
+        self._sizes = AdapterSizes(self.adapters)
+        head, layers = weights.lm_head.numel(), self.slab.base.numel()
+        self.costs = CostModel(
+            guess(layers, dtype.itemsize, head),
+            self._sizes,
+            held=lambda: self.switcher.merged,
+            can_merge=lambda slot: not options.deterministic and self.switcher.can_merge(slot),
+        )
+        self.scheduler = Scheduler(
+            Budgets(options.max_num_seqs, options.max_num_batched_tokens),
+            make_policy(options, self.costs),
+        )
         self._live: dict[str, RequestState] = {}
         self._stats = EngineStats(pages_total=pages, page_tokens=options.block_size)
+
+    def calibrate(self) -> None:
+        """Measures what the cost model predicts from, or finds it in this machine's cache; before
+        the first request."""
+        assert self.pool.used == 0, "calibrating writes to pages"
+        bed = Bed(self._runner, self.switcher, self.pool.total, self._block_size, self._most_rows)
+        slots = [self.adapters.slot(name) for name in self.adapters.names()]
+        model = (self.config, self.slab.dtype, self._block_size)
+        self.costs.profile = calibrated(
+            bed, model, slots, self._sizes, self.costs.profile.head, self.max_model_len
+        )
 
     # -- at the edge, on the caller's thread -------------------------------------------------
 
@@ -193,6 +219,7 @@ class Engine:
             return expired
         try:
             self._switch(plan.live)
+            began = self._clock()
             result = self._forward(plan)
         except Exception:
             log.exception("a step failed; its requests are ended")
@@ -201,7 +228,14 @@ class Engine:
                 for chunk in plan.chunks
                 for output in self.abort(chunk.sequence_id, Internal("the engine failed on a step"))
             ]
-        return expired + self._update(plan, result)
+        outputs = self._update(plan, result)
+        self._learn(plan, self._clock() - began)
+        return expired + outputs
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """What a step took, beside what was predicted."""
+        predicted = self.costs.record(plan.parts, plan.live, seconds)
+        self._count(step_seconds=seconds, predicted_seconds=predicted)
 
     def _expire(self, now: float) -> list[Output]:
         """Ends what is past its deadline: nobody wants the answer any more."""
@@ -244,11 +278,16 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot; also safe from other threads."""
         running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
+        credits = sorted((self.scheduler.choice.credits or {}).values())
         return replace(
             self._stats,
+            paused=max(0, len(running) - len(self.scheduler.choice.order)),
+            highest_credit=credits[-1] if credits else 0.0,
+            median_credit=credits[len(credits) // 2] if credits else 0.0,
             running=len(running),
             waiting=len(waiting),
             pages_used=self.pool.used,
+            prediction_error=self.costs.median_error,
             running_adapters=Counter(s.request.adapter or "" for s in running),
             waiting_adapters=Counter(s.request.adapter or "" for s in waiting),
         )
@@ -267,9 +306,13 @@ class Engine:
         if live == self.switcher.live:
             return
         merges = live not in (BASE, self.switcher.merged)
+        predicted = self.costs.switch(self.switcher.live, live)
         began = self._clock()
         self.switcher.switch(live)
-        self._count(switches=1, merges=merges, switch_seconds=self._clock() - began)
+        seconds = self._clock() - began
+        if merges:
+            self.costs.record_switch(predicted, seconds)
+        self._count(switches=1, merges=merges, switch_seconds=seconds)
 
     def _forward(self, plan: StepPlan) -> StepResult:
         began = self._clock()

@@ -94,7 +94,9 @@ class EngineLoop:
     ) -> EngineLoop:
         """Loads checkpoint and adapters and starts. adapter_names: as in `multi_lora.json`."""
         torch.set_num_threads(cores.of(options).engine)
-        return cls(Engine(options, adapter_names), options.max_num_waiting)
+        engine = Engine(options, adapter_names)
+        engine.calibrate()
+        return cls(engine, options.max_num_waiting)
 
     @property
     def adapters(self) -> AdapterStore:

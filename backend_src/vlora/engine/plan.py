@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from vlora.engine.cost import Part
 from vlora.lora.segments import BASE
 from vlora.model.chunk import Chunk
 
@@ -38,6 +39,11 @@ class StepPlan:
             return Mode.UNMERGED
         own = all(chunk.slot == self.live for chunk in self.chunks)
         return Mode.MERGED if own else Mode.MIXTURE
+
+    @property
+    def parts(self) -> list[Part]:
+        """What the step computes, in the cost model's terms."""
+        return [Part(c.slot, c.length, c.start, c.completes) for c in self.chunks]
 
     @property
     def rows(self) -> int:

@@ -117,6 +117,10 @@ GAUGES: dict[str, tuple[str, str]] = {
     "vllm:num_requests_waiting": ("waiting", "Requests waiting to be scheduled."),
     "vllm:num_requests_running": ("running", "Requests being computed."),
     "vllm:kv_cache_usage_perc": ("kv_usage", "Share of KV pages in use, 0 to 1."),
+    "vlora:requests_paused": ("paused", "Requests with pages that the last step left out."),
+    "vlora:credit_seconds_highest": ("highest_credit", "Of the requests that were ready."),
+    "vlora:credit_seconds_median": ("median_credit", "Of the requests that were ready."),
+    "vlora:step_prediction_error": ("prediction_error", "Median error of predicted steps, share."),
 }
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
 COUNTERS: dict[str, tuple[str, str]] = {
@@ -129,6 +133,8 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "vlora:decode_rows_total": ("decode_rows", "Rows that did; over the steps: the batch."),
     "vlora:requests_finished_total": ("finished", "Requests answered."),
     "vlora:requests_aborted_total": ("aborted", "Requests cancelled."),
+    "vlora:step_seconds_total": ("step_seconds", "Time of all steps, without switches."),
+    "vlora:predicted_step_seconds_total": ("predicted_seconds", "What was predicted for them."),
     "vlora:requests_superseded_total": ("superseded", "Ended by a newer one of their stream."),
     "vlora:requests_expired_total": ("expired", "Ended by their deadline."),
     "vlora:requests_failed_total": ("failed", "Requests ended by an error."),

@@ -1,0 +1,294 @@
+"""`vlora bench policies`: the policies on seeded traces, measured, and simulated beside.
+
+Every measured replay has the simulated one of the same trace beside it; larger traces are simulated
+alone. A run goes on where its file ends, row by row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vlora.bench.bed import NAMES
+from vlora.bench.llava import MODELS, Checkpoint, make
+from vlora.bench.own_operators import OWN, operator
+from vlora.bench.replay import Replay, measured, simulated
+from vlora.bench.timing import geometric_mean
+from vlora.bench.traces import Asked, Workload
+from vlora.config import Options
+from vlora.engine.cost import CostModel
+from vlora.engine.engine import Engine
+from vlora.engine.policies import make_policy
+from vlora.engine.policy import Policy
+from vlora.engine.scheduler import Budgets
+
+OURS = "predictive"
+BASELINES = ("unmerge_only", "merge_only", "dlora")
+RULE_OF = {"punica": "unmerge_only", "slora": "unmerge_only", "dlora_einsum": "dlora"}
+"""The policies of the systems that are measured with their own operator."""
+PAPER = {"vs_unmerge_only": 0.41, "vs_merge_only": 0.67, "vs_dlora": 0.79}
+"""The paper's ratios (figure 19: −59 %, −33 %, −21 %), for the table."""
+AT = {"load": 0.8, "skew": 0.6}
+"""Where the summary's ratios are taken."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One trace at one rate. load: over the capacity of unmerge_only."""
+
+    workload: Workload
+    count: int
+    seed: int
+    load: float
+
+    @property
+    def name(self) -> str:
+        w = self.workload
+        return f"{w.application} load {self.load:g} skew {w.skew:g} seed {self.seed}"
+
+    def trace(self, capacity: float) -> list[Asked]:
+        return self.workload.trace(self.seed, self.load * capacity, self.count)
+
+    def as_row(self) -> dict[str, Any]:
+        w = self.workload
+        return {
+            "application": w.application,
+            "adapters": w.adapters,
+            "arrivals": w.arrivals,
+            "skew": w.skew,
+            "load": self.load,
+            "seed": self.seed,
+            "count": self.count,
+        }
+
+
+@dataclass(frozen=True)
+class Grid:
+    """policies: with ATMM. own: with their own operators, at one load and skew."""
+
+    given: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, path: Path, *, quick: bool) -> Grid:
+        given = json.loads(path.read_text())
+        return cls(given | (given["quick"] if quick else {}))
+
+    def cells(self) -> Iterator[Cell]:
+        """Seed by seed, so that whatever has been measured when time runs out is whole."""
+        given = self.given
+        for seed, load, skew, one in itertools.product(
+            given["seeds"], given["loads"], given["skews"], given["workloads"]
+        ):
+            yield Cell(self.workload(one, skew=skew), one["count"], seed, load)
+
+    def contenders(self, cell: Cell) -> list[str]:
+        """Names of policies, another one first in each cell."""
+        at = self.given["own_at"]
+        there = (cell.load, cell.workload.skew) == (at["load"], at["skew"])
+        names = [*self.given["policies"], *(self.given["own"] if there else [])]
+        turn = cell.seed % len(names)
+        return names[turn:] + names[:turn]
+
+    def simulated(self) -> Iterator[Cell]:
+        given = self.given["simulated"]
+        for one, arrivals, adapters, load, skew in itertools.product(
+            self.given["workloads"],
+            given["arrivals"],
+            given["adapters"],
+            given["loads"],
+            given["skews"],
+        ):
+            workload = self.workload(one, skew=skew, adapters=adapters, arrivals=arrivals)
+            yield Cell(workload, given["count"], 1, load)
+
+    def workload(self, one: Mapping[str, Any], **more: Any) -> Workload:
+        values = {"adapters": self.given["adapters"], "scale": one["scale"], **more}
+        return Workload(one["application"], **values)
+
+
+class Bed:
+    """The engine that all replays share, and what its cost model makes of a trace."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str, **more: Any) -> None:
+        self.checkpoint = checkpoint
+        self.options = Options(
+            model=checkpoint.folder, adapters=checkpoint.adapters, dtype=NAMES[dtype], **more
+        )
+        self.engine = Engine(self.options)
+        self.engine.calibrate()
+
+    def policy(self, name: str, costs: CostModel | None = None) -> Policy:
+        rule = RULE_OF.get(name, name)
+        return make_policy(replace(self.options, policy=rule), costs or self.engine.costs)
+
+    def measure(self, name: str, trace: Sequence[Asked]) -> Replay:
+        with operator(OWN.get(name)):
+            return measured(self.engine, self.checkpoint, trace, self.policy(name))
+
+    def simulate(self, name: str, trace: Sequence[Asked], *, free: bool = False) -> Replay:
+        """free: in a world where adapters cost nothing, the most that any mode could win."""
+        options, costs = self.options, self.engine.costs
+        if free:
+            costs = costs.without_adapters()
+        budgets = Budgets(options.max_num_seqs, options.max_num_batched_tokens)
+        pages = options.kv_cache_tokens // options.block_size
+        count = len(self.checkpoint.adapter_names)
+        known = [replace(asked, adapter=asked.adapter % count) for asked in trace]
+        return simulated(
+            known if count else list(trace),
+            budgets,
+            pages,
+            options.block_size,
+            costs,
+            lambda mine: self.policy(name, mine),
+        )
+
+
+def run(
+    grid: Grid,
+    bed: Bed,
+    rows: list[dict[str, Any]],
+    *,
+    deadline: float,
+    kept: Callable[[], None],
+    told: Callable[[str, float], None],
+) -> None:
+    """Adds rows until all are there or the time is over. kept: called after each. told: what is
+    being done, and how much of all of it."""
+    capacities = _capacities(grid, bed, rows, kept, told)
+    todo = list(grid.cells())
+    steps = sum(len(grid.contenders(cell)) for cell in todo)
+    done = 0
+    for cell in todo:
+        capacity = capacities[cell.workload.application]
+        trace = cell.trace(capacity)
+        for name in grid.contenders(cell):
+            done += 1
+            key = {"kind": "measured", "policy": name, **cell.as_row()}
+            if _known(rows, key) is not None:
+                continue
+            if time.monotonic() > deadline:
+                return
+            told(f"{cell.name}: {name}", done / steps)
+            found = bed.measure(name, trace)
+            beside = None if name in OWN else bed.simulate(name, trace).token_latency
+            free = bed.simulate(name, trace, free=True).token_latency if name == OURS else None
+            rows.append(
+                key
+                | found.as_row()
+                | {"simulated_ms": beside and round(beside * 1e3, 3)}
+                | {"free_adapters_ms": free and round(free * 1e3, 3)}
+            )
+            kept()
+    for cell in grid.simulated():
+        capacity = capacities[cell.workload.application]
+        trace = cell.trace(capacity)
+        for name in grid.given["policies"]:
+            key = {"kind": "simulated", "policy": name, **cell.as_row()}
+            if _known(rows, key) is None and time.monotonic() <= deadline:
+                told(f"simulated: {cell.name}, {cell.workload.adapters} adapters: {name}", 1.0)
+                rows.append(key | bed.simulate(name, trace).as_row())
+                kept()
+
+
+def _capacities(
+    grid: Grid,
+    bed: Bed,
+    rows: list[dict[str, Any]],
+    kept: Callable[[], None],
+    told: Callable[[str, float], None],
+) -> dict[str, float]:
+    """Requests a second of unmerge_only, all asked at once, by application."""
+    found = {}
+    for one in grid.given["workloads"]:
+        name, count = one["application"], grid.given["capacity_count"]
+        key = {"kind": "capacity", "application": name, "count": count}
+        row = _known(rows, key)
+        if row is None:
+            told(f"capacity: {name}", 0.0)
+            at_once = grid.workload(one, skew=AT["skew"]).trace(0, 1e9, count)
+            bed.measure("unmerge_only", at_once)
+            row = key | bed.measure("unmerge_only", at_once).as_row()
+            rows.append(row)
+            kept()
+        found[name] = row["requests_per_s"]
+    return found
+
+
+def _known(rows: Sequence[Mapping[str, Any]], key: Mapping[str, Any]) -> dict[str, Any] | None:
+    return next((dict(row) for row in rows if key.items() <= row.items()), None)
+
+
+# -- what it comes to ------------------------------------------------------------------------
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The keys of the issue; null for what was not run. Ratios below 1: ours is faster."""
+    done = [row for row in rows if row["kind"] == "measured"]
+    summary: dict[str, Any] = {}
+    for name in BASELINES:
+        summary[f"vs_{name}"] = _rounded(_ratios(done, name, **AT))
+    summary["vs_own_operators"] = max(
+        (found for name in OWN if (found := _rounded(_ratios(done, name, **AT))) is not None),
+        default=None,
+    )
+    worst = [ratio for at in _places(done) if (ratio := _vs_best(done, at)) is not None]
+    summary["worst_vs_best_baseline"] = max(worst, default=None)
+    high = [at for at in _places(done) if at["skew"] >= AT["skew"]]
+    for name in BASELINES:
+        there = [found for at in high if (found := _rounded(_ratios(done, name, **at)))]
+        summary[f"worst_vs_{name}_at_high_skew"] = max(there, default=None)
+    errors = [row["prediction_error"] for row in done if row["policy"] not in OWN]
+    summary["step_prediction_median_error"] = round(median(errors), 4) if errors else None
+    beside = [(row["token_latency_ms"], row["simulated_ms"]) for row in done if row["simulated_ms"]]
+    apart = [abs(predicted / came - 1) for came, predicted in beside]
+    summary["simulation_median_error"] = round(median(apart), 4) if apart else None
+    free = [
+        row["free_adapters_ms"] / row["simulated_ms"]
+        for row in done
+        if row["policy"] == OURS and row["free_adapters_ms"]
+    ]
+    summary["most_to_win"] = _rounded(free)
+    return summary
+
+
+def _ratios(rows: Sequence[Mapping[str, Any]], name: str, **at: Any) -> list[float]:
+    """Our average token latency over this policy's, on each trace that both have run."""
+    mine = {_trace(row): row for row in rows if row["policy"] == OURS and at.items() <= row.items()}
+    theirs = [row for row in rows if row["policy"] == name and _trace(row) in mine]
+    return [mine[_trace(row)]["token_latency_ms"] / row["token_latency_ms"] for row in theirs]
+
+
+def _trace(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(
+        row[key] for key in ("application", "adapters", "arrivals", "skew", "load", "seed")
+    )
+
+
+def _places(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    keys = ("application", "load", "skew")
+    return [
+        dict(place) for place in dict.fromkeys(tuple((k, row[k]) for k in keys) for row in rows)
+    ]
+
+
+def _vs_best(rows: Sequence[Mapping[str, Any]], at: Mapping[str, Any]) -> float | None:
+    """Over the seeds of one place: ours over the baseline that is best there."""
+    found = [_rounded(_ratios(rows, name, **at)) for name in BASELINES]
+    known = [ratio for ratio in found if ratio is not None]
+    return max(known) if known else None
+
+
+def _rounded(values: Sequence[float]) -> float | None:
+    mean = geometric_mean(list(values))
+    return None if mean is None else round(mean, 4)
+
+
+def checkpoint_of(grid: Grid, root: Path | None) -> Checkpoint:
+    return make(MODELS[grid.given["model"]], root)

@@ -1,0 +1,223 @@
+"""How long a step will take, and a switch: measured once per machine, corrected by what came.
+
+Knows sizes, seconds and slots; nothing of torch, requests or policies. A prediction is made of the
+parts that a step has: products (by rows), the LM head (by answers), attention (by positions and by
+pairs of row and position), and each adapter, its weights once and its rows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from vlora.engine.policy import Ready
+from vlora.lora.segments import BASE
+
+REMEMBERED = 512
+"""Predictions whose errors are kept."""
+LEARNED = 0.1
+"""Weight of a new measurement in a correction, once the first few have made it."""
+
+
+class Part(NamedTuple):
+    """What a step computes of one request: `rows` behind `context` positions."""
+
+    slot: int
+    rows: int
+    context: int
+    answered: bool
+
+
+class AdapterSize(NamedTuple):
+    """factors: elements of A and B over all matrices. product: multiplications of B·A."""
+
+    factors: int
+    product: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds of one machine, model and type.
+
+    products: by rows, ascending: a step of so many rows, no adapter, no context, one answer.
+    head: the LM head's weights over all other products'. answer: of each answer beside its product.
+    position: of reading a position's keys and values. pair: of a row at a position.
+    brought: of an adapter's element, whatever its rows. applied: of an element and row.
+    merged: of a merge, whatever the adapter, and of a multiplication of B·A.
+    """
+
+    products: tuple[tuple[int, float], ...]
+    head: float = 0.0
+    answer: float = 0.0
+    position: float = 0.0
+    pair: float = 0.0
+    brought: float = 0.0
+    applied: float = 0.0
+    merged: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass
+class _Correction:
+    """Time over prediction, a geometric mean that forgets."""
+
+    log: float = 0.0
+    seen: int = 0
+
+    def learn(self, ratio: float) -> None:
+        self.seen += 1
+        self.log += max(LEARNED, 1 / self.seen) * (math.log(ratio) - self.log)
+
+    @property
+    def factor(self) -> float:
+        return math.exp(self.log)
+
+
+@dataclass
+class CostModel:
+    """Predictions of one engine. sizes: of an adapter by slot. held: the slot whose weights are
+    merged already, live or not. mergeable: whether a slot may be merged.
+
+    A step's correction is that of steps alike: with as many rows (by powers of two), with prompts
+    or without, with the LM head or adapters or not; until one has come, that of all.
+    """
+
+    profile: Profile
+    sizes: Callable[[int], AdapterSize]
+    held: Callable[[], int] = lambda: BASE
+    can_merge: Callable[[int], bool] = lambda slot: True
+    _steps: dict[tuple[int, ...], _Correction] = field(default_factory=dict)
+    _all: _Correction = field(default_factory=_Correction)
+    _merges: _Correction = field(default_factory=_Correction)
+    _errors: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    # -- what a plan takes -------------------------------------------------------------------
+
+    def predict(self, parts: Sequence[Part], live: int) -> float:
+        """Seconds of a step of these parts."""
+        return self._raw(parts, live) * self._correction(parts, live).factor
+
+    def record(self, parts: Sequence[Part], live: int, seconds: float) -> float:
+        """What a step took; what was predicted."""
+        raw = self._raw(parts, live)
+        predicted = raw * self._correction(parts, live).factor
+        if raw > 0.0 and seconds > 0.0:
+            self._errors.append(abs(predicted / seconds - 1.0))
+            self._all.learn(seconds / raw)
+            self._steps.setdefault(_kind(parts, live), _Correction()).learn(seconds / raw)
+        return predicted
+
+    def record_switch(self, predicted: float, seconds: float) -> None:
+        """What a switch took that had to merge."""
+        if predicted > 0.0 and seconds > 0.0:
+            self._merges.learn(seconds / predicted * self._merges.factor)
+
+    @property
+    def recent_errors(self) -> tuple[float, ...]:
+        """Of the last predictions of steps, over the time that each took."""
+        return tuple(self._errors)
+
+    @property
+    def median_error(self) -> float:
+        """0 before any step."""
+        return statistics.median(self._errors) if self._errors else 0.0
+
+    def alone(self, held: Callable[[], int]) -> CostModel:
+        """The same predictions in a world where `held` says what is merged."""
+        return replace(self, held=held)
+
+    def without_adapters(self) -> CostModel:
+        """The same where adapters cost nothing: what no mode can better."""
+        profile = replace(self.profile, brought=0.0, applied=0.0, merged=(0.0, 0.0))
+        return replace(self, profile=profile)
+
+    # -- what policies ask (`policy.Costs`, `predictive.StepCosts`) ---------------------------
+
+    def step(self, ready: Sequence[Ready], live: int) -> float:
+        return self.predict([Part(r.slot, r.missing, r.context, True) for r in ready], live)
+
+    def switch(self, live: int, to: int) -> float:
+        if to in (BASE, live, self.held()):
+            return 0.0
+        fixed, per_product = self.profile.merged
+        return (fixed + per_product * self.sizes(to).product) * self._merges.factor
+
+    def mergeable(self, slot: int) -> bool:
+        return slot == BASE or self.can_merge(slot)
+
+    def products(self, rows: int, answers: int) -> float:
+        """`rows` rows through all layers, the LM head for `answers` of them."""
+        head, knots = self.profile.head, self.profile.products
+        first = knots[0][1] * head / (1.0 + head)
+        heads = head / (1.0 + head) * _between(knots, answers) if answers else 0.0
+        return _between(knots, rows) - first + heads + answers * self.profile.answer
+
+    def attention(self, rows: int, context: int) -> float:
+        profile = self.profile
+        return profile.position * (context + rows) + profile.pair * rows * (context + rows / 2)
+
+    def adapter(self, slot: int) -> float:
+        return 0.0 if slot == BASE else self.profile.brought * self.sizes(slot).factors
+
+    def lora(self, slot: int, rows: int) -> float:
+        return 0.0 if slot == BASE else self.profile.applied * self.sizes(slot).factors * rows
+
+    # -- the sum -----------------------------------------------------------------------------
+
+    def _raw(self, parts: Sequence[Part], live: int) -> float:
+        total = self.products(sum(p.rows for p in parts), sum(p.answered for p in parts))
+        total += sum(self.attention(p.rows, p.context) for p in parts)
+        rows = rows_by_adapter(parts, live)
+        return total + sum(self.adapter(s) + self.lora(s, n) for s, n in rows.items())
+
+    def _correction(self, parts: Sequence[Part], live: int) -> _Correction:
+        return self._steps.get(_kind(parts, live), self._all)
+
+
+def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
+    """Rows that each adapter is applied to: own ones, and the live one's, taken out of others."""
+    found: dict[int, int] = {}
+    for part in parts:
+        if part.slot != live:
+            for slot in {part.slot, live} - {BASE}:
+                found[slot] = found.get(slot, 0) + part.rows
+    return found
+
+
+def _kind(parts: Sequence[Part], live: int) -> tuple[int, ...]:
+    """Steps whose predictions err alike."""
+    rows = sum(p.rows for p in parts)
+    prompts = any(p.rows > 1 for p in parts)
+    applied = any(p.slot != live for p in parts)
+    return (rows.bit_length(), prompts, applied)
+
+
+def _between(knots: Sequence[tuple[int, float]], rows: int) -> float:
+    """Between the knots by a straight line, beyond them by the last one's."""
+    at = min(max(bisect.bisect_left(knots, (rows,)), 1), len(knots) - 1)
+    if at == 0:
+        return knots[0][1] * max(1.0, rows / knots[0][0])
+    (left, low), (right, high) = knots[at - 1], knots[at]
+    return max(low + (high - low) * (rows - left) / (right - left), knots[0][1])
+
+
+def guess(elements: int, itemsize: int, head: int) -> Profile:
+    """A profile before anything has been measured: a CPU of 10 GB/s and 50 GFLOP/s.
+
+    elements: of the layers' matrices; head: of the LM head."""
+    read, compute = elements * itemsize / 1e10, 2 * elements / 5e10
+    rows = (1, 4, 16, 64, 256)
+    return Profile(
+        products=tuple((n, (1 + head / elements) * max(read, n * compute)) for n in rows),
+        head=head / elements,
+        answer=5e-5,
+        position=1e-7,
+        pair=1e-8,
+        brought=itemsize / 1e10,
+        applied=2 / 5e10,
+        merged=(2 * read, 2 / 5e10),
+    )

@@ -1,0 +1,26 @@
+"""The policies by the names that `policy` may have in the options."""
+
+from __future__ import annotations
+
+from vlora.config import Options
+from vlora.engine.cost import CostModel
+from vlora.engine.dlora import DLora
+from vlora.engine.policy import Credit, MergeOnly, Policy, Rule, UnmergeOnly, ours
+from vlora.engine.predictive import Predictive
+
+
+def make_policy(options: Options, costs: CostModel) -> Policy:
+    """The policy of `options.policy`; each one is made for one scheduler."""
+    size = options.max_batch_requests or options.max_num_seqs
+    if options.policy == "unmerge_only":
+        return UnmergeOnly(size)
+    if options.policy == "merge_only":
+        return MergeOnly(size, costs)
+    if options.policy == "dlora":
+        return DLora(size, costs)
+    if options.policy == "paper":
+        return Credit(Rule(size, options.theta_min), costs)
+    if options.policy == "credit":
+        rule = ours(size, options.theta_min, options.theta_factor, options.max_wait_seconds)
+        return Credit(rule, costs)
+    return Predictive(size, options.max_num_batched_tokens, options.max_wait_seconds, costs)

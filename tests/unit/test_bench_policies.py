@@ -1,0 +1,169 @@
+"""`vlora bench policies`: its traces, simulation and arithmetic, and a tiny model in real time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vlora.atmm import op
+from vlora.atmm.groups import LoraGroup
+from vlora.atmm.types import LoraPair, Segment
+from vlora.bench import llava, policies
+from vlora.bench.cli import bench_app
+from vlora.bench.own_operators import OWN
+from vlora.bench.policies import Grid, summarize
+from vlora.bench.replay import simulated
+from vlora.bench.traces import Asked, Workload
+from vlora.config import Options
+from vlora.engine.cost import AdapterSize, CostModel, Profile
+from vlora.engine.policies import make_policy
+from vlora.engine.scheduler import Budgets
+
+TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
+
+
+@pytest.fixture(autouse=True)
+def _threads_put_back() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "bursty"])
+def test_a_trace_is_its_seeds_alone_and_has_the_rate_and_skew_that_were_asked(
+    arrivals: Any,
+) -> None:
+    work = Workload("retrieval", skew=0.6, adapters=16, arrivals=arrivals)
+    trace = work.trace(1, rate=5.0, count=4000)
+    assert trace == work.trace(1, 5.0, 4000) != work.trace(2, 5.0, 4000)
+    assert trace[-1].at == pytest.approx(4000 / 5, rel=0.1)
+    share = [sum(asked.adapter == a for asked in trace) / 4000 for a in range(16)]
+    assert share[1] == pytest.approx(0.6, abs=0.03)
+    assert max(share[:1] + share[2:]) < 0.05
+    faster = work.trace(1, 10.0, 4000)
+    assert [a.prompt for a in faster] == [a.prompt for a in trace]
+    assert faster[-1].at == pytest.approx(trace[-1].at / 2)
+    assert all(150 <= asked.output <= asked.limit == 250 for asked in trace)
+
+
+def costs() -> CostModel:
+    """A row a millisecond, eight ride for nothing; an adapter a tenth of a step."""
+    knots = ((1, 8e-3), (8, 8e-3), (64, 64e-3))
+    profile = Profile(knots, brought=8e-10, applied=1e-11, merged=(1e-3, 0.0))
+    return CostModel(profile, lambda slot: AdapterSize(10**6, 10**9))
+
+
+def replay(policy: str, trace: list[Asked]) -> policies.Replay:
+    options = Options(policy=policy)
+    budgets = Budgets(options.max_num_seqs, options.max_num_batched_tokens)
+    return simulated(trace, budgets, 2048, 16, costs(), lambda c: make_policy(options, c))
+
+
+def test_simulated_time_is_the_cost_models() -> None:
+    alone = [Asked(1.0, 0, prompt=8, output=3, limit=16)]
+    found = replay("unmerge_only", alone)
+    step = 8e-3 + 8e-4
+    assert found.first == {"s0": pytest.approx(1.0 + step + 8e-5)}
+    assert found.end == {"s0": pytest.approx(1.0 + 3 * step + 8e-5 + 2e-5)}
+    assert found.as_row()["token_latency_ms"] == pytest.approx((3 * step + 1e-4) / 3 * 1e3, 1e-3)
+    assert set(found.modes) == {"unmerged"}
+    merged = replay("merge_only", alone)
+    assert merged.merges == 1
+    assert set(merged.modes) == {"merged"}
+    assert merged.end == {"s0": pytest.approx(1.0 + 1e-3 + 3 * 8e-3)}
+
+
+@pytest.mark.parametrize("application", ["retrieval", "analytics"])
+def test_the_predictive_policy_is_no_slower_than_any_baseline_in_simulation(
+    application: Any,
+) -> None:
+    work = Workload(application, 0.6, 16, scale=1 / 8 if application == "retrieval" else 1 / 64)
+    for rate in (1.0, 3.0):
+        trace = work.trace(1, rate, 30)
+        ours = replay("predictive", trace)
+        assert len(ours.end) == 30
+        for baseline in policies.BASELINES:
+            assert ours.token_latency < 1.03 * replay(baseline, trace).token_latency
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_other_systems_operators_say_what_atmm_says(name: str) -> None:
+    ranks, d_outs = (3, 8, 1), (24, 8)
+    columns = [[LoraPair(torch.randn(r, 16), torch.randn(d, r)) for r in ranks] for d in d_outs]
+    group = LoraGroup.of(16, *columns)
+    group.append([columns[0][0], None])
+    segments = [
+        *(Segment(0, 1, 0, +1), Segment(1, 1, 1, +1), Segment(2, 90, 2, +1), Segment(93, 2, 3, +1)),
+        Segment(1, 50, 0, -1),
+    ]
+    x, y = torch.randn(95, 16), torch.randn(95, 32)
+    expected = y.clone()
+    op.apply(expected, x, segments, group, backend="reference")
+    OWN[name](y, x, segments, group)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def measured(policy: str, latency: float, **more: Any) -> dict[str, Any]:
+    at = {"application": "retrieval", "adapters": 16, "arrivals": "poisson"}
+    at |= {"skew": 0.6, "load": 0.8, "seed": 1} | more
+    figures = {"token_latency_ms": latency, "simulated_ms": latency, "prediction_error": 0.05}
+    return {"kind": "measured", "policy": policy, **at, **figures, "free_adapters_ms": None}
+
+
+def test_ratios_are_of_the_same_traces_and_the_worst_is_over_all_places() -> None:
+    rows = [
+        *(measured("predictive", 9.0), measured("unmerge_only", 10.0), measured("dlora", 12.0)),
+        *(measured("predictive", 8.0, seed=2), measured("unmerge_only", 10.0, seed=2)),
+        *(measured("predictive", 5.0, skew=0.4), measured("merge_only", 4.0, skew=0.4)),
+        measured("punica", 18.0),
+    ]
+    summary = summarize(rows)
+    assert summary["vs_unmerge_only"] == pytest.approx((0.9 * 0.8) ** 0.5, abs=1e-4)
+    assert summary["vs_dlora"] == 0.75
+    assert summary["vs_merge_only"] is None
+    assert summary["vs_own_operators"] == 0.5
+    assert summary["worst_vs_best_baseline"] == 1.25
+    assert summary["step_prediction_median_error"] == 0.05
+    assert summary["simulation_median_error"] == 0.0
+
+
+def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "MODELS", {"tiny": TINY})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    given = json.loads((Path(policies.__file__).parent / "grids" / "policies.json").read_text())
+    given |= given["quick"] | {"model": "tiny", "own": ["punica"], "capacity_count": 3}
+    given["workloads"] = [{"application": "retrieval", "scale": 0.02, "count": 4}]
+    given["simulated"] |= {"count": 4}
+    grid, out = tmp_path / "grid.json", tmp_path / "out.json"
+    grid.write_text(json.dumps(given | {"quick": {}}))
+    command = [
+        "policies",
+        "--grid",
+        str(grid),
+        "--json",
+        str(out),
+        "--root",
+        str(tmp_path / "made"),
+    ]
+    first = CliRunner().invoke(bench_app, [*command, "--minutes", "0"])
+    assert first.exit_code == 0, first.output
+    assert [row["kind"] for row in json.loads(out.read_text())["rows"]] == ["capacity"]
+    second = CliRunner().invoke(bench_app, [*command, "--plot", str(tmp_path / "plots")])
+    assert second.exit_code == 0, second.output
+    found = json.loads(out.read_text())
+    done = {row["policy"] for row in found["rows"] if row["kind"] == "measured"}
+    assert done == {*policies.BASELINES, "predictive", "punica"}
+    assert {row["kind"] for row in found["rows"]} == {"capacity", "measured", "simulated"}
+    assert all(found["summary"][key] > 0 for key in ("vs_dlora", "vs_own_operators"))
+    assert Grid.load(grid, quick=True).given["model"] == "tiny"
+    third = CliRunner().invoke(bench_app, [*command, "--dtype", "fp32"])
+    assert third.exit_code != 0
+    assert "other conditions" in third.output

@@ -1,0 +1,126 @@
+"""The cost model alone: parts add up, corrections learn, profiles survive being kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from vlora.engine import calibration
+from vlora.engine.cost import AdapterSize, CostModel, Part, Profile, guess, rows_by_adapter
+from vlora.engine.policy import Ready
+from vlora.lora.segments import BASE
+
+PROFILE = Profile(
+    products=((1, 0.010), (8, 0.010), (16, 0.018)),
+    head=0.25,
+    answer=1e-4,
+    position=1e-6,
+    pair=1e-7,
+    brought=1e-9,
+    applied=1e-11,
+    merged=(2e-3, 1e-12),
+)
+SIZES = {0: AdapterSize(100_000, 10**9), 1: AdapterSize(400_000, 4 * 10**9)}
+
+
+def model(profile: Profile = PROFILE, held: int = BASE) -> CostModel:
+    return CostModel(profile, lambda slot: SIZES[slot], held=lambda: held)
+
+
+def test_products_lie_between_what_was_measured_and_go_on_as_they_ended() -> None:
+    costs = model()
+    plain = [costs.products(rows, 1) - 1e-4 for rows in (1, 4, 8, 12, 16, 24)]
+    assert plain == pytest.approx([0.010, 0.010, 0.010, 0.014, 0.018, 0.026])
+    assert costs.products(16, 16) - costs.products(16, 1) == pytest.approx(0.2 * 0.008 + 15e-4)
+    assert costs.products(16, 0) == pytest.approx(0.018 - 0.2 * 0.010)
+
+
+def test_each_adapter_is_brought_once_and_applied_to_its_rows() -> None:
+    costs = model()
+    alone = costs.predict([Part(BASE, 4, 0, True), Part(BASE, 4, 0, True)], BASE)
+    one = costs.predict([Part(0, 4, 0, True), Part(0, 4, 0, True)], BASE)
+    two = costs.predict([Part(0, 4, 0, True), Part(1, 4, 0, True)], BASE)
+    assert one - alone == pytest.approx(1e-4 + 8e-6)
+    assert two - alone == pytest.approx(1e-4 + 4e-6 + 4e-4 + 16e-6)
+
+
+def test_the_live_adapter_is_taken_out_of_the_rows_of_others_and_nowhere_else() -> None:
+    parts = [Part(0, 3, 0, True), Part(1, 2, 0, True), Part(BASE, 5, 0, True)]
+    assert rows_by_adapter(parts, BASE) == {0: 3, 1: 2}
+    assert rows_by_adapter(parts, 0) == {1: 2, 0: 7}
+    assert rows_by_adapter(parts[:1], 0) == {}
+
+
+def test_attention_grows_with_the_positions_read_and_with_rows_times_positions() -> None:
+    costs = model()
+    assert costs.attention(1, 99) == pytest.approx(1e-4 + 99.5e-7)
+    assert costs.attention(10, 0) == pytest.approx(1e-5 + 50e-7)
+
+
+def test_what_is_merged_already_and_the_base_cost_no_merge() -> None:
+    costs = model(held=1)
+    assert costs.switch(BASE, 0) == pytest.approx(3e-3)
+    assert [costs.switch(0, BASE), costs.switch(0, 0), costs.switch(0, 1)] == [0.0, 0.0, 0.0]
+
+
+def test_predictions_come_to_what_steps_alike_take_and_the_errors_are_told() -> None:
+    costs = model()
+    decode, prompt = [Part(BASE, 1, 10, True)] * 4, [Part(BASE, 16, 0, True)]
+    other = costs.predict(prompt, BASE)
+    slow = 2 * costs.predict(decode, BASE)
+    assert costs.record(decode, BASE, slow) == pytest.approx(slow / 2)
+    assert costs.predict(prompt, BASE) == pytest.approx(2 * other), "until one of its own comes"
+    costs.record(prompt, BASE, other)
+    for _ in range(60):
+        costs.record(decode, BASE, slow)
+    assert costs.predict(decode, BASE) == pytest.approx(slow, rel=1e-3)
+    assert costs.predict(prompt, BASE) == pytest.approx(other, rel=1e-3)
+    assert costs.median_error < 0.01 < max(costs.recent_errors)
+
+
+def test_merges_learn_as_steps_do() -> None:
+    costs = model()
+    for _ in range(30):
+        costs.record_switch(costs.switch(BASE, 0), 6e-3)
+    assert costs.switch(BASE, 0) == pytest.approx(6e-3, rel=1e-3)
+    assert costs.switch(BASE, 1) == pytest.approx(12e-3, rel=1e-3)
+
+
+def test_policies_are_told_what_a_step_of_all_that_is_missing_takes() -> None:
+    costs = model()
+    ready = [Ready("a", 0, missing=3, context=7), Ready("b", BASE)]
+    parts = [Part(0, 3, 7, True), Part(BASE, 1, 0, True)]
+    assert costs.step(ready, BASE) == costs.predict(parts, BASE)
+    assert costs.without_adapters().step(ready, BASE) < costs.step(ready, BASE)
+    assert costs.alone(lambda: 0).switch(BASE, 0) == 0.0
+
+
+def test_a_guess_serves_before_anything_has_been_measured() -> None:
+    costs = CostModel(guess(10**8, 2, 10**7), lambda slot: SIZES[slot])
+    few, many = (costs.predict([Part(0, rows, 0, True)], BASE) for rows in (1, 1000))
+    assert 0 < few < many
+
+
+def test_a_profile_is_measured_once_and_read_the_next_time(tmp_path: Path) -> None:
+    assert calibration.kept(("key",), lambda: PROFILE, tmp_path) == PROFILE
+    again = calibration.kept(("key",), lambda: pytest.fail("measured again"), tmp_path)
+    assert again == PROFILE
+    other = replace(PROFILE, answer=5.0)
+    assert calibration.kept(("another",), lambda: other, tmp_path) == other
+
+
+@pytest.mark.parametrize("broken", ["", "{}", "[1]", json.dumps(asdict(PROFILE) | {"head": "x"})])
+def test_a_kept_profile_that_is_none_is_measured_anew(tmp_path: Path, broken: str) -> None:
+    calibration.kept(("key",), lambda: PROFILE, tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(broken)
+    other = replace(PROFILE, answer=5.0)
+    assert calibration.kept(("key",), lambda: other, tmp_path) == other
+
+
+def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert calibration.kept(("key",), lambda: PROFILE, tmp_path / "file") == PROFILE
