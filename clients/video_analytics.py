@@ -2,7 +2,8 @@
 
 Every second each stream sends a few frames of that second to the ensemble `video_analytics` and
 prints what comes back; with --jsonl all answers go to a file too. A stream whose answers lag behind
-drops chunks rather than fall further behind, and says how many.
+drops chunks rather than fall further behind, and says how many: the server ends a chunk that still
+waits when the stream's next one comes, and what is past its deadline.
 
 sources:
   a video file (needs the package av), a folder of frames in the order of their names, or
@@ -24,6 +25,7 @@ import re
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -55,6 +57,7 @@ MODEL = "video_analytics"
 CHUNK_SECONDS = 1.0
 DRAIN_SECONDS = 10.0
 REFUSAL = re.compile(r"\b(INVALID_ARG|NOT_FOUND|UNSUPPORTED): ")
+DROP = re.compile(r"\bCANCELLED: .*(superseded|past its deadline)")
 MAX_IN_FLIGHT = 4
 """Chunks of one stream that may wait for an answer; a newer one is dropped beyond that."""
 
@@ -89,6 +92,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default="jpeg",
         help="encoded frames, or raw pixels by shared memory on the same machine (jpeg)",
     )
+    parser.add_argument(
+        "--deadline-ms",
+        type=_positive,
+        metavar="MS",
+        help="drop a chunk that is not answered after so long (4000)",
+    )
     parser.add_argument("--jsonl", type=Path, metavar="FILE", help="write every answer here")
     return parser.parse_args(arguments)
 
@@ -109,7 +118,8 @@ class Analysis:
         self._shared: SharedFrames | None = None
         self._opening = asyncio.Lock()
         self._calls: set[asyncio.Future[Any]] = set()
-        self._sampling = sampling_parameters(options.adapter)
+        self._run = uuid.uuid4().hex
+        self._deadline = options.deadline_ms or 1e3 * CHUNK_SECONDS * MAX_IN_FLIGHT
         self._knows_truth = options.task == "video" and options.adapter is None
         self.logs = [StreamLog() for _ in range(options.streams)]
 
@@ -153,7 +163,7 @@ class Analysis:
         record: dict[str, Any] = {"stream": stream, "chunk": second, "time": time.time()}
         slot = None
         try:
-            slot, inputs = await self._inputs(chunk, json.dumps({"stream": stream}))
+            slot, inputs = await self._inputs(chunk, stream)
             start = time.perf_counter()
             answer = await self._call(inputs)
             latency = time.perf_counter() - start
@@ -165,6 +175,10 @@ class Analysis:
                 log.right += record["result"]["text"].strip() == chunk.truth
                 record |= {"truth": chunk.truth}
         except InferenceServerException as error:
+            if is_drop(error):
+                log.dropped += 1
+                self._write(record | {"dropped": explain(error)})
+                return
             log.errors += 1
             record |= {"error": explain(error)}
             if is_refusal(error) and not any(each.latencies for each in self.logs):
@@ -176,6 +190,15 @@ class Analysis:
                 self._shared.release(slot)
         self._tell(record)
 
+    def _sampling(self, stream: int) -> str:
+        """A newer chunk makes an older one that still waits useless, and so does time."""
+        return sampling_parameters(
+            self._options.adapter,
+            stream_id=f"{self._run}-{stream}",
+            supersede=True,
+            deadline_ms=self._deadline,
+        )
+
     async def _call(self, inputs: list[Any]) -> Any:
         """The answer to one request, which goes on even if this stream is ended meanwhile."""
         call = asyncio.ensure_future(
@@ -185,10 +208,10 @@ class Analysis:
         call.add_done_callback(self._calls.discard)
         return await asyncio.shield(call)
 
-    async def _inputs(self, chunk: Chunk, metadata: str) -> tuple[int | None, list[Any]]:
+    async def _inputs(self, chunk: Chunk, stream: int) -> tuple[int | None, list[Any]]:
         """The inputs of one request, and the slot of shared memory they use, if any."""
-        options = self._options
-        common = {"sampling": self._sampling, "task": options.task, "metadata": metadata}
+        options, metadata = self._options, json.dumps({"stream": stream})
+        common = {"sampling": self._sampling(stream), "task": options.task, "metadata": metadata}
         if options.send == "raw":
             shared = await self._shared_frames(chunk)
             slot, frames_raw = shared.acquire(chunk.frames)
@@ -218,6 +241,11 @@ class Analysis:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+
+
+def is_drop(error: InferenceServerException) -> bool:
+    """True if the server ended the chunk because a newer one came, or too late for it."""
+    return DROP.search(str(error.message())) is not None
 
 
 def is_refusal(error: InferenceServerException) -> bool:

@@ -247,6 +247,12 @@ def test_lmm_unary_raises_the_code_that_lmm_gave(ask: Asker) -> None:
     assert unsupported.value.status == "StatusCode.UNIMPLEMENTED"
 
 
+def test_a_request_past_its_deadline_ends_with_cancelled(ask: Asker) -> None:
+    keys = {**LONG, "deadline_ms": 5, "priority": -1}
+    with pytest.raises(Refused, match="CANCELLED: past its deadline: 'deadline_ms' = 5"):
+        ask.once("lmm_unary", text_input="hello", sampling_parameters=keys)
+
+
 def test_cancel_ends_a_running_request_with_cancelled(ask: Asker) -> None:
     client_id = uuid.uuid4().hex
     asked = {"text_input": "hello", "stream": True, "sampling_parameters": LONG}

@@ -101,6 +101,30 @@ def test_one_that_waits_ends_when_it_is_cancelled_or_its_client_goes(ask: Asker)
             assert call.exception() is None or "CANCELLED" in str(call.exception())
 
 
+def test_a_newer_chunk_of_a_stream_ends_the_one_that_waits(ask: Asker) -> None:
+    asked = {"text_input": "What?", "sampling_parameters": LONG}
+    running = [uuid.uuid4().hex for _ in range(RUNNING)]
+    keys = {**LONG, "max_tokens": 3, "stream_id": "camera", "supersede": True, "deadline_ms": 3e4}
+    chunk = {"text_input": "What?", "sampling_parameters": keys}
+    with ThreadPoolExecutor(32) as pool:
+        calls = [pool.submit(ask.once, "video_analytics", id=one, **asked) for one in running]
+        chunks = [pool.submit(ask.once, "video_analytics", **chunk)]
+
+        def superseded() -> bool:
+            chunks.append(pool.submit(ask.once, "video_analytics", **chunk))
+            return chunks[0].done()
+
+        until(superseded)
+        for one in running:
+            ask.stream("lmm", id=one, cancel=True)
+        outcomes = [call.exception() for call in chunks]
+        for call in calls:
+            assert call.exception() is None or "CANCELLED" in str(call.exception())
+    told = [str(error) for error in outcomes if error is not None]
+    assert re.search("CANCELLED: a newer request of stream 'camera' superseded", told[0])
+    assert len(told) < len(chunks), "the newest is answered"
+
+
 def test_metrics_may_be_turned_off(ask: Asker) -> None:
     ask.once("video_analytics", text_input="What?")
     names = {name.partition("{")[0] for name in ask.metrics()}

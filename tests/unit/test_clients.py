@@ -169,6 +169,21 @@ def test_a_stream_that_lags_drops_chunks(monkeypatch, capsys):
     assert summary[:4] == ["0", "1", "0", "1"]
 
 
+def test_chunks_of_a_stream_supersede_each_other_and_what_the_server_drops_is_counted(
+    tmp_path, capsys
+):
+    jsonl = tmp_path / "answers.jsonl"
+    with FakeTriton() as server:
+        server.refusal = "in ensemble 'x', CANCELLED: a newer request of stream 's' superseded this"
+        arguments = ["camera", "--url", server.url, "--streams", "2", "--seconds", "2"]
+        assert video_analytics.main([*arguments, "--jsonl", str(jsonl)]) == 0
+    keys = [json.loads(request["sampling_parameters"][0]) for request in server.requests]
+    assert len({key["stream_id"] for key in keys}) == 2
+    assert all(key["supersede"] and key["deadline_ms"] > 0 for key in keys)
+    assert all("superseded" in json.loads(x)["dropped"] for x in jsonl.read_text().splitlines())
+    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["1", "0", "0", "2"]
+
+
 def test_an_answer_that_is_an_error_is_shown_and_counted(tmp_path, capsys):
     jsonl = tmp_path / "answers.jsonl"
     with FakeTriton() as server:

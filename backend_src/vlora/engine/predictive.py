@@ -10,7 +10,7 @@ read yet costs its bytes, which gathers requests of the same adapters in the sam
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from vlora.engine.policy import Choice, Costs, Ready
@@ -27,6 +27,8 @@ PROMPT = 4.0
 """Tokens of an answer that a row of a prompt is worth: until all of a prompt is there its request
 cannot ride along in steps that are made for others. Of 1 to 8, simulated on the traces of `vlora
 bench policies`, this and more did alike."""
+REFUSALS = 64
+"""Requests that a step may be found not worth, before it is taken as it is."""
 AHEAD = 2.0
 """Work that a merge is weighed against, over what is here: requests like these will come."""
 PORTIONS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
@@ -64,7 +66,8 @@ class Predictive:
         self._costs = costs
 
     def choose(self, ready: Sequence[Ready], live: int, now: float) -> Choice:
-        work = {r.id: self._work(r) for r in ready}
+        per_row = self._costs.products(FULL, 1) / FULL
+        work = {r.id: self._work(r, per_row) for r in ready}
         merged = self._live(ready, live)
         overdue = sorted((r for r in ready if r.wait > self._max_wait), key=lambda r: -r.wait)
         late = {r.id for r in overdue}
@@ -76,17 +79,17 @@ class Predictive:
             step.take(r, r.missing)
         rest = [r for r in ready if r.id not in late]
         rest.sort(key=lambda r: (r.priority, work[r.id]))
+        refused = 0
         for r in rest:
-            if len(step.order) == self._size:
+            if len(step.order) == self._size or refused == REFUSALS:
                 break
-            step.consider(r)
+            refused += not step.consider(r)
         return Choice(tuple(step.order), merged, step.rows)
 
-    def _work(self, r: Ready) -> float:
+    def _work(self, r: Ready, per_row: float) -> float:
         """Seconds of a full step's worth that the request still takes."""
         costs = self._costs
         rows = r.missing + r.left
-        per_row = costs.products(FULL, 1) / FULL
         return rows * per_row + costs.attention(rows, r.context) + costs.lora(r.slot, rows)
 
     def _live(self, ready: Sequence[Ready], live: int) -> int:
@@ -118,62 +121,66 @@ class _Step:
         self._costs = costs
         self._live = live
         self._room = rows
-        self._slots: set[int] = set()
+        self._read: set[int] = set()
+        self._needs: dict[int, tuple[tuple[int, float, float], ...]] = {}
         self._count = self._answers = 0
-        self._rest = 0.0
-        self._value = 0.0
+        self._value = self._beside = self._earning = 0.0
         self.order: list[Ready] = []
         self.rows: dict[str, int] = {}
 
-    def consider(self, r: Ready) -> None:
+    def consider(self, r: Ready) -> bool:
         """Takes the request where the step earns more per second with it."""
-        if self._room == 0:
-            return
-        now = self._value / self._seconds() if self.order else 0.0
-        found = [(self._earns(r, rows), rows) for rows in self._portions(r)]
+        most = min(r.missing, self._room)
+        if most == 0:
+            return False
+        portions = (*(rows for rows in PORTIONS if rows < most), most)
+        found = [(self._earns(r, rows), rows) for rows in portions]
+        now = self._earning
         best = max(earns for earns, _ in found)
         if best <= now:
-            return
+            return False
         enough = now + ENOUGH * (best - now)
         self.take(r, next(rows for earns, rows in found if earns >= enough))
+        return True
 
     def take(self, r: Ready, rows: int) -> None:
         rows = min(rows, self._room)
         if rows == 0:
             return
-        self._rest += self._more(r, rows)
+        self._earning = self._earns(r, rows)
+        self._beside += self._more(r, rows)
         self._value += _share(r, rows)
         self._count += rows
         self._answers += rows == r.missing
         self._room -= rows
-        self._slots |= self._needs(r)
+        self._read.update(slot for slot, _, _ in self._needed(r.slot))
         self.order.append(r)
         self.rows[r.id] = rows
 
-    def _portions(self, r: Ready) -> Iterable[int]:
-        most = min(r.missing, self._room)
-        return (*(rows for rows in PORTIONS if rows < most), most)
-
     def _earns(self, r: Ready, rows: int) -> float:
+        """Value per second of the step with these rows as well."""
         answers = self._answers + (rows == r.missing)
-        time = self._costs.products(self._count + rows, answers) + self._rest
-        return (self._value + _share(r, rows)) / (time + self._more(r, rows))
-
-    def _seconds(self) -> float:
-        return self._costs.products(self._count, self._answers) + self._rest
-
-    def _needs(self, r: Ready) -> set[int]:
-        """Adapters that the step must read for this request."""
-        if r.slot == self._live:
-            return set()
-        return {r.slot, self._live} - {BASE}
+        seconds = self._costs.products(self._count + rows, answers) + self._beside
+        return (self._value + _share(r, rows)) / (seconds + self._more(r, rows))
 
     def _more(self, r: Ready, rows: int) -> float:
-        """Seconds beside the products."""
-        needs = self._needs(r)
-        bytes_ = sum(self._costs.adapter(slot) for slot in needs - self._slots)
-        applied = sum(self._costs.lora(slot, rows) for slot in needs)
-        return self._costs.attention(rows, r.context) + bytes_ + applied
+        """Seconds beside the products: attention, adapters that nobody has brought, their rows."""
+        seconds = self._costs.attention(rows, r.context)
+        for slot, brought, row in self._needed(r.slot):
+            seconds += row * rows
+            if slot not in self._read:
+                seconds += brought
+        return seconds
+
+    def _needed(self, slot: int) -> tuple[tuple[int, float, float], ...]:
+        """Adapters that are applied to the rows of one: (slot, seconds to bring it, of a row)."""
+        found = self._needs.get(slot)
+        if found is None:
+            needed = {slot, self._live} - {BASE} if slot != self._live else set()
+            costs = self._costs
+            found = tuple((one, costs.adapter(one), costs.lora(one, 1)) for one in needed)
+            self._needs[slot] = found
+        return found
 
 
 def _share(r: Ready, rows: int) -> float:

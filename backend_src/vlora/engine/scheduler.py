@@ -88,15 +88,15 @@ class Scheduler:
             if sequence in self.running and self._grow(sequence, step):
                 step.give(sequence)
         prompts = [s for s in chosen if s not in step.rows and s.id not in step.preempted]
+        # Nobody may take the pages that one before waits for; and whoever was just preempted would
+        # only take them back from those it yielded to.
+        full = bool(step.preempted)
         for sequence in prompts:
             if step.room == 0:
                 break
+            if sequence not in self.running:
+                full = full or not self._admit(sequence, step)
             if sequence in self.running:
-                step.give(sequence)
-            # Whoever was just preempted would only take the pages back from those it yielded to.
-            elif step.preempted or not self._admit(sequence, step):
-                break
-            else:
                 step.give(sequence)
         return step
 
@@ -110,8 +110,7 @@ class Scheduler:
         return sorted(paused, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
 
     def _admit(self, sequence: Sequence, step: _Step) -> bool:
-        """A place, and pages for all it knows: free ones, or those of paused newer ones. Where it
-        has to wait nobody behind may take the pages that it waits for."""
+        """A place, and pages for all it knows: free ones, or those of paused newer ones."""
         while len(self.running) >= self._budgets.sequences or not sequence.table.grow(
             sequence.known
         ):

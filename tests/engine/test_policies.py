@@ -1,0 +1,81 @@
+"""The engine under every policy: the same answers, whoever goes first and whatever is merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.engine.asking import request
+from tests.engine.test_invariance import answers
+from vlora.config import POLICIES, Options
+from vlora.engine.engine import Engine
+from vlora.engine.policies import make_policy
+from vlora.request import Request
+
+HOT = "all-r8"
+
+
+def batch(engine: Engine) -> list[Request]:
+    """Most of them through one adapter, of the others one each."""
+    names = [HOT] * 8 + [name for name in engine.adapters.names() if name != HOT] + [None]
+    return [
+        request(
+            f"r{i}", max_tokens=3 + i % 5, adapter=name, prompt=f"<s>{'what is it ' * (1 + i)}?"
+        )
+        for i, name in enumerate(names)
+    ]
+
+
+@pytest.fixture
+def options(checkpoint: Path, adapters_dir: Path) -> Options:
+    return Options(
+        model=checkpoint,
+        adapters=adapters_dir,
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        block_size=4,
+        kv_cache_tokens=400,
+        theta_min=0.01,
+    )
+
+
+def test_answers_do_not_depend_on_the_policy(options: Options) -> None:
+    engine = Engine(replace(options, policy="unmerge_only"))
+    asked = batch(engine)
+    base = engine.slab.digest()
+    expected = answers(engine, asked)
+    assert engine.stats().merges == 0
+    for policy in POLICIES:
+        engine.scheduler.policy = make_policy(replace(options, policy=policy), engine.costs)
+        assert answers(engine, asked) == expected, policy
+        engine.switcher.switch(-1)
+    assert engine.stats().merges > 0
+    assert set(engine.stats().mode_steps) > {"unmerged", "merged"}
+    assert engine.slab.digest() == base
+
+
+def test_a_deterministic_engine_never_merges(options: Options) -> None:
+    engine = Engine(replace(options, policy="merge_only", deterministic=True))
+    answers(engine, batch(engine))
+    assert set(engine.stats().mode_steps) == {"unmerged"}
+
+
+def test_a_calibrated_engine_predicts_its_steps_and_tells_how_well(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = Engine(options)
+    guessed = engine.costs.profile
+    engine.calibrate()
+    engine.check_integrity()
+    measured = engine.costs.profile
+    assert measured != guessed
+    assert all(seconds > 0 for _, seconds in measured.products)
+    assert len(list((tmp_path / "vlora" / "cost").iterdir())) == 1
+    answers(engine, batch(engine))
+    stats = engine.stats()
+    assert stats.step_seconds > 0
+    assert stats.predicted_seconds > 0
+    assert stats.prediction_error > 0
