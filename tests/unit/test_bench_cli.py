@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from vlora.bench import kernels
-from vlora.bench.cells import Cell
+from vlora.bench import kernels, llava, mixture, modes, switch
+from vlora.bench.cells import GRIDS, Cell
 from vlora.bench.cli import bench_app
 from vlora.bench.kernels import Result
 from vlora.bench.limits import Limits
@@ -69,6 +70,52 @@ def test_kernels_writes_the_keys_of_the_issue_for_both_types(
     assert len(cells) == 16
     assert all({"atmm", "peft_loop", "slice_loop"} <= set(row["us"]) for row in cells)
     assert written["meta"]["limits"]["1 threads"]["peak_gflops"]["fp32"] > 0
+
+
+def test_switch_writes_the_keys_of_the_issue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llava, "MODELS", {"whole": replace(llava.tiny(llava.Sizes()), layers=2)})
+    monkeypatch.setattr(modes, "UNMERGES", 5)
+    monkeypatch.setattr(mixture, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(switch, "READ_BYTES", 1 << 20)
+    given = json.loads((GRIDS / "switch.json").read_text())
+    given["models"] = [
+        {
+            "name": "small",
+            "layers": 2,
+            "quick_layers": 2,
+            "rank": [4],
+            "targets": [[64, 64], [16, 64]],
+            "copied": [[16, 64]],
+        }
+    ]
+    given["request"] |= {"context": 20, "quick_rounds": 2}
+    given["drift"] |= {"switches": [1, 20], "hidden": 32}
+    grid, out = tmp_path / "grid.json", tmp_path / "figures.json"
+    grid.write_text(json.dumps(given))
+    arguments = ["switch", "--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
+    done = CliRunner().invoke(
+        bench_app, [*arguments, "--root", str(tmp_path)], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    summary = json.loads(out.read_text())["summary"]
+    assert 0 < summary["unmerge_us"] < 100
+    for suffix in ("", "_bf16"):
+        assert summary["merge_vs_limit" + suffix] > 0
+        assert 0 < summary["switch_p50_ms" + suffix] <= summary["switch_p99_ms" + suffix]
+        assert 0 < summary["in_place_drift" + suffix] < 0.1
+    for phase in ("decode", "prefill"):
+        for starved in (2, 4, 6):
+            assert summary[f"delora_{phase}_{starved}_of_16"] > 0
+        assert summary[f"delora_error_{phase}"] >= 0
+
+
+def test_what_a_merge_copies_counts_in_its_limit() -> None:
+    model = Model("m", 2, ((8, 4),), 2, "bf16", ((4, 4),))
+    assert model.elements == 2 * (32 + 16)
+    assert model.flops == 2 * 2 * 2 * 32
+    assert model.moved_bytes == 2 * 2 * 96 + 2 * 2 * 4 * 12
 
 
 def test_wrong_lists_are_refused() -> None:

@@ -19,7 +19,7 @@ import vlora.atmm as atmm_package
 from vlora import native
 from vlora.atmm import backends, op
 from vlora.atmm.groups import LoraGroup
-from vlora.atmm.types import LoraPair, MergeUpdate, Segments
+from vlora.atmm.types import LoraPair, Merges, MergeUpdate, Segments
 from vlora.bench.cells import DTYPES, Cell
 from vlora.bench.limits import Limits
 from vlora.bench.operators import Baseline, Call
@@ -94,8 +94,9 @@ def _table_counts(dtype: str) -> dict[str, int]:
 def prepare_merge(
     out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]
 ) -> Callable[[], None]:
-    """One call for all layers and targets."""
-    return lambda: op.merge(out, base, updates)
+    """One call for all layers and targets, its work list made before."""
+    merges = Merges.of(updates)
+    return lambda: op.merge(out, base, merges)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,18 @@ can be timed again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
 from vlora.bench.llava import Checkpoint, prompt
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.engine.plan import StepPlan
 from vlora.lora.segments import BASE
 from vlora.request import Request
 from vlora.sampling import SamplingParams
@@ -84,6 +88,18 @@ class TestBed:
                 sequence.computed = computed
 
         return once
+
+    @contextmanager
+    def holding(self, live: int) -> Iterator[None]:
+        """Meanwhile every step runs with this adapter in the weights, or with none (BASE)."""
+        scheduler = self.engine.scheduler
+        schedule = scheduler.schedule
+
+        def with_live(*given: Any) -> StepPlan:
+            return replace(schedule(*given), live=live)
+
+        with patch.object(scheduler, "schedule", with_live):
+            yield
 
     def mix(self, requests: int, distinct: int) -> list[int]:
         """Slots of requests that share `distinct` adapters evenly; 0: the base model."""

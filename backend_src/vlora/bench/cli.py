@@ -12,19 +12,23 @@ from rich.progress import Progress
 
 from vlora.bench.attention_cli import attention
 from vlora.bench.engine_cli import engine
-from vlora.bench.options import JsonOption, QuickOption, TypesOption, console, types
-from vlora.bench.policies_cli import policies
+from vlora.bench.options import (
+    JsonOption,
+    QuickOption,
+    ThreadsOption,
+    TypesOption,
+    console,
+    counts,
+    types,
+)
 from vlora.bench.step_cli import step
+from vlora.bench.switch_cli import switch
 
 if TYPE_CHECKING:
     from vlora.bench.kernels import Result
-    from vlora.bench.switch import SwitchResult
 
 bench_app = typer.Typer(help="Measure; every bench prints a table and writes JSON.")
 
-ThreadsOption = Annotated[str, typer.Option(help="Thread counts, one run each.")]
-
-SWITCH_ROUNDS, SWITCH_QUICK_ROUNDS = 7, 5
 TORCH_ISAS = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512")}
 """Our instruction sets, in the words of ATen, MKL and oneDNN."""
 
@@ -58,17 +62,17 @@ def kernels(
         atmm.use_isa(isa)
     path = grid or GRIDS / "kernels.json"
     cells = load_grid(path, types(dtypes), quick=quick)
-    counts = _counts(threads)
+    numbers = counts(threads)
     described = report.meta("bench kernels", quick) | {"grid": path.name, **atmm.describe()}
     results: list[Result] = []
     table = report.kernel_table()
     with suppress(KeyboardInterrupt), Progress(console=shown, transient=True) as progress:
         # Ctrl-C: what has been measured until then is reported.
-        task = progress.add_task("measuring", total=len(cells) * len(counts))
+        task = progress.add_task("measuring", total=len(cells) * len(numbers))
         limits = atmm.LimitsByThreads()
         for result in bench.run(
             cells,
-            counts,
+            numbers,
             bench.QUICK if quick else bench.FULL,
             limits,
             atmm.set_threads,
@@ -77,7 +81,7 @@ def kernels(
             results.append(result)
             table.add_row(*report.kernel_cells(result))
             progress.update(task, advance=1, description=result.cell.name)
-    atmm.set_threads(counts[0])
+    atmm.set_threads(numbers[0])
     steady = bench.stability(bench.stability_cells(cells, quick=quick))
     summary = bench.summarize(results) | bench.summarize_stability(steady)
     shown.print(table)
@@ -93,43 +97,10 @@ def kernels(
         report.plot_speed_ups(results, plot)
 
 
-@bench_app.command()
-def switch(
-    threads: ThreadsOption = "1,2",
-    dtypes: TypesOption = "fp32,bf16",
-    quick: QuickOption = False,
-    json: JsonOption = None,
-) -> None:
-    """The merge of all layers against its limit and torch.addmm per layer."""
-    from vlora.bench import atmm, report
-    from vlora.bench import switch as bench
-    from vlora.bench.cells import GRIDS
-
-    shown = console()
-    models = bench.load_models(GRIDS / "switch.json", types(dtypes), quick=quick)
-    described = report.meta("bench switch", quick) | {"grid": "switch.json", **atmm.describe()}
-    results: list[SwitchResult] = []
-    limits = atmm.LimitsByThreads()
-    counts = _counts(threads)
-    with Progress(console=shown, transient=True) as progress:
-        task = progress.add_task("merging", total=len(models) * len(counts))
-        rounds = SWITCH_QUICK_ROUNDS if quick else SWITCH_ROUNDS
-        for result in bench.run(models, counts, rounds, limits, atmm.set_threads):
-            results.append(result)
-            progress.update(task, advance=1, description=result.model.name)
-    summary = bench.summarize(results)
-    shown.print(report.switch_table(results))
-    shown.print(report.summary_table(summary, f"geometric means over threads {threads}"))
-    described |= {"limits": limits.as_meta()}
-    if json is not None:
-        report.write_json(json, described, [result.as_row() for result in results], summary)
-        shown.print(f"written: {json}", soft_wrap=True)
-
-
 bench_app.command()(attention)
 bench_app.command()(step)
 bench_app.command()(engine)
-bench_app.command()(policies)
+bench_app.command()(switch)
 
 
 def _hold_torch_to(isa: str) -> None:
@@ -140,13 +111,3 @@ def _hold_torch_to(isa: str) -> None:
     os.environ["ATEN_CPU_CAPABILITY"] = capability
     os.environ["MKL_ENABLE_INSTRUCTIONS"] = library
     os.environ["ONEDNN_MAX_CPU_ISA"] = library if isa == "avx2" else "AVX512_CORE"
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise typer.BadParameter(f"--threads {text!r} is not a list such as 1,2")
-    return counts

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+ThreadsOption = Annotated[str, typer.Option(help="Thread counts, one run each.")]
 TypesOption = Annotated[str, typer.Option(help="Storage types: fp32, bf16.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Within 50 s on two cores.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write meta, rows, summary here.")]
@@ -27,4 +28,15 @@ def types(text: str) -> list[str]:
     found = text.split(",")
     if not set(found) <= set(DTYPES):
         raise typer.BadParameter(f"--dtypes {text!r}: known are {', '.join(DTYPES)}")
+    return found
+
+
+def counts(text: str) -> list[int]:
+    """Thread counts."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(f"--threads {text!r} is not a list such as 1,2")
     return found

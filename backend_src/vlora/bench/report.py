@@ -134,12 +134,14 @@ def switch_table(results: Sequence[SwitchResult]) -> Table:
             str(result.threads),
             str(model.as_row()["mbytes"]),
             *(
-                f"{result.timings[name].median * 1e3:.2f} ±{result.timings[name].noise:.0%}"
+                f"{found.median * 1e3:.2f} ±{found.noise:.0%}"
+                if (found := result.timings.get(name))
+                else "–"
                 for name in names
             ),
             f"{result.limit * 1e3:.2f}",
             f"{result.roofline:.2f}",
-            f"{result.vs_addmm:.2f}",
+            "–" if result.vs_addmm is None else f"{result.vs_addmm:.2f}",
         )
     return table
 

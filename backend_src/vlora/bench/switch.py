@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,40 +11,46 @@ from typing import Any
 
 import torch
 
-from vlora.atmm.types import LoraPair, MergeUpdate
+from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate
 from vlora.bench.atmm import Beside, prepare_merge
 from vlora.bench.cells import DTYPES
 from vlora.bench.limits import Limits
 from vlora.bench.timing import Timing, geometric_mean, interleaved
+from vlora.memory import huge
 
 ATMM, IN_PLACE, ADDMM, COPY = "atmm", "atmm_in_place", "addmm", "copy"
 READ_BYTES = 256 << 20
 """Read in the same rounds, for the memory's rate at the time."""
+SLOWEST_ADDMM = 2.0
+"""Seconds."""
 MULTIPLY_ROUNDS = 5_000_000
 """Of the loop at the peak, likewise: 10 ms."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """`layers` layers with targets of (d_out, d_in) each, one adapter of one rank on all."""
+    """`layers` layers with targets of (d_out, d_in) each, one adapter of one rank on all; copied:
+    the shapes of what lies fused beside them, is not targeted, and is copied."""
 
     name: str
     layers: int
     targets: tuple[tuple[int, int], ...]
     rank: int
     dtype: str
+    copied: tuple[tuple[int, int], ...] = ()
 
     @property
     def elements(self) -> int:
-        return self.layers * sum(d_out * d_in for d_out, d_in in self.targets)
+        shapes = (*self.targets, *self.copied)
+        return self.layers * sum(d_out * d_in for d_out, d_in in shapes)
 
     @property
     def flops(self) -> int:
-        return 2 * self.rank * self.elements
+        return 2 * self.rank * self.layers * sum(d_out * d_in for d_out, d_in in self.targets)
 
     @property
     def moved_bytes(self) -> int:
-        """W read, M written; A and B read in fp32."""
+        """W read, M written, copied or not; A and B read in fp32."""
         size = DTYPES[self.dtype].itemsize
         factors = sum(4 * (d_out + d_in) for d_out, d_in in self.targets)
         return 2 * size * self.elements + self.layers * self.rank * factors
@@ -53,6 +60,7 @@ class Model:
             "model": self.name,
             "layers": self.layers,
             "targets": [list(target) for target in self.targets],
+            "copied": [list(shape) for shape in self.copied],
             "rank": self.rank,
             "dtype": self.dtype,
             "mbytes": self.elements * DTYPES[self.dtype].itemsize >> 20,
@@ -86,7 +94,10 @@ class SwitchResult:
         return self.limit / self.timings[ATMM].median
 
     @property
-    def vs_addmm(self) -> float:
+    def vs_addmm(self) -> float | None:
+        """None where torch's takes so long that it is left out."""
+        if ADDMM not in self.timings:
+            return None
         return self.timings[ADDMM].median / self.timings[ATMM].median
 
     def as_row(self) -> dict[str, Any]:
@@ -95,7 +106,7 @@ class SwitchResult:
             "threads": self.threads,
             "limit_ms": round(self.limit * 1e3, 3),
             "roofline": round(self.roofline, 4),
-            "vs_addmm": round(self.vs_addmm, 4),
+            "vs_addmm": None if self.vs_addmm is None else round(self.vs_addmm, 4),
             "ms": {name: round(t.median * 1e3, 3) for name, t in self.timings.items()},
             "noise_of": {name: round(t.noise, 4) for name, t in self.timings.items()},
         }
@@ -105,9 +116,14 @@ def load_models(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Model
     found = []
     for entry in json.loads(path.read_text())["models"]:
         layers = entry["quick_layers"] if quick else entry["layers"]
-        targets = tuple((d_out, d_in) for d_out, d_in in entry["targets"])
+        targets, copied = (
+            tuple((d_out, d_in) for d_out, d_in in entry.get(key, ()))
+            for key in ("targets", "copied")
+        )
         for rank in entry["rank"][: 1 if quick else None]:
-            found += [Model(entry["name"], layers, targets, rank, dtype) for dtype in dtypes]
+            found += [
+                Model(entry["name"], layers, targets, rank, dtype, copied) for dtype in dtypes
+            ]
     return found
 
 
@@ -115,16 +131,21 @@ def measure(model: Model, threads: int, limits: Limits, rounds: int) -> SwitchRe
     """Merge into a second slab, merge in place, torch.addmm per layer, a plain copy."""
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[model.dtype]
-    base = torch.empty(model.elements, dtype=dtype).normal_(generator=generator)
-    merged = base.clone()
+    base = huge.zeros(model.elements, dtype=dtype).normal_(generator=generator)
+    merged = huge.zeros(model.elements, dtype=dtype).copy_(base)
     updates: list[MergeUpdate] = []
+    copied: list[CopiedPart] = []
+    offset = 0
     for _ in range(model.layers):
+        for d_out, d_in in model.copied:
+            copied.append(CopiedPart(offset, d_out * d_in))
+            offset += d_out * d_in
         for d_out, d_in in model.targets:
-            offset = sum(u.pair.b.shape[0] * u.pair.a.shape[1] for u in updates[-1:])
-            offset += updates[-1].offset if updates else 0
             a = torch.randn(model.rank, d_in, generator=generator) / d_in**0.5
             b = torch.randn(d_out, model.rank, generator=generator) * 1e-3
             updates.append(MergeUpdate(offset, LoraPair(a, b)))
+            offset += d_out * d_in
+    merges = Merges(updates, copied)
     # addmm wants one type: what dLoRA does, with A and B rounded to it once, at load.
     parts = [
         (
@@ -136,16 +157,22 @@ def measure(model: Model, threads: int, limits: Limits, rounds: int) -> SwitchRe
         for update in updates
     ]
 
+    beside_them = [slice(part.offset, part.offset + part.size) for part in copied]
+
     def addmm() -> None:
+        for part in beside_them:
+            merged[part] = base[part]
         for source, target, a, b in parts:
             torch.addmm(source, b, a, out=target)
 
     calls = {
-        ATMM: prepare_merge(merged, base, updates),
-        IN_PLACE: prepare_merge(merged, merged, updates),
-        ADDMM: addmm,
+        ATMM: prepare_merge(merged, base, merges),
+        IN_PLACE: prepare_merge(merged, merged, merges),
         COPY: lambda: _discard(merged.copy_(base)),
     }
+    # In bf16 without instructions for it torch takes minutes.
+    if _addmm_seconds(parts[0], model) < SLOWEST_ADDMM:
+        calls[ADDMM] = addmm
     beside = Beside("fp32", MULTIPLY_ROUNDS, READ_BYTES)
     timings = interleaved(calls | beside.calls(), rounds=rounds, warm=False, budget=20.0)
     limits.again_if_due()
@@ -168,17 +195,29 @@ def run(
 
 
 def summarize(results: Sequence[SwitchResult]) -> dict[str, Any]:
-    """merge_vs_limit (limit over measured time, 1 = at the limit) and merge_vs_addmm."""
+    """merge_vs_limit (limit over measured time, 1 = at the limit), its worst, merge_vs_addmm."""
     summary: dict[str, Any] = {}
     for dtype, suffix in (("fp32", ""), ("bf16", "_bf16")):
         of_type = [result for result in results if result.model.dtype == dtype]
         for key, values in (
             ("merge_vs_limit", [r.roofline for r in of_type]),
-            ("merge_vs_addmm", [r.vs_addmm for r in of_type]),
+            ("merge_vs_addmm", [up for r in of_type if (up := r.vs_addmm) is not None]),
         ):
             if values:
                 summary[key + suffix] = round(geometric_mean(values) or 0.0, 3)
+        if of_type:
+            worst = min(result.roofline for result in of_type)
+            summary["merge_vs_limit_worst" + suffix] = round(worst, 3)
     return summary
+
+
+def _addmm_seconds(part: Sequence[torch.Tensor], model: Model) -> float:
+    """About what one matrix after the other takes, by a slice of the first."""
+    source, target, a, b = part
+    rows = max(1, len(source) // 16)
+    began = time.perf_counter()
+    torch.addmm(source[:rows], b[:rows], a, out=target[:rows])
+    return (time.perf_counter() - began) * model.elements / (rows * source.shape[1])
 
 
 def _place(slab: torch.Tensor, update: MergeUpdate) -> torch.Tensor:

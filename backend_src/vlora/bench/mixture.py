@@ -1,0 +1,170 @@
+"""deLoRA's extra work against unmerged's (figure 20): what LoRA adds to a step, in either mode.
+
+`starved` of the step's requests ask for other adapters than the rest. Unmerged, all rows go through
+their own; in mixture mode the starved go through theirs and have the live one taken out. Both are
+calls of the operator for all layers, beside what their flops and bytes predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlora.atmm import op
+from vlora.atmm.groups import LoraGroup
+from vlora.atmm.types import Segments
+from vlora.bench import llava
+from vlora.bench.atmm import Beside
+from vlora.bench.bed import TestBed
+from vlora.bench.limits import Limits
+from vlora.bench.timing import Timing, interleaved
+from vlora.lora.segments import BASE, order_of, signed_segments
+from vlora.lora.slab import ATTENTION, GROUPS
+
+READ_BYTES = 256 << 20
+MULTIPLY_ROUNDS = 5_000_000
+PAGES = 64
+UNMERGED, MIXTURE = "unmerged", "mixture"
+
+
+@dataclass(frozen=True)
+class Result:
+    """timings and predicted seconds of LoRA in one step, by mode."""
+
+    phase: str
+    requests: int
+    starved: int
+    timings: Mapping[str, Timing]
+    predicted: Mapping[str, float]
+
+    @property
+    def ratio(self) -> float:
+        """Of deLoRA's extra work to unmerged's, as measured."""
+        return self.timings[MIXTURE].median / self.timings[UNMERGED].median
+
+    @property
+    def predicted_ratio(self) -> float:
+        return self.predicted[MIXTURE] / self.predicted[UNMERGED]
+
+    @property
+    def error(self) -> float:
+        return self.ratio / self.predicted_ratio - 1
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "phase": self.phase,
+            "requests": self.requests,
+            "starved": self.starved,
+            "ms": {name: round(t.median * 1e3, 3) for name, t in self.timings.items()},
+            "predicted_ms": {name: round(s * 1e3, 3) for name, s in self.predicted.items()},
+            "noise": {name: round(t.noise, 3) for name, t in self.timings.items()},
+            "ratio": round(self.ratio, 3),
+            "predicted_ratio": round(self.predicted_ratio, 3),
+        }
+
+
+def seconds(segments: Segments, group: LoraGroup, limits: Callable[..., float]) -> float:
+    """As flops and bytes have it, segment by segment: an adapter's matrices from memory, its rows
+    of x read and of y read and written, as often as a segment touches them, in the caches."""
+    size = group.dtype.itemsize
+    found = 0.0
+    for segment in segments:
+        pairs = [column[segment.slot] for column in group.pairs]
+        elements = sum(
+            pair.rank * (group.d_in + d_out)
+            for pair, d_out in zip(pairs, group.d_outs, strict=True)
+            if pair is not None
+        )
+        rows = segment.length * (group.d_in + 2 * group.width) * 4
+        found += limits(2 * segment.length * elements, ((elements * size, True), (rows, False)))
+    return found
+
+
+@torch.inference_mode()
+def run(
+    given: Mapping[str, Any], limits: Limits, *, quick: bool, root: Path | None = None
+) -> list[Result]:
+    """Each phase and number of starved requests, in fp32."""
+    checkpoint = llava.make(llava.MODELS[given["model"]], root)
+    bed = TestBed(checkpoint, "fp32", PAGES, PAGES, adapters=True)
+    sizes, adapters = checkpoint.sizes, bed.engine.adapters
+    groups = [
+        adapters.group([(layer, target) for target in group])
+        for layer in range(sizes.layers)
+        for group in GROUPS
+        if group[0] in ATTENTION
+    ]
+    # The live one is of the largest rank, the others as they come.
+    ranks = {slot: max(adapters.adapter(slot).info.ranks) for slot in bed.slots}
+    live = max(bed.slots, key=lambda slot: ranks[slot])
+    others = [slot for slot in bed.slots if slot != live]
+    results = []
+    for phase in ("decode", "prefill"):
+        rows = given[f"{phase}_rows"]
+        for starved in given["starved"]:
+            asked = [others[i] for i in range(starved)] + [live] * (given["requests"] - starved)
+            modes = {}
+            for name, in_weights in ((UNMERGED, BASE), (MIXTURE, live)):
+                order = sorted(asked, key=lambda slot: order_of(slot, in_weights))
+                modes[name] = signed_segments(((slot, rows) for slot in order), in_weights)
+            results.append(
+                _measure(
+                    (phase, given["requests"], starved),
+                    groups,
+                    modes,
+                    given["requests"] * rows,
+                    limits,
+                    given["quick_rounds" if quick else "rounds"],
+                )
+            )
+    return results
+
+
+def _measure(
+    named: tuple[str, int, int],
+    groups: Sequence[LoraGroup],
+    modes: Mapping[str, Segments],
+    rows: int,
+    limits: Limits,
+    rounds: int,
+) -> Result:
+    x = {group.d_in: torch.randn(rows, group.d_in) for group in groups}
+    y = {group.width: torch.randn(rows, group.width) for group in groups}
+
+    def call(segments: Segments) -> Callable[[], None]:
+        def all_layers() -> None:
+            for group in groups:
+                op.apply(y[group.width], x[group.d_in], segments, group)
+
+        return all_layers
+
+    beside = Beside("fp32", MULTIPLY_ROUNDS, READ_BYTES)
+    calls = {name: call(segments) for name, segments in modes.items()}
+    timings = interleaved(calls | beside.calls(), rounds=rounds, warm=False, budget=5.0)
+    rate, peak = beside.rates(timings)
+
+    def limit(flops: float, parts: Any) -> float:
+        return limits.seconds(flops, parts, "fp32", rate, peak)
+
+    predicted = {
+        name: sum(seconds(segments, group, limit) for group in groups)
+        for name, segments in modes.items()
+    }
+    return Result(*named, {name: timings[name] for name in modes}, predicted)
+
+
+def summarize(results: Sequence[Result]) -> dict[str, Any]:
+    """delora_<phase>_<starved>_of_<requests>: measured ratio; delora_error_<phase>: the largest
+    difference of a measured ratio from the predicted one."""
+    summary: dict[str, Any] = {}
+    for result in results:
+        key = f"delora_{result.phase}_{result.starved}_of_{result.requests}"
+        summary[key] = round(result.ratio, 3)
+    for phase in dict.fromkeys(result.phase for result in results):
+        errors = [abs(result.error) for result in results if result.phase == phase]
+        summary[f"delora_error_{phase}"] = round(max(errors), 3)
+    return summary
