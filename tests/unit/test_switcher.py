@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 import signal
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -225,10 +226,16 @@ def test_a_slot_with_another_adapter_is_merged_anew() -> None:
     again = Switcher(slab, known)
     again.switch(4)
     assert same(switcher.active.views, again.active.views)
-    with pytest.raises(ValueError, match="live"):
-        switcher.forget(4)
+
+
+def test_an_adapter_that_is_evicted_is_not_kept_by_its_work_list() -> None:
+    known = eight()
+    switcher = Switcher(new_slab(), known)
+    factor = weakref.ref(known.adapters[1].pairs[0, "q_proj"].a)
+    switcher.switch(1)
     switcher.switch(BASE)
-    switcher.forget(4)
+    known.adapters[1] = known.adapters[0]
+    assert factor() is None
     assert switcher.merged == BASE
 
 

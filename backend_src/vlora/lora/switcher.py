@@ -6,8 +6,10 @@ step's segments follow from its `live`, and nothing else has a say. Knows nothin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -42,9 +44,10 @@ class Active:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """An adapter's merge: its work list, and what is active once it is done."""
+    """An adapter's merge: its work list, and what is active once it is done. It does not keep the
+    adapter alive: who evicts one need not know of this."""
 
-    adapter: Adapter
+    adapter: weakref.ref[Adapter]
     merges: Merges
     active: Active
 
@@ -160,17 +163,17 @@ class Switcher:
             raise ValueError(f"slot {slot} cannot be merged: {reason}")
         adapter = self._adapters.adapter(slot)
         known = self._prepared.get(slot)
-        if known is None or known.adapter is not adapter:
+        if known is None or known.adapter() is not adapter:
             known = self._prepared[slot] = self._prepare(slot, adapter)
         return known
 
-    def forget(self, slot: int) -> None:
-        """The slot's adapter is gone. ValueError where it is live."""
-        if slot == self.live:
-            raise ValueError(f"slot {slot} is live")
-        if slot == self.merged:
-            self._holds = None
-        self._prepared.pop(slot, None)
+    def _forget(self, slot: int, gone: weakref.ref[Adapter]) -> None:
+        """The adapter exists no more; nor do its factors, once this lets them go."""
+        known = self._prepared.get(slot)
+        if known is not None and known.adapter is gone:
+            del self._prepared[slot]
+            if self._holds is known and self.live == BASE:
+                self._holds = None
 
     def _prepare(self, slot: int, adapter: Adapter) -> _Prepared:
         slab, updates, copied = self._slab, [], []
@@ -189,7 +192,8 @@ class Switcher:
                 if self._merged is None:
                     self._merged = slab.reserve()
                 views[index] = slab.regions[index].view(self._merged)
-        return _Prepared(adapter, Merges(updates, copied), Active(slot, tuple(views)))
+        known = weakref.ref(adapter, partial(self._forget, slot))
+        return _Prepared(known, Merges(updates, copied), Active(slot, tuple(views)))
 
 
 def _groups(places: Iterable[Place]) -> list[int]:
