@@ -98,15 +98,15 @@ def run(
         for group in GROUPS
         if group[0] in ATTENTION
     ]
-    # The live one is of the largest rank, the others as they come.
+    # All of the largest rank, as the paper's are of one.
     ranks = {slot: max(adapters.adapter(slot).info.ranks) for slot in bed.slots}
-    live = max(bed.slots, key=lambda slot: ranks[slot])
-    others = [slot for slot in bed.slots if slot != live]
+    live, *others = [slot for slot in bed.slots if ranks[slot] == max(ranks.values())]
     results = []
     for phase in ("decode", "prefill"):
         rows = given[f"{phase}_rows"]
         for starved in given["starved"]:
-            asked = [others[i] for i in range(starved)] + [live] * (given["requests"] - starved)
+            asked = [others[i % len(others)] for i in range(starved)]
+            asked += [live] * (given["requests"] - starved)
             modes = {}
             for name, in_weights in ((UNMERGED, BASE), (MIXTURE, live)):
                 order = sorted(asked, key=lambda slot: order_of(slot, in_weights))
