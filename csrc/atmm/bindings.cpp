@@ -387,15 +387,21 @@ void bind_atmm(py::module_& m) {
   m.def("bundle", [](const std::string& dtype) { return current(dtype_of(dtype)).bundle; });
   m.def("configs", &configs);
   m.def("key", [](const std::string& operation, const std::string& dtype, int64_t rows,
-                  int64_t d_in, int64_t d_out, int64_t rank, int64_t segments) {
+                  int64_t d_in, int64_t d_out, int64_t rank, int64_t segments, int64_t threads) {
     const Key key = key_of({operation_of(operation), dtype_of(dtype), rows, d_in, d_out, rank,
-                            segments});
+                            segments, threads});
     return std::make_tuple(key.low, key.high);
   });
   m.def("built_in", [](const std::string& operation, const std::string& dtype, int64_t rows,
-                       int64_t d_in, int64_t d_out, int64_t rank, int64_t segments) {
-    return name_of(built_in({operation_of(operation), dtype_of(dtype), rows, d_in,
-                                                d_out, rank, segments}));
+                       int64_t d_in, int64_t d_out, int64_t rank, int64_t segments, int64_t threads) {
+    return name_of(built_in({operation_of(operation), dtype_of(dtype), rows, d_in, d_out, rank,
+                             segments, threads}));
+  });
+  // On a machine of the caller's: the bytes of L1 and L2, bytes/s from memory.
+  m.def("built_in_on", [](const std::string& operation, const std::string& dtype, int64_t rows,
+                          int64_t rank, int64_t l1, int64_t l2, double memory, bool widening) {
+    const Shape shape{operation_of(operation), dtype_of(dtype), rows, 1024, 1024, rank, 1, 1};
+    return name_of(built_in(shape, cpu::Machine{l1, l2, 32 << 20, {}, memory}, widening));
   });
   m.def("use_table", &use_table);
   m.def("pin", &pin);

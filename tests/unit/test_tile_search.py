@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from tools.tile_search.search import (
     Space,
     State,
     choose,
+    duel,
     filled,
     profile,
     search,
+    wins,
 )
+from vlora.atmm import tiles
 
 
 def rows_bucket(shape: Shape) -> str:
@@ -46,7 +50,7 @@ class Machine:
     def prepare(
         self, shape: Shape, configs: Sequence[str], *, cold: bool
     ) -> Mapping[str, Callable[[], None]]:
-        if not cold:
+        if not cold and len(configs) > 2:  # not a duel
             if self._die_after is not None and len(self.prepared) >= self._die_after:
                 raise KeyboardInterrupt
             self.prepared.append(rows_bucket(shape))
@@ -126,10 +130,12 @@ def test_between_two_searched_numbers_of_segments_the_smaller_one_s_choice_serve
     one, four = (Shape("apply", 64, 64, 8, segments, 16) for segments in (1, 4))
     merge = Shape("merge", 64, 64, 8, 1, 64)
     found = [
-        {"key": rows_bucket(shape), "shape": vars(shape), "config": config}
+        {"key": rows_bucket(shape), "shape": vars(shape), "config": config, "hot_us": 1.0}
         for shape, config in ((one, "a"), (four, "b"), (merge, "c"))
     ]
-    table = {entry["key"]: entry["config"] for entry in filled(found, rows_bucket)}
+    whole = filled(found, rows_bucket)
+    assert [entry["hot_us"] for entry in whole] == [1.0] * 3 + [None] * 7
+    table = {entry["key"]: entry["config"] for entry in whole}
     assert [table[f"apply/16/64/64/8/{segments}"] for segments in (1, 2, 4, 8)] == [*"aabb"]
     assert table["merge/64/64/64/8/32"] == "c"
     assert len(table) == 4 + 6
@@ -161,14 +167,25 @@ def test_a_tile_that_is_surely_worse_is_dropped_early() -> None:
 def test_the_choice_weighs_hot_and_cold() -> None:
     hot = Profile({"a": 1.0, "b": 1.1, "c": 0.9}, ("a", "b", "c"))
     cold = Profile({"a": 2.0, "b": 1.5}, ("a", "b"))
-    assert choose(hot, cold, built_in="a") == "b"
+    assert choose(hot, cold) == "b"
 
 
-def test_a_gain_that_may_be_noise_is_not_worth_leaving_the_built_in_tile() -> None:
-    hot, cold = (Profile({"a": 1.0, "b": b}, ("a", "b")) for b in (0.98, 0.99))
-    assert choose(hot, cold, built_in="a") == "a"
-    assert choose(hot, Profile({"a": 1.0, "b": 0.9}, ("b",)), built_in="a") == "b"
-    assert choose(hot, cold, built_in="pruned") == "b"
+def noisy(microseconds: int, spread: int, seed: int) -> Callable[[], None]:
+    draws = random.Random(seed)
+    return lambda: spin(microseconds + draws.randint(-spread, spread))()
+
+
+@pytest.mark.parametrize(
+    ("ours", "spread", "won"), [(980, 2, True), (980, 400, False), (1000, 2, False)]
+)
+def test_a_gain_counts_only_beyond_the_noise_of_an_alternating_duel(
+    ours: int, spread: int, won: bool
+) -> None:
+    duels = [
+        duel(noisy(ours, spread, seed), noisy(1000, spread, seed + 10), warm=False, clock=CLOCK)
+        for seed in (1, 2)
+    ]
+    assert wins(*duels) is won
 
 
 def state(folder: Path) -> State:
@@ -179,13 +196,32 @@ def test_a_table_is_written_whole_and_names_its_device(tmp_path: Path) -> None:
     device = table.Device("AuthenticAMD", 26, 2, 48, 1024, 32768)
     path = table.path_for(device, "avx512", "fp32", tmp_path)
     assert path.name == "amd-f26-m2-48-1024-32768-avx512-fp32.json"
-    found = [{"key": "0b", "config": "small"}, {"key": "0a", "config": "large"}]
+    shape = Shape("apply", 64, 32, 16, 4, 8)
+    key = f"{(32 << 96) + (64 << 64) + (1 << 40) + (2 << 32) + (4 << 24) + (3 << 16):032x}"
+    found = [
+        {"key": key, "shape": vars(shape), "config": "small", "hot_us": 1.5, "cold_us": 2.0},
+        {"key": "0" * 32, "config": "large"},
+    ]
     table.write(path, device, "avx512", "fp32", found, threads=1)
     written = json.loads(path.read_text())
-    assert written["version"] == 1
-    assert written["entries"] == {"0a": "large", "0b": "small"}
+    assert written["version"] == 2
+    assert written["entries"] == {key: ["small", 1.5, 2.0], "0" * 32: ["large", None, None]}
+    assert tiles.read_table(path)[int(key, 16)] == tiles.Measured(
+        "apply", "fp32", 8, 64, 32, 16, 4, 2, "small", 1.5, 2.0
+    )
     assert written["device"]["family"] == 26
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_table_of_before_has_tiles_and_no_microseconds(tmp_path: Path) -> None:
+    entries = {"00000400000004000000000003010000": "r8-s64-e64-d0-p64"}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"version": 1, "entries": entries}))
+    (entry,) = tiles.read_table(path).values()
+    assert (entry.rows, entry.d_in, entry.d_out, entry.rank) == (2, 1024, 1024, 8)
+    assert (entry.segments, entry.threads, entry.hot_us, entry.cold_us) == (1, 1, None, None)
+    for committed in tiles.TABLES.glob("*.json"):
+        assert len(tiles.read_table(committed)) > 100
 
 
 def test_the_device_is_read_from_what_linux_tells(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,7 +23,7 @@ def tile_search(
         Path | None, typer.Option(help="Checkpoint whose targets are searched.")
     ] = None,
     dtypes: Annotated[str, typer.Option(help="Storage types: fp32, bf16.")] = "fp32,bf16",
-    threads: Annotated[int, typer.Option(help="Threads of one call.")] = 1,
+    threads: Annotated[str, typer.Option(help="Numbers of threads of one call: 1,2.")] = "1",
     output: Annotated[Path | None, typer.Option(help="Folder of the tables.")] = None,
     state: Annotated[Path, typer.Option(help="Where an interrupted search goes on.")] = STATE,
     quick: Annotated[
@@ -44,44 +45,55 @@ def tile_search(
     except (ImportError, ValueError, OSError) as error:
         console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from None
-    device, isa = table.Device.here(), core.isa()
+    device = table.Device.here()
+    counts = [int(count) for count in threads.split(",")]
     space = Space(sides)
     if quick:
         space = Space(sides, QUICK_RANKS, QUICK_SEGMENTS, most_rows=QUICK_ROWS)
     folder = output or (state if quick else table.TABLES)
     started = time.monotonic()
     for dtype in dtypes.split(","):
-        backend = CpuBackend(dtype, threads)
-        shapes = space.shapes(backend.key)
-        stamp = f"{device.name} {isa} {dtype} {threads} quick={quick} {backend.digest}"
-        file = state / f"{isa}-{dtype}{'-quick' if quick else ''}.jsonl"
-        if fresh:
-            file.unlink(missing_ok=True)
-        progress_state = State(file, stamp)
-        if progress_state.done:
-            console.print(f"{dtype}: {len(progress_state.done)} shapes are known from {file}")
-        found = []
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )  # fmt: skip
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task(dtype, total=len(shapes))
-            for entry in search(
-                backend,
-                shapes,
-                progress_state,
-                rounds=QUICK_ROUNDS if quick else ROUNDS,
-                budget=QUICK_BUDGET if quick else BUDGET,
-            ):
-                found.append(entry)
-                progress.update(task, advance=1)
+        isa = core.isa(dtype)
+        found: list[dict[str, Any]] = []
+        files, searched = [], 0
+        for count in counts:
+            backend = CpuBackend(dtype, count)
+            shapes = space.shapes(backend.key)
+            stamp = f"{device.name} {isa} {dtype} {count} quick={quick} {backend.digest}"
+            file = state / f"{isa}-{dtype}-{count}{'-quick' if quick else ''}.jsonl"
+            if fresh:
+                file.unlink(missing_ok=True)
+            known = State(file, stamp)
+            if known.done:
+                console.print(f"{dtype}: {len(known.done)} shapes are known from {file}")
+            effort = (QUICK_ROUNDS, QUICK_BUDGET) if quick else (ROUNDS, BUDGET)
+            entries = search(backend, shapes, known, rounds=effort[0], budget=effort[1])
+            label = f"{dtype}, {count} thread{'s' if count > 1 else ''}"
+            found += filled(_shown(console, label, entries, len(shapes)), backend.key)
+            files.append(file)
+            searched += len(shapes)
         path = table.path_for(device, isa, dtype, folder)
-        found = filled(found, backend.key)
-        table.write(path, device, isa, dtype, found, threads=threads, shapes=len(shapes))
-        file.unlink(missing_ok=True)
+        table.write(path, device, isa, dtype, found, threads=counts, shapes=searched)
+        for file in files:
+            file.unlink(missing_ok=True)
         console.print(f"{dtype}: {len(found)} entries in {path}", soft_wrap=True)
     console.print(f"done in {(time.monotonic() - started) / 60:.1f} min")
+
+
+def _shown(
+    console: Console, label: str, entries: Iterable[dict[str, Any]], total: int
+) -> list[dict[str, Any]]:
+    """The entries as they come, under a progress bar."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    found = []
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(label, total=total)
+        for entry in entries:
+            found.append(entry)
+            progress.update(task, advance=1)
+    return found
 
 
 if __name__ == "__main__":

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tools.tile_search.search import Shape
 from vlora.atmm import op, tiles
+from vlora.atmm.device import Device
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, MergeUpdate, Segment, Segments
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-COLD_BYTES = 128 << 20
-"""Adapters of a cold profile rotate through this much."""
 MOST_SLOTS = 4096
 
 # The analytic limits: shares of a cache that one operand may take, beside the other operand's
@@ -40,31 +37,14 @@ REST = ("depth_block", "prefetch", "pack_rows", "column_block")
 """Of a configuration, beside its blocks and tiles."""
 
 
-@dataclass(frozen=True)
-class Caches:
-    """Bytes of one core's data caches, and of the last level."""
-
-    l1: int
-    l2: int
-    l3: int
-
-    @classmethod
-    def of_machine(cls) -> Caches:
-        found = {}
-        for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-            if (folder / "type").read_text().strip() != "Instruction":
-                size = (folder / "size").read_text().strip()
-                found[int((folder / "level").read_text())] = int(size.rstrip("K")) << 10
-        return cls(found.get(1, 32 << 10), found.get(2, 512 << 10), found.get(3, 8 << 20))
-
-
 def why_not(
-    config: Mapping[str, Any], shape: Shape, caches: Caches, element_bytes: int
+    config: Mapping[str, Any], shape: Shape, device: Device, element_bytes: int
 ) -> str | None:
     """The first limit that a configuration breaks for a shape, or None."""
+    l2 = device.l2 << 10
     if shape.operation == "merge":
         panels = int(config["column_block"]) * shape.rank * SCRATCH_BYTES
-        return "the block of A leaves no room in L2" if panels > caches.l2 else None
+        return "the block of A leaves no room in L2" if panels > l2 else None
     row_block = int(config["row_block"])
     shrink = int(config["shrink_columns"])
     depth = int(config["depth_block"])
@@ -77,11 +57,11 @@ def why_not(
         return "later passes find the adapter in the cache"
     if config["pack_rows"]:
         packed = min(row_block, shape.rows) * depth * SCRATCH_BYTES
-        if packed > PACKED_ROWS_SHARE_OF_L2 * caches.l2:
+        if packed > PACKED_ROWS_SHARE_OF_L2 * l2:
             return "the packed rows leave no room in L2"
-    if row_block * shape.rank * SCRATCH_BYTES > INTERMEDIATE_SHARE_OF_L2 * caches.l2:
+    if row_block * shape.rank * SCRATCH_BYTES > INTERMEDIATE_SHARE_OF_L2 * l2:
         return "the intermediate leaves no room in L2"
-    if shrink * depth * element_bytes > PANELS_SHARE_OF_L2 * caches.l2:
+    if shrink * depth * element_bytes > PANELS_SHARE_OF_L2 * l2:
         return "the panels that row tiles share leave no room in L2"
     return None
 
@@ -92,7 +72,7 @@ class CpuBackend:
     def __init__(self, dtype: str, threads: int) -> None:
         self.dtype = dtype
         self._threads = threads
-        self._caches = Caches.of_machine()
+        self._device = Device.here()
         self._all = {
             operation: {c["name"]: (i, c) for i, c in enumerate(tiles.configs(operation, dtype))}
             for operation in ("apply", "merge")
@@ -105,10 +85,10 @@ class CpuBackend:
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
     def key(self, shape: Shape) -> str:
-        return f"{tiles.key(shape.operation, self.dtype, **_sizes(shape)):032x}"
+        return f"{tiles.key(shape.operation, self.dtype, **self._sizes(shape)):032x}"
 
     def built_in(self, shape: Shape) -> str:
-        return tiles.built_in(shape.operation, self.dtype, **_sizes(shape))
+        return tiles.built_in(shape.operation, self.dtype, **self._sizes(shape))
 
     def configs(self, shape: Shape) -> Sequence[str]:
         """Those that no limit rules out; one of those that run the same code, the built-in one if
@@ -117,7 +97,7 @@ class CpuBackend:
         widest = tiles.widest(self.dtype)
         kept: dict[tuple[Any, ...], tuple[bool, int, str]] = {}
         for name, (_, config) in self._all[shape.operation].items():
-            if why_not(config, shape, self._caches, DTYPES[self.dtype].itemsize) is not None:
+            if why_not(config, shape, self._device, DTYPES[self.dtype].itemsize) is not None:
                 continue
             block = int(config["row_block"])
             # A block that holds all rows cuts nothing, and a tile is no wider than the registers
@@ -175,15 +155,15 @@ class CpuBackend:
         dtype = DTYPES[self.dtype]
         pair = LoraPair(torch.randn(rank, d_in).to(dtype), torch.randn(d_out, rank).to(dtype))
         size = rank * (d_in + d_out) * dtype.itemsize
-        slots = min(MOST_SLOTS, max(16, COLD_BYTES // size))
+        slots = min(MOST_SLOTS, max(16, self._device.cold_bytes // size))
         return LoraGroup.of(d_in, [pair] * slots)
 
-
-def _sizes(shape: Shape) -> tiles.Sizes:
-    return {
-        "rows": shape.rows,
-        "d_in": shape.d_in,
-        "d_out": shape.d_out,
-        "rank": shape.rank,
-        "segments": shape.segments,
-    }
+    def _sizes(self, shape: Shape) -> tiles.Sizes:
+        return {
+            "rows": shape.rows,
+            "d_in": shape.d_in,
+            "d_out": shape.d_out,
+            "rank": shape.rank,
+            "segments": shape.segments,
+            "threads": self._threads,
+        }

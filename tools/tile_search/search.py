@@ -3,7 +3,8 @@
     min, max = GETRANGE(model, hardware)           → Space.shapes: limited by memory
     configs  = GETCONFIG(hardware)                 → Backend.configs: pruned by arithmetic
     for shape in range(min, max, 32), for rank in ranklist, for each configuration:
-        PROFILE; UPDATEBESTCONFIG                  → profile: interleaved, hot and cold apart
+        PROFILE; UPDATEBESTCONFIG                  → profile: interleaved, hot and cold apart;
+                                                     duel: the best against the built-in one
 
 Knows shapes, callables and clocks; what a configuration is, and how one is run, is the backend's.
 """
@@ -34,8 +35,11 @@ HOPELESS = 1.6
 """After one round, a configuration this many times slower than the best is dropped."""
 WARM_CALLS = 2
 """Before a hot sample: one pass does not bring a large adapter back to a last-level cache."""
-WORTH_A_CHANGE = 0.03
-"""A smaller gain over the built-in configuration is as likely the noise of one search."""
+DUEL_ROUNDS = 15
+"""Alternating samples of the winner and the built-in configuration, hot and cold each."""
+SURE = 1.57
+"""Interquartile ranges over the root of the samples: a median lies within so many of what was
+measured in 95 of 100 cases (a box plot's notch)."""
 SAMPLE_SECONDS = 3e-4
 MOST_CALLS = 64
 
@@ -192,19 +196,57 @@ def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
     return (clock() - started) / count
 
 
-def choose(hot: Profile, cold: Profile, built_in: str) -> str:
+def choose(hot: Profile, cold: Profile) -> str:
     """The configuration with the smallest regret: the least product of its hot and cold times.
-    The engine's adapters are hot in a small model and cold in a large one; the key cannot tell.
-    Of two that the measurement hardly tells apart, the built-in one."""
+    The engine's adapters are hot in a small model and cold in a large one; the key cannot tell."""
     shared = [name for name in hot.seconds if name in cold.seconds]
+    return min(shared, key=lambda name: hot.seconds[name] * cold.seconds[name])
 
-    def product(name: str) -> float:
-        return hot.seconds[name] * cold.seconds[name]
 
-    best = min(shared, key=product)
-    if built_in in shared and product(built_in) <= product(best) * (1 + WORTH_A_CHANGE) ** 2:
-        return built_in
-    return best
+@dataclass(frozen=True)
+class Duel:
+    """Seconds of two configurations, in turns: a disturbance that lasts meets both."""
+
+    ours: tuple[float, ...]
+    others: tuple[float, ...]
+
+    @property
+    def log_ratios(self) -> list[float]:
+        """Of ours over the other's, turn by turn."""
+        return [math.log(a / b) for a, b in zip(self.ours, self.others, strict=True)]
+
+    @property
+    def noise(self) -> float:
+        """What the median of the ratios may be off by."""
+        low, _, high = statistics.quantiles(self.log_ratios, n=4, method="inclusive")
+        return SURE * (high - low) / math.sqrt(len(self.ours))
+
+
+def wins(hot: Duel, cold: Duel) -> bool:
+    """Whether ours are faster, hot and cold together, by more than both duels' noise."""
+    gain = sum(statistics.median(duel.log_ratios) for duel in (hot, cold))
+    return gain < -math.hypot(hot.noise, cold.noise)
+
+
+def duel(
+    ours: Callable[[], None],
+    other: Callable[[], None],
+    *,
+    warm: bool,
+    rounds: int = DUEL_ROUNDS,
+    clock: Clock = time.perf_counter,
+) -> Duel:
+    """Alternating samples, the first of a turn in turns."""
+    calls = (ours, other)
+    estimate = min(_seconds(call, 1, clock) for call in calls)
+    count = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
+    samples: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds):
+        for which in (turn % 2, 1 - turn % 2):
+            for _ in range(WARM_CALLS if warm else 0):
+                calls[which]()
+            samples[which].append(_seconds(calls[which], count, clock))
+    return Duel(tuple(samples[0]), tuple(samples[1]))
 
 
 @dataclass
@@ -244,12 +286,19 @@ def _parsed(line: str) -> dict[str, Any]:
         return {}
 
 
+def _duel(
+    backend: Backend, shape: Shape, ours: str, other: str, *, warm: bool, clock: Clock
+) -> Duel:
+    calls = backend.prepare(shape, (ours, other), cold=not warm)
+    return duel(calls[ours], calls[other], warm=warm, clock=clock)
+
+
 def filled(
     entries: Iterable[Mapping[str, Any]], key: Callable[[Shape], str]
 ) -> list[dict[str, Any]]:
     """The entries, and the same choice for twice as many segments where none was searched (for a
     merge, whose segments are its matrices, for all): an exact hit is a hash look-up, the nearest
-    bucket a scan of the table."""
+    bucket a scan of the table. Their microseconds were not measured, so there are none."""
     all_entries = [dict(entry) for entry in entries]
     known = {entry["key"] for entry in all_entries}
     for entry in list(all_entries):
@@ -258,7 +307,7 @@ def filled(
             wider = key(replace(shape, segments=factor * shape.segments))
             if wider not in known:
                 known.add(wider)
-                all_entries.append({**entry, "key": wider})
+                all_entries.append({**entry, "key": wider, "hot_us": None, "cold_us": None})
     return all_entries
 
 
@@ -285,13 +334,24 @@ def search(
         hot = profile(calls, rounds=rounds, warm=True, budget=budget, clock=clock)
         calls = backend.prepare(shape, hot.not_hopeless, cold=True)
         cold = profile(calls, rounds=rounds, warm=False, budget=budget, clock=clock)
-        config = choose(hot, cold, backend.built_in(shape))
+        best, built_in = choose(hot, cold), backend.built_in(shape)
+        times: dict[str, tuple[float, ...]] = {best: (hot.seconds[best], cold.seconds[best])}
+        if best != built_in:
+            duels = [
+                _duel(backend, shape, best, built_in, warm=warm, clock=clock)
+                for warm in (True, False)
+            ]
+            times = {
+                best: tuple(statistics.median(one.ours) for one in duels),
+                built_in: tuple(statistics.median(one.others) for one in duels),
+            }
+            best = best if wins(*duels) else built_in
         entry = {
             "key": keys[shape],
             "shape": vars(shape),
-            "config": config,
-            "hot_us": round(hot.seconds[config] * 1e6, 3),
-            "cold_us": round(cold.seconds[config] * 1e6, 3),
+            "config": best,
+            "hot_us": round(times[best][0] * 1e6, 3),
+            "cold_us": round(times[best][1] * 1e6, 3),
             "best_hot": hot.best,
             "best_cold": cold.best,
             "tried": len(configs),

@@ -36,9 +36,19 @@ def write(
         "dtype": dtype,
         "searched": {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **searched},
         "configs": dict(Counter(entry["config"] for entry in found).most_common()),
-        "entries": {entry["key"]: entry["config"] for entry in found},
+        "entries": {
+            entry["key"]: [entry["config"], entry.get("hot_us"), entry.get("cold_us")]
+            for entry in found
+        },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(table, indent=1) + "\n")
+    draft.write_text(_text(table))
     draft.replace(path)
+
+
+def _text(table: Mapping[str, Any]) -> str:
+    """JSON with one entry a line."""
+    entries = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in table["entries"].items())
+    rest = json.dumps({**table, "entries": {}}, indent=1)
+    return rest.removesuffix("{}\n}") + "{\n" + entries + "\n }\n}\n"

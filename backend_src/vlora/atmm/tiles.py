@@ -9,8 +9,9 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, NotRequired, TypedDict, Unpack, cast
 
 from vlora import native
 from vlora.atmm.device import Device
@@ -18,10 +19,12 @@ from vlora.atmm.device import Device
 log = logging.getLogger(__name__)
 
 Operation = Literal["apply", "merge"]
+OPERATIONS: tuple[Operation, ...] = ("apply", "merge")
+"""In the order of their numbers in keys."""
 DTYPE_NAMES = ("fp32", "bf16")
 TABLES = Path(__file__).parent / "tables"
-VERSION = 1
-"""Of the table's file format."""
+VERSION = 2
+"""Of the table's file format; version 1 had no microseconds, and is read as well."""
 
 
 def isas(dtype: str = "fp32") -> list[str]:
@@ -68,6 +71,47 @@ class Sizes(TypedDict):
     d_out: int
     rank: int
     segments: int
+    threads: NotRequired[int]  # 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One entry of a table: a bucket's largest shape, its tile, and what a call took.
+
+    rows of each segment, segments of the call, threads of it; microseconds of the whole call, the
+    adapters in cache (hot) and out of it (cold); None where they were not measured.
+    """
+
+    operation: Operation
+    dtype: str
+    rows: int
+    d_in: int
+    d_out: int
+    rank: int
+    segments: int
+    threads: int
+    config: str
+    hot_us: float | None
+    cold_us: float | None
+
+    @classmethod
+    def of(cls, key: int, entry: Any) -> Measured:
+        """From a table's key and entry: [configuration, hot µs, cold µs], or the first alone."""
+        name, hot, cold = (entry, *2 * (None,)) if isinstance(entry, str) else entry
+        field = [key >> shift & 0xFF for shift in range(0, 48, 8)]
+        return cls(
+            OPERATIONS[field[0]],
+            DTYPE_NAMES[field[1]],
+            rows=1 << field[2],
+            d_in=key >> 64 & 0xFFFFFFFF,
+            d_out=key >> 96,
+            rank=1 << field[3],
+            segments=1 << field[4],
+            threads=1 << field[5],
+            config=str(name),
+            hot_us=hot,
+            cold_us=cold,
+        )
 
 
 def key(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> int:
@@ -81,8 +125,9 @@ def built_in(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> str:
     return str(native.kernels().atmm.built_in(operation, dtype, *_in_order(sizes)))
 
 
-def _in_order(sizes: Sizes) -> tuple[int, int, int, int, int]:
-    return sizes["rows"], sizes["d_in"], sizes["d_out"], sizes["rank"], sizes["segments"]
+def _in_order(sizes: Sizes) -> tuple[int, ...]:
+    first = sizes["rows"], sizes["d_in"], sizes["d_out"], sizes["rank"], sizes["segments"]
+    return (*first, sizes.get("threads", 1))
 
 
 def use(entries: Mapping[int, str]) -> None:
@@ -92,17 +137,29 @@ def use(entries: Mapping[int, str]) -> None:
     native.kernels().atmm.use_table([(k & mask, k >> 64, name) for k, name in entries.items()])
 
 
-def load(*paths: Path) -> None:
-    """Use the tables in files, one a dtype: {"version", …, "entries": {key in hexadecimal: name}}.
+def read_table(path: Path) -> dict[int, Measured]:
+    """A table's entries by key; needs no compiled core. ValueError for a version that is not known.
 
-    ValueError for another version, or a configuration that this build does not have.
+    The file: {"version", …, "entries": {key in hexadecimal: [configuration, hot µs, cold µs]}}.
     """
+    table = json.loads(path.read_text())
+    if table.get("version") not in (1, VERSION):
+        raise ValueError(f"{path} has version {table.get('version')}; 1 and {VERSION} are read")
+    return {int(k, 16): Measured.of(int(k, 16), entry) for k, entry in table["entries"].items()}
+
+
+def measured_for_this_cpu(dtype: str, isa: str, folder: Path = TABLES) -> list[Measured]:
+    """What was measured on a CPU like this one by an instruction set; [] without a table."""
+    path = _table(folder, isa, dtype)
+    return [] if path is None else list(read_table(path).values())
+
+
+def load(*paths: Path) -> None:
+    """Use the tables in files, one a dtype. ValueError for another version, or a configuration that
+    this build does not have."""
     entries: dict[int, str] = {}
     for path in paths:
-        table = json.loads(path.read_text())
-        if table.get("version") != VERSION:
-            raise ValueError(f"{path} has version {table.get('version')}; {VERSION} is read")
-        entries |= {int(k, 16): name for k, name in table["entries"].items()}
+        entries |= {key: entry.config for key, entry in read_table(path).items()}
     use(entries)
 
 
@@ -171,6 +228,16 @@ def bandwidth(size: int, seconds: float, threads: int = 1) -> float:
     """bytes/s read from a working set of `size` bytes, shared out among the threads, which all read
     at the same time."""
     return float(native.kernels().cpu.bandwidth(size, seconds, threads))
+
+
+def built_in_on(
+    operation: Operation, dtype: str, *, rows: int, rank: int, l1: int, l2: int, memory: float,
+    widening: bool,
+) -> str:  # fmt: skip
+    """`built_in` on a machine of the caller's: bytes of L1 and L2, bytes/s that a core reads from
+    memory; widening: its instruction set makes bf16 panels fp32."""
+    core = native.kernels().atmm
+    return str(core.built_in_on(operation, dtype, rows, rank, l1, l2, memory, widening))
 
 
 def read(address: int, size: int, threads: int = 1) -> None:

@@ -1,7 +1,8 @@
 """The roofline of this machine, measured in the run that is judged by it.
 
 A cell's limit is the larger of its flops over the peak and its bytes over the bandwidth, both by
-microbenchmarks of our own: a register-only FMA loop of the best instruction set, and reads of a
+microbenchmarks of our own: a register-only loop of the fastest way that the instruction set in use
+has to multiply the cell's type (the peaks by which instruction sets are ordered), and reads of a
 working set as large as the cell's (cold: larger than the caches). Memory and cores are shared with
 whoever else is on the machine, and what they give changes by half from one second to the next:
 where a cell's own rounds have timed them, the medians of those rounds count, as for the work.
@@ -13,8 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-COLD_BYTES = 256 << 20
-"""A working set that no cache of a present CPU holds."""
+from vlora.atmm.device import Device
+
 SECONDS = 0.06
 """Of one microbenchmark."""
 EVERY = 1.0
@@ -31,6 +32,8 @@ class Limits:
 
     measure_peak: Callable[[str, float], float]
     measure_bandwidth: Callable[[int, float], float]
+    cold_bytes: int = field(default_factory=lambda: Device.here().cold_bytes)
+    """A working set that this machine's caches do not hold."""
     _peaks: dict[str, float] = field(default_factory=dict)
     _bandwidths: dict[int, float] = field(default_factory=dict)
     _turn: int = 0
@@ -42,7 +45,7 @@ class Limits:
         return self._peaks[dtype]
 
     def bandwidth(self, size: int, *, cold: bool) -> float:
-        bucket = COLD_BYTES if cold else _rounded_up(size)
+        bucket = self.cold_bytes if cold else _rounded_up(size)
         if bucket not in self._bandwidths:
             self._bandwidths[bucket] = self.measure_bandwidth(bucket, SECONDS)
         return self._bandwidths[bucket]

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "atmm/operator.h"
+#include "cpu/machine.h"
 #include "cpu/scratch.h"
 #include "cpu/threads.h"
 #include "products.h"
@@ -14,8 +15,8 @@ namespace {
 
 constexpr double kWorthThreads = 8e-6;
 // Seconds of work below which waking a second thread costs more than it brings.
-constexpr double kFlopRate = 100e9, kByteRate = 60e9;
-// A cautious core, for estimates of work alone.
+constexpr double kHot = 3;
+// How much faster than memory adapters in cache are read, for estimates of work alone.
 constexpr int64_t kLeastBlock = 12;
 // Rows of a block that is cut for balance: two tiles of 6 rows, which fill the registers.
 constexpr double kBalanced = 1.08;
@@ -91,8 +92,8 @@ bool balance(std::vector<Unit>& units, int threads, double seconds) {
   }
 }
 
-Shape shape_of(const Call& c, const Segment& s, const SegmentList& segments) {
-  Shape shape{Operation::kApply, c.p.dtype, s.length, c.p.d_in, 0, 0, segments.size()};
+Shape shape_of(const Call& c, const Segment& s, const SegmentList& segments, int threads) {
+  Shape shape{Operation::kApply, c.p.dtype, s.length, c.p.d_in, 0, 0, segments.size(), threads};
   for (int o = 0; o < c.p.outputs; ++o) {
     shape.d_out += c.p.output[o].d_out;
     shape.rank = std::max<int64_t>(shape.rank, c.pair(s, o).rank);
@@ -104,8 +105,9 @@ double seconds_of(const Call& c, const Segment& s) {
   double elements = 0;
   for (int o = 0; o < c.p.outputs; ++o)
     elements += double(c.pair(s, o).rank) * double(c.p.d_in + c.p.output[o].d_out);
-  return std::max(2 * double(s.length) * elements / kFlopRate,
-                  elements * double(size_of(c.p.dtype)) / kByteRate);
+  const cpu::Machine& machine = cpu::machine();
+  return std::max(2 * double(s.length) * elements / machine.peak[int(c.p.dtype)],
+                  elements * double(size_of(c.p.dtype)) / (kHot * machine.memory));
 }
 
 // Blocks of rows in the order in which they are taken.
@@ -166,7 +168,7 @@ Apply::Apply(const Kernels& kernels, const Problem& p, const SegmentList& segmen
     std::vector<Unit> units;
     Shape last{};
     for (const Segment* s = segments.begin(i); s != segments.end(i); ++s) {
-      const Shape shape = shape_of(c, *s, segments);
+      const Shape shape = shape_of(c, *s, segments, threads);
       if (shape.rank == 0) continue;
       const bool same = !units.empty() && last.rows == shape.rows && last.rank == shape.rank;
       units.push_back({s, same ? units.back().config : chooser.choose(shape), seconds_of(c, *s)});

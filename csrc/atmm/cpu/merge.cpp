@@ -108,7 +108,7 @@ std::vector<Task> tasks_of(Dtype dtype, const Merge* merges, int64_t count, cons
       continue;
     }
     const TileConfig config = chooser.choose(
-        {Operation::kMerge, dtype, m->d_out, m->d_in, m->d_out, m->rank, count});
+        {Operation::kMerge, dtype, m->d_out, m->d_in, m->d_out, m->rank, count, threads});
     const int64_t block = std::max(kPanel, config.column_block);
     for (int64_t at = 0; at < m->d_in; at += block) {
       const int64_t columns = std::min(block, m->d_in - at);

@@ -95,7 +95,7 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
   // several times, in pieces that stay in L2 meanwhile.
   const int64_t steps = config.depth_block ? config.depth_block
                         : one_pass         ? c.steps(to - from)
-                                           : kPanelBytes / (c.p.bundle * 64);
+                                           : panel_bytes() / (c.p.bundle * 64);
   const int64_t block = c.elements(steps);
   // (Where rows are does not depend on the pair.)
   const RowsIn in = c.paths(config, Pair{}, rows).rows;

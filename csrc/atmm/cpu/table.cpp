@@ -1,7 +1,10 @@
 #include "atmm/table.h"
 
+#include "walk.h"
+
 #include <algorithm>
 #include <cstdlib>
+#include <initializer_list>
 #include <stdexcept>
 
 namespace vlora::atmm {
@@ -21,13 +24,21 @@ int log2_of(uint64_t value) { return value ? 63 - __builtin_clzll(value) : 0; }
 // of another operation or type says nothing.
 int distance(const Key& a, const Key& b) {
   if ((a.low ^ b.low) & 0xffff) return -1;
-  const auto wide = [](const Key& key, int shift) {
+  const auto size = [](const Key& key, int shift) {
     return log2_of(key.high >> shift & 0xffffffffu);
   };
   return 8 * std::abs(field(a.low, 2) - field(b.low, 2)) +
          8 * std::abs(field(a.low, 3) - field(b.low, 3)) +
-         std::abs(field(a.low, 4) - field(b.low, 4)) +
-         4 * std::abs(wide(a, 0) - wide(b, 0)) + 4 * std::abs(wide(a, 32) - wide(b, 32));
+         std::abs(field(a.low, 4) - field(b.low, 4)) + std::abs(field(a.low, 5) - field(b.low, 5)) +
+         4 * std::abs(size(a, 0) - size(b, 0)) + 4 * std::abs(size(a, 32) - size(b, 32));
+}
+
+// Of some numbers, ascending, the largest that is not above `wanted` by more than a quarter.
+int nearest(std::initializer_list<int> numbers, double wanted) {
+  int best = *numbers.begin();
+  for (const int number : numbers)
+    if (number <= 1.25 * wanted) best = number;
+  return best;
 }
 
 const std::vector<TileConfig>& all_of(Operation operation) {
@@ -44,7 +55,8 @@ const std::vector<TileConfig>& all_of(Operation operation) {
 
 Key key_of(const Shape& s) {
   return {uint64_t(s.operation) | uint64_t(s.dtype) << 8 | bucket(s.rows, 0, 13) << 16 |
-              bucket(s.rank, 3, 10) << 24 | bucket(s.segments, 0, 5) << 32,
+              bucket(s.rank, 3, 10) << 24 | bucket(s.segments, 0, 5) << 32 |
+              bucket(s.threads, 0, 6) << kThreadsShift,
           uint64_t(uint32_t(s.d_in)) | uint64_t(uint32_t(s.d_out)) << 32};
 }
 
@@ -59,23 +71,37 @@ std::string name_of(const TileConfig& c) {
          (c.pack_rows ? "-packed" : "");
 }
 
-TileConfig built_in(const Shape& s) {
+TileConfig built_in(const Shape& s, const cpu::Machine& machine, bool widening) {
   // All panels of a bundle: they lie in one stream. (A tile is never wider than its instruction set's
   // widest.)
   const int columns = kMaxBundle * kPanel;
   if (s.operation == Operation::kMerge) {
-    // 4096 columns of a rank-64 A are all of a 1 MiB L2, and yet better than less: rows of W are
-    // then streamed whole (0.85 of the limit where 1024 columns reach 0.77). One tile of W ahead.
-    return {8, 0, columns, 0, kMaxBundle, true, 4096};
+    // Columns of A packed at a time: as many as fill L2, though nothing is left for W. Rows of W are
+    // then streamed in long pieces, which is worth more (1 MiB of L2, rank 64: 0.85 of the limit with
+    // 4096 columns, 0.77 with 1024). One tile of W ahead.
+    const int block = nearest({1024, 2048, 4096}, double(machine.l2) / double(4 * std::max<int64_t>(16, s.rank)));
+    return {8, 0, columns, 0, kMaxBundle, true, block};
   }
-  // Adapters are read once and nothing is used twice: 64 lines (4 KiB) of prefetch, what a memory
-  // latency of 100 ns holds at 40 GB/s.
-  if (s.rows <= 8) return {8, columns, columns, 0, 64, false, 0};
+  // Adapters are read once and nothing is used twice. Fetched ahead: what a memory latency of 100 ns
+  // holds at the rate of one core.
+  if (s.rows <= 8) {
+    const int lines = nearest({24, 64, 128}, machine.memory * kLatency / 64);
+    return {8, columns, columns, 0, lines, false, 0};
+  }
   // Wide tiles: 6 rows by 64 columns fill AVX-512's registers and load least per product (16
   // columns with AVX2's). Rows are read in place: copying them costs more than their stride does
-  // (160 against 195 GFLOP/s at d = 4096, rank 64). 256 deep panels of 64 columns are 64 KiB of L2,
-  // and 96 rows of a rank-64 intermediate 24 KiB of L1.
-  return {96, columns, columns, 256, 0, false, 0};
+  // (160 against 195 GFLOP/s at d = 4096, rank 64). Panels of 64 columns take a quarter of L2 at a
+  // time, a rank-64 intermediate three quarters of L1; where panels are made fp32 for a block of rows,
+  // blocks are twice as long.
+  const int depth = nearest({128, 256, 512, 1024}, double(machine.l2) / 4 / (columns * 4));
+  const double rows = double(machine.l1) * 3 / 4 / (64 * 4);
+  return {nearest({48, 96, 192}, widening ? 2 * rows : rows), columns, columns, depth, 0, false, 0};
+}
+
+TileConfig built_in(const Shape& shape) {
+  const bool widening =
+      shape.dtype == Dtype::kBf16 && !kernels(cpu::isa(shape.dtype)).pairs_in_registers;
+  return built_in(shape, cpu::machine(), widening);
 }
 
 TileTable::TileTable(const std::vector<Entry>& entries) {
@@ -91,12 +117,19 @@ TileTable::TileTable(const std::vector<Entry>& entries) {
 }
 
 const TileConfig* TileTable::find(const Key& key, bool* exact) const {
-  const auto found = entries_.find(key);
+  auto found = entries_.find(key);
   *exact = found != entries_.end();
-  return *exact ? found->second : nearest(key);
+  if (*exact) return found->second;
+  // Of another number of threads, before all others are looked at.
+  for (Key fewer = key; fewer.threads() > 0;) {
+    fewer.low -= uint64_t(1) << kThreadsShift;
+    found = entries_.find(fewer);
+    if (found != entries_.end()) return found->second;
+  }
+  return nearest_to(key);
 }
 
-const TileConfig* TileTable::nearest(const Key& key) const {
+const TileConfig* TileTable::nearest_to(const Key& key) const {
   // A thread's misses repeat from layer to layer: the last few are kept.
   struct Kept {
     const TileTable* table;

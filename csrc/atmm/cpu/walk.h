@@ -4,15 +4,25 @@
 #include <algorithm>
 
 #include "atmm/kernels.h"
+#include "cpu/machine.h"
 #include "cpu/scratch.h"
 #include "path.h"
 
 namespace vlora::atmm {
 
-constexpr int64_t kPanelBytes = 256 << 10;
-// Of panels that several row tiles read in turn: a quarter of a 1 MiB L2.
-constexpr ptrdiff_t kAhead = 64 * 64;
-// Bytes of panels on their way while others are multiplied: a memory latency of 100 ns at 40 GB/s.
+// Of panels that several row tiles read in turn: a quarter of L2.
+inline int64_t panel_bytes() {
+  static const int64_t bytes = cpu::machine().l2 / 4;
+  return bytes;
+}
+constexpr double kLatency = 100e-9;
+// Of memory, in seconds.
+
+// Bytes of panels on their way while others are multiplied.
+inline ptrdiff_t ahead() {
+  static const ptrdiff_t bytes = ptrdiff_t(cpu::machine().memory * kLatency) / 64 * 64;
+  return bytes;
+}
 
 // A packed matrix.
 struct Panels {
@@ -75,7 +85,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
     if (columns == p.bundle && !narrow) t.groups = (std::min(w.last, p.wide()) - panel) / columns;
     // Several row tiles read the same panels: as many of them as stay in L2 meanwhile.
     if (tiles > 1)
-      t.groups = std::clamp<int64_t>(kPanelBytes / (columns * w.steps * 64), 1, t.groups);
+      t.groups = std::clamp<int64_t>(panel_bytes() / (columns * w.steps * 64), 1, t.groups);
     const TileKernel* kernels = w.kernels[narrow ? kNarrow : columns - 1];
     t.panels = p.at + (narrow ? panel * p.steps + w.step / 2
                               : begin * p.steps + width * w.step + panel - begin) *
@@ -102,7 +112,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
         for (int64_t at = 0; at < count * w.x_row; at += 64)
           __builtin_prefetch(static_cast<const char*>(t.x) + count * w.x_row + at, 0, 3);
       if (i == 0 && tiles > 1 && w.bringing && !widen && count <= kFewRows) {
-        t.prefetch = kAhead;
+        t.prefetch = ahead();
         w.bringing[narrow ? kNarrow : columns - 1][count - 1](t);
         t.prefetch = 0;
       } else {

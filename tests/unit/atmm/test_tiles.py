@@ -82,6 +82,49 @@ def test_keys_have_128_bits_and_differ_by_bucket_only() -> None:
     assert all(0 <= key < 1 << 128 for key in keys)
 
 
+@compiled
+def test_a_table_of_one_thread_serves_two_and_says_so_in_its_counts() -> None:
+    names = [config["name"] for config in tiles.configs("apply", "fp32")]
+    shape = {"rows": 64, "d_in": 512, "d_out": 512, "rank": 64, "segments": 1}
+    assert tiles.key("apply", "fp32", **shape) == tiles.key("apply", "fp32", **shape, threads=1)
+    group, segments = group_of(512, [512], [64]), [Segment(0, 64, 0)]
+    x, y = torch.randn(64, 512), torch.zeros(64, 512)
+    try:
+        for keys, counts in (((1,), (0, 1)), ((1, 2), (1, 0))):
+            tiles.use({tiles.key("apply", "fp32", **shape, threads=n): names[-1] for n in keys})
+            tiles.reset_counters()
+            op.apply(y, x, segments, group, backend="cpu", threads=2)
+            assert tuple(tiles.counters()[name] for name in ("hits", "misses")) == counts
+    finally:
+        tiles.clear()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("l1", "l2", "memory", "widening", "few", "many", "merge"),
+    [
+        (32, 512, 16e9, False, "p24", "r96-s64-e64-d512-p0", "c2048"),  # Zen 3
+        (32, 512, 16e9, True, "p24", "r192-s64-e64-d512-p0", "c2048"),
+        (48, 1024, 40e9, False, "p64", "r96-s64-e64-d1024-p0", "c4096"),  # Zen 5
+        (48, 2048, 13e9, False, "p24", "r96-s64-e64-d1024-p0", "c4096"),  # Sapphire Rapids
+    ],
+)
+def test_built_in_tiles_come_from_the_machines_caches_and_its_memorys_rate(
+    l1: int, l2: int, memory: float, widening: bool, few: str, many: str, merge: str
+) -> None:
+    def choice(operation: tiles.Operation, rows: int) -> str:
+        return tiles.built_in_on(
+            operation, "bf16", rows=rows, rank=64, l1=l1 << 10, l2=l2 << 10, memory=memory,
+            widening=widening,
+        )  # fmt: skip
+
+    assert choice("apply", 4) == f"r8-s64-e64-d0-{few}"
+    assert choice("apply", 64) == many
+    assert choice("merge", 1024) == f"merge-n64-{merge}-p4"
+    names = {config["name"] for op in ("apply", "merge") for config in tiles.configs(op, "bf16")}
+    assert {choice("apply", 4), choice("apply", 64), choice("merge", 1024)} <= names
+
+
 def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
     device = Device("AuthenticAMD", 25, 1, 32, 512, 32768)
     assert device.is_near("amd-f25-m97-32-512-480000")

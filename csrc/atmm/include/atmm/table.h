@@ -9,6 +9,7 @@
 
 #include "atmm/kernels.h"
 #include "atmm/types.h"
+#include "cpu/machine.h"
 
 namespace vlora::atmm {
 
@@ -17,13 +18,17 @@ struct Shape {
   Operation operation;
   Dtype dtype;
   int64_t rows, d_in, d_out, rank, segments;
+  int64_t threads = 1;
 };
 
-// 128 bits: (operation, dtype, rows bucket, rank bucket, segments bucket), (d_in, d_out).
+constexpr int kThreadsShift = 40;
+
+// 128 bits: (operation, dtype, rows bucket, rank bucket, segments bucket, threads bucket), (d_in, d_out).
 struct Key {
   uint64_t low, high;
   bool operator==(const Key& other) const { return low == other.low && high == other.high; }
   int dtype() const { return int(low >> 8 & 0xff); }
+  int threads() const { return int(low >> kThreadsShift & 0xff); }  // the bucket
 };
 
 struct KeyHash {
@@ -35,13 +40,16 @@ struct KeyHash {
 };
 
 // Buckets are powers of two, each named by its upper end: rows 1 … 8192, ranks 8 … 1024,
-// segments 1 … 32; beyond lies the last one.
+// segments 1 … 32, threads 1 … 64; beyond lies the last one.
 Key key_of(const Shape& shape);
 
 const std::vector<TileConfig>& configurations(Operation operation);
 std::string name_of(const TileConfig& config);
 
-// The choice where no table says otherwise; each number in it carries its reason.
+// The choice where no table says otherwise: a function of the shape, the machine, and whether the
+// instruction set makes bf16 panels fp32. Each number in it carries its reason.
+TileConfig built_in(const Shape& shape, const cpu::Machine& machine, bool widening);
+// Of this machine and the instruction set in use.
 TileConfig built_in(const Shape& shape);
 
 struct Entry {
@@ -57,7 +65,7 @@ class TileTable {
   const TileConfig* find(const Key& key, bool* exact) const;
 
  private:
-  const TileConfig* nearest(const Key& key) const;
+  const TileConfig* nearest_to(const Key& key) const;
   std::unordered_map<Key, const TileConfig*, KeyHash> entries_;
 };
 
