@@ -15,6 +15,7 @@
 
 #include "atmm/operator.h"
 #include "cpu/dispatch.h"
+#include "cpu/large_pages.h"
 #include "cpu/names.h"
 
 namespace py = pybind11;
@@ -153,7 +154,7 @@ class Group {
         bytes += packed_bytes(a, true) + packed_bytes(b, false);
       }
     py::gil_scoped_release released;
-    const std::shared_ptr<char> store = allocate(bytes);
+    const std::shared_ptr<char> store = cpu::in_large_pages(bytes);
     char* at = store.get();
     std::vector<Pair> pairs(factors.size(), Pair{0, nullptr, nullptr});
     for (size_t o = 0; o < factors.size(); ++o)
@@ -175,7 +176,7 @@ class Group {
       throw std::invalid_argument("a head of " + std::to_string(w.rows) + " classes does not fit");
     py::gil_scoped_release released;
     const size_t bias_bytes = (size_t(w.rows) * sizeof(float) + 63) / 64 * 64;
-    const std::shared_ptr<char> store = allocate(packed_bytes(w, true) + bias_bytes);
+    const std::shared_ptr<char> store = cpu::in_large_pages(packed_bytes(w, true) + bias_bytes);
     char* at = store.get();
     Pair pair{int32_t(w.rows), pack(&at, w, true), at};
     for (int64_t i = 0; i < w.rows; ++i)
@@ -216,12 +217,6 @@ class Group {
                       first);
     *at += packed_bytes(m, first);
     return to;
-  }
-
-  static std::shared_ptr<char> allocate(size_t bytes) {
-    void* const memory = std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64));
-    if (!memory) throw std::bad_alloc();
-    return std::shared_ptr<char>(static_cast<char*>(memory), std::free);
   }
 
   std::shared_ptr<const Slots> now() const {

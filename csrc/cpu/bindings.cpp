@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/dispatch.h"
+#include "cpu/large_pages.h"
 #include "cpu/machine.h"
 #include "cpu/names.h"
 #include "cpu/threads.h"
@@ -61,6 +62,10 @@ void bind_cpu(py::module_& m) {
   });
   m.def("chosen_isa", [] { return std::string(cpu::chosen_isa()); });
   m.def("set_isa", [](const std::string& name) { cpu::use_isa(name.c_str()); });
+  m.def("large_pages", [] {
+    const cpu::LargePages now = cpu::large_pages();
+    return std::make_pair(now.regions, now.pieces);
+  });
   m.def("machine", [] {
     const cpu::Machine& machine = cpu::machine();
     py::dict found;

@@ -4,11 +4,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <fstream>
-#include <memory>
 #include <string>
 
 #include "cpu/dispatch.h"
+#include "cpu/large_pages.h"
 
 namespace vlora::cpu {
 namespace {
@@ -21,15 +22,16 @@ double since(std::chrono::steady_clock::time_point start) {
 }
 
 double memory_rate() {
-  const std::unique_ptr<float[]> values(new float[size_t(kBytes) / 4]());
+  const std::shared_ptr<char> memory = in_large_pages(size_t(kBytes));
+  std::memset(memory.get(), 0, size_t(kBytes));
   double best = 0;
   volatile float sink = 0;
   for (int round = 0; round < 3; ++round) {
     for (int64_t at = 0; at < kBytes; at += 64)
-      _mm_clflush(reinterpret_cast<const char*>(values.get()) + at);
+      _mm_clflush(memory.get() + at);
     _mm_mfence();
     const auto start = std::chrono::steady_clock::now();
-    sink = sink + micro(isa(Dtype::kFp32)).read(values.get(), kBytes / 4);
+    sink = sink + micro(isa(Dtype::kFp32)).read(reinterpret_cast<const float*>(memory.get()), kBytes / 4);
     best = std::max(best, double(kBytes) / since(start));
   }
   return best;

@@ -1,9 +1,10 @@
 // What the machine gives: microbenchmarks on all threads of a region at work together.
 #include <algorithm>
 #include <chrono>
-#include <memory>
+#include <cstring>
 
 #include "cpu/dispatch.h"
+#include "cpu/large_pages.h"
 #include "cpu/threads.h"
 
 namespace vlora::cpu {
@@ -60,10 +61,12 @@ double bandwidth(int64_t bytes, double seconds, int threads) {
   return best_rate(threads, seconds, [&](int count) {
     const int64_t each = std::max<int64_t>(1024, bytes / 4 / count) / 128 * 128;
     const int64_t repeats = std::max<int64_t>(1, (1 << 18) / each);
-    std::shared_ptr<float[]> values(new float[size_t(each) + 16]());
-    return [&of, values, each, repeats] {
+    const std::shared_ptr<char> memory = in_large_pages(size_t(each) * 4);
+    std::memset(memory.get(), 0, size_t(each) * 4);
+    return [&of, memory, each, repeats] {
+      const float* const values = reinterpret_cast<const float*>(memory.get());
       volatile float sink = 0;
-      for (int64_t i = 0; i < repeats; ++i) sink = sink + of.read(values.get(), each);
+      for (int64_t i = 0; i < repeats; ++i) sink = sink + of.read(values, each);
       return 4.0 * double(each) * double(repeats);
     };
   });

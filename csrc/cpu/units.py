@@ -8,7 +8,7 @@ from pathlib import Path
 import kernels
 from kernels import CSRC, ISAS, TILES, Isa, Unit
 
-SOURCES = ("dispatch", "machine", "micro", "threads")
+SOURCES = ("dispatch", "large_pages", "machine", "micro", "threads")
 
 
 def units(build: Path) -> list[Unit]:

@@ -108,13 +108,11 @@ class Beside:
     the memory and the cores gave at the time. Without the compiled core there are none.
 
     read_bytes: read in one call; 0: not read. rounds: of the loop at the peak, in one call.
-    huge_pages: whether what is read lies in such, as weights and KV pages do.
     """
 
     dtype: str
     rounds: int
     read_bytes: int
-    huge_pages: bool = True
 
     def calls(self) -> dict[str, Callable[[], None]]:
         if not compiled():
@@ -126,8 +124,7 @@ class Beside:
 
         found: dict[str, Callable[[], None]] = {}
         if self.read_bytes:
-            reserve = huge.zeros if self.huge_pages else torch.zeros
-            values = reserve(self.read_bytes // 4, dtype=torch.float32).fill_(1.0)
+            values = huge.zeros(self.read_bytes // 4, dtype=torch.float32).fill_(1.0)
 
             def read() -> None:
                 tiles.read(values.data_ptr(), self.read_bytes, torch.get_num_threads())

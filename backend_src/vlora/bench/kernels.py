@@ -153,7 +153,7 @@ def measure(
     rotations = {op.name: Rotation([], *_rows(op, x)) for op in chosen}
     # A cold cell reads as many bytes as all its layers have, from memory like theirs.
     read = _layers(cell) * cell.adapter_bytes if cell.cold else 0
-    beside = Beside(cell.dtype, MULTIPLY_ROUNDS, read, huge_pages=False)
+    beside = Beside(cell.dtype, MULTIPLY_ROUNDS, read)
     pairs = cell.draw_pairs(generator)  # the same values in all layers: each operator copies
     for _ in range(_layers(cell)):
         for operator in chosen:
