@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from tests.unit.atmm.problems import emulation
 from tests.waiting import until
@@ -18,9 +21,10 @@ from tools.gpu.__main__ import BOXES, MINUTES, ROOT, STAGES, environment
 from tools.gpu.report import summary
 from tools.gpu.stages import Runner, Stage
 from tools.gpu.timing import Limits
+from tools.tile_search import command, cuda_search
 from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
 from vlora.atmm.cuda.choice import Choice, Shape, Table
-from vlora.atmm.cuda.operator import Operator
+from vlora.atmm.cuda.operator import Operator, using
 from vlora.bench.cells import Cell
 
 LIMITS = Limits(1e9, 1e11, 1e10)
@@ -198,6 +202,25 @@ def test_a_search_is_resumed_and_its_table_is_read_by_the_operator(
     path = write_table(operator, first, tmp_path)
     found = Table.load(path, operator.library).find(SMALL)
     assert found == Choice.parse(first[0]["config"])
+
+
+def test_the_command_searches_the_gpu_s_tiles_and_says_when_there_is_none(
+    operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = typer.Typer()
+    app.command()(command.tile_search)
+    words = ["--cuda", "--dtypes", "bf16", "--output", str(tmp_path), "--state", str(tmp_path)]
+    if not torch.cuda.is_available():
+        refused = CliRunner().invoke(app, words)
+        assert refused.exit_code == 1
+        assert "needs a GPU" in refused.output
+    monkeypatch.setattr(cuda_search, "CudaSearch", partial(CudaSearch, cold_bytes=1))
+    monkeypatch.setattr(cuda_search, "shapes", lambda dtypes: [SMALL])
+    with using(operator):
+        done = CliRunner().invoke(app, words)
+    assert "1 of 1 shapes" in done.output
+    (path,) = tmp_path.glob("cuda-*.json")
+    assert list(json.loads(path.read_text())["entries"]) == [SMALL.key]
 
 
 def test_every_candidate_of_the_search_is_served_by_the_library(operator: Operator) -> None:

@@ -70,13 +70,16 @@ class Work:
             for _ in range(passes):
                 self._pass()
             return (time.perf_counter() - started) / passes / len(self._calls)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         first.record()
         for _ in range(passes):
             self._pass()
         last.record()
         last.synchronize()
-        return first.elapsed_time(last) * 1e-3 / passes / len(self._calls)
+        return float(first.elapsed_time(last)) * 1e-3 / passes / len(self._calls)
 
     def passes_for(self, seconds: float) -> int:
         pass_seconds = max(self.sample(1) * len(self._calls), 1e-7)

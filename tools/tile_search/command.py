@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +30,15 @@ def tile_search(
         bool, typer.Option("--quick", help="Few shapes, few rounds; written under --state.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget an interrupted search.")] = False,
+    cuda: Annotated[
+        bool, typer.Option("--cuda", help="Of the GPU; --model and --threads are the CPU's.")
+    ] = False,
+    minutes: Annotated[float, typer.Option(help="With --cuda: ends then, to go on later.")] = 30.0,
 ) -> None:
     """Find the best tile for every shape by profiling (algorithm 2) and write the table."""
+    if cuda:
+        _on_cuda(dtypes.split(","), output, state, minutes * 60, fresh=fresh)
+        return
     from tools.tile_search import table
     from tools.tile_search.cpu import CpuBackend
     from tools.tile_search.models import BENCH, sides_of
@@ -78,6 +85,30 @@ def tile_search(
             file.unlink(missing_ok=True)
         console.print(f"{dtype}: {len(found)} entries in {path}", soft_wrap=True)
     console.print(f"done in {(time.monotonic() - started) / 60:.1f} min")
+
+
+def _on_cuda(
+    dtypes: Sequence[str], output: Path | None, state: Path, seconds: float, *, fresh: bool
+) -> None:
+    """The same of the GPU's choices: as many shapes as the time allows, the weightiest first."""
+    from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
+    from vlora.atmm.cuda import operator
+    from vlora.atmm.tiles import TABLES
+
+    console = Console(highlight=False)
+    try:
+        device = operator.current()
+    except (ImportError, OSError, RuntimeError) as error:
+        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        raise typer.Exit(1) from None
+    file = state / "cuda.jsonl"
+    if fresh:
+        file.unlink(missing_ok=True)
+    wanted = shapes(dtypes)
+    entries = CudaSearch(device).search(wanted, file, seconds)
+    found = _shown(console, "cuda", entries, len(wanted))
+    path = write_table(device, found, output or TABLES)
+    console.print(f"{len(found)} of {len(wanted)} shapes in {path}", soft_wrap=True)
 
 
 def _shown(
