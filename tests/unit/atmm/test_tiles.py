@@ -55,7 +55,9 @@ def test_the_table_chooses_by_bucket_and_counts() -> None:
         group = group_of(64, [32], [16, 200])
         for rows, slot in ((1, 0), (50, 0), (2, 0), (1, 1)):
             y = torch.zeros(rows, 32)
-            op.apply(y, torch.randn(rows, 64), [Segment(0, rows, slot)], group, backend="cpu")
+            op.apply(
+                y, torch.randn(rows, 64), [Segment(0, rows, slot)], group, backend="cpu", threads=1
+            )
         assert tiles.counters() == {"hits": 2, "misses": 2, "defaults": 0}
         with pytest.raises(ValueError, match="no configuration is named 'none such'"):
             tiles.use({1: "none such"})
@@ -149,7 +151,7 @@ def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_left_out(tmp_p
         for dtype in (FP32, BF16):
             group = group_of(64, [32], [16], dtype)
             x, y = torch.randn(1, 64).to(dtype), torch.zeros(1, 32, dtype=dtype)
-            op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu")
+            op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu", threads=1)
         assert tiles.counters()["hits"] == 2
         here = Device.here()
         virtual = dataclasses.replace(here, model=here.model + 1, l3=here.l3 + 1)
