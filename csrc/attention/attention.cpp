@@ -13,44 +13,16 @@
 namespace vlora::attention {
 namespace {
 
-constexpr int64_t kLeastPanels = 8;
-// Of a part: shorter ones are not worth a partial result.
 constexpr int64_t kPiecesOfThread = 8;
 // So many pieces for each thread, that the last ones end together.
-constexpr int64_t kSerialRows = 8;
-// Up to so many rows are written by the caller alone.
+constexpr int64_t kLeastBytes = 65536;
+// Of a part: shorter ones are not worth a partial result.
+constexpr int64_t kItemsOfRead = 12;
+// (row, head) pairs whose products with a panel take about as long as reading it does.
 
 // Panels of positions 0 … position.
 int64_t panels_to(const Layout& layout, int64_t position) {
   return position / layout.block * layout.panels() + position % layout.block / kLanes + 1;
-}
-
-// The parts of rows whose keys were shared out, as one.
-void combine(const Problem& p, const Piece& piece, const float* partials) {
-  const Plan& plan = *p.plan;
-  const int64_t group = plan.heads / plan.layout.kv_heads, items = piece.rows * group;
-  const int64_t padded = plan.layout.padded(), dim = plan.layout.dim, size = partial_floats(plan);
-  const Chunk& chunk = plan.chunks[size_t(piece.chunk)];
-  for (int64_t i = 0; i < items; ++i) {
-    float most = -INFINITY;
-    for (int32_t part = 0; part < piece.parts; ++part) {
-      const float here = partials[part * size + i];
-      if (!(here <= most)) most = here;  // a NaN stays
-    }
-    float* y = p.y + (chunk.row + piece.row + i / group) * p.y_stride +
-               (piece.kv_head * group + i % group) * dim;
-    std::fill(y, y + dim, 0.0f);
-    float sum = 0;
-    for (int32_t part = 0; part < piece.parts; ++part) {
-      const float* from = partials + part * size;
-      if (from[i] == -INFINITY) continue;
-      const float weight = std::exp(from[i] - most);
-      sum += weight * from[plan.items() + i];
-      const float* values = from + 2 * plan.items() + i * padded;
-      for (int64_t d = 0; d < dim; ++d) y[d] += weight * values[d];
-    }
-    for (int64_t d = 0; d < dim; ++d) y[d] /= sum;
-  }
 }
 
 }  // namespace
@@ -61,49 +33,83 @@ Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t
     throw std::invalid_argument(std::to_string(heads) + " heads over " +
                                 std::to_string(layout.kv_heads) + " of keys and values");
   const int64_t group = heads / layout.kv_heads;
+  if (layout.dim < 2 || layout.dim > kMostDim || group > kMostTiles * kTileItems)
+    throw std::invalid_argument("heads of " + std::to_string(layout.dim) + ", " +
+                                std::to_string(group) + " to one of keys and values");
   const int64_t rows_of_block = std::max<int64_t>(1, kItems / group);
-  items_ = rows_of_block * group;
-  double work = 0;  // panels times rows
-  for (const Chunk& chunk : chunks) {
+  items_ = std::max(kItems, group);
+  double work = 0;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const Chunk& chunk = chunks[i];
     const int64_t used = ceil_div(chunk.start + chunk.length, layout.block);
     if (chunk.row != rows_ || chunk.length < 1 || chunk.start < 0 || chunk.first_page < 0 ||
         chunk.first_page + used > int64_t(pages.size()))
       throw std::invalid_argument("chunk (row " + std::to_string(chunk.row) + ", length " +
                                   std::to_string(chunk.length) + ", start " +
                                   std::to_string(chunk.start) + ") does not fit the plan");
-    for (int64_t i = chunk.first_page; i < chunk.first_page + used; ++i)
-      if (pages[size_t(i)] < 0 || pages[size_t(i)] >= layout.pages)
-        throw std::invalid_argument("page " + std::to_string(pages[size_t(i)]) + " of " +
+    for (int64_t page = chunk.first_page; page < chunk.first_page + used; ++page)
+      if (pages[size_t(page)] < 0 || pages[size_t(page)] >= layout.pages)
+        throw std::invalid_argument("page " + std::to_string(pages[size_t(page)]) + " of " +
                                     std::to_string(layout.pages));
     rows_ += chunk.length;
-    for (int64_t row = 0; row < chunk.length; row += rows_of_block)
-      work += double(panels_to(layout, std::min(chunk.length, row + rows_of_block) - 1 + chunk.start));
-  }
-  const double share = work * double(layout.kv_heads) / double(threads * kPiecesOfThread);
-  const int64_t most = std::max(kLeastPanels, int64_t(share));
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    const Chunk& chunk = chunks[i];
     for (int64_t row = 0; row < chunk.length; row += rows_of_block) {
-      const int64_t rows = std::min(rows_of_block, chunk.length - row);
-      const int64_t panels = panels_to(layout, chunk.start + row + rows - 1);
-      const int64_t parts = threads > 1 ? ceil_div(panels, most) : 1;
-      for (int32_t head = 0; head < layout.kv_heads; ++head) {
-        for (int64_t part = 0; part < parts; ++part) {
-          const int64_t from = panels * part / parts, to = panels * (part + 1) / parts;
-          pieces_.push_back({int32_t(i), head, row, rows, from, to - from,
-                             parts > 1 ? int32_t(partials_ + part) : -1, int32_t(partials_),
-                             int32_t(parts),
-                             int32_t(groups_)});
-        }
-        if (parts > 1) partials_ += parts;
-        if (parts > 1) ++groups_;
+      Piece piece{};
+      piece.shared = -1;
+      piece.parts = 1;
+      piece.chunk = int32_t(i);
+      piece.row = row;
+      piece.rows = std::min(rows_of_block, chunk.length - row);
+      piece.panels = panels_to(layout, chunk.start + row + piece.rows - 1);
+      // As many heads as there is room for, the same number in each piece.
+      const int64_t items = piece.rows * group;
+      const int64_t most = std::clamp<int64_t>(kItems / items, 1, layout.kv_heads);
+      const int64_t each = ceil_div(layout.kv_heads, ceil_div(layout.kv_heads, most));
+      for (int64_t head = 0; head < layout.kv_heads; head += each) {
+        piece.kv_head = int32_t(head);
+        piece.kv_heads = int32_t(std::min(each, layout.kv_heads - head));
+        piece.cost = double(piece.panels * piece.kv_heads) *
+                     double(std::max(items, kItemsOfRead)) / double(kItemsOfRead);
+        work += piece.cost;
+        pieces_.push_back(piece);
       }
     }
+    for (int64_t row = 0; chunk.length > 1 && row < chunk.length;) {
+      const int64_t slot = (chunk.start + row) % layout.block;
+      const int64_t room = std::min(layout.block - slot, kLanes - slot % kLanes);
+      written_.push_back({int32_t(i), row, std::min(room, chunk.length - row)});
+      row += written_.back().rows;
+    }
   }
+  if (threads > 1) share(work / double(threads * kPiecesOfThread), threads);
   // Large ones first: what is left at the end is small.
   std::stable_sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
-    return a.panels * a.rows > b.panels * b.rows;
+    return a.cost / a.parts > b.cost / b.parts;
   });
+}
+
+// Cuts what costs more than `most` into parts.
+void Plan::share(double most, int threads) {
+  std::vector<Piece> whole;
+  whole.swap(pieces_);
+  const int64_t bytes = 2 * layout.panel() * (layout.dtype == Dtype::kFp32 ? 4 : 2);
+  for (Piece piece : whole) {
+    const int64_t panels = piece.panels;
+    const int64_t least = ceil_div(kLeastBytes, bytes * piece.kv_heads);
+    int64_t parts =
+        std::clamp<int64_t>(int64_t(std::ceil(piece.cost / most)), 1, ceil_div(panels, least));
+    if (parts > threads) parts -= parts % threads;
+    piece.parts = int32_t(parts);
+    piece.first = int32_t(partials_);
+    piece.group = int32_t(groups_);
+    for (int64_t part = 0; part < parts; ++part) {
+      piece.panel = panels * part / parts;
+      piece.panels = panels * (part + 1) / parts - piece.panel;
+      piece.shared = parts > 1 ? int32_t(partials_ + part) : -1;
+      pieces_.push_back(piece);
+    }
+    if (parts > 1) partials_ += parts;
+    if (parts > 1) ++groups_;
+  }
 }
 
 int64_t scratch_floats(const Plan& plan) {
@@ -113,6 +119,11 @@ int64_t scratch_floats(const Plan& plan) {
 
 void attend(const Kernels& kernels, const Problem& problem, int threads) {
   const Plan& plan = *problem.plan;
+  const auto write = kernels.write[int(plan.layout.dtype)];
+  const auto& written = plan.written();
+  if (!written.empty())
+    cpu::share_out(threads, int64_t(written.size()),
+                   [&](int64_t i) { write(problem, written[size_t(i)]); });
   const auto kernel = kernels.attend[int(plan.layout.dtype)];
   static thread_local cpu::Scratch partial_scratch;
   const int64_t size = partial_floats(plan);
@@ -127,24 +138,7 @@ void attend(const Kernels& kernels, const Problem& problem, int threads) {
     if (!partial) return;
     // Whoever ends last puts the parts together.
     if (done[size_t(piece.group)].fetch_add(1, std::memory_order_acq_rel) + 1 < piece.parts) return;
-    combine(problem, piece, partials + piece.first * size);
-  });
-}
-
-void write(const Kernels& kernels, const Writing& writing, int threads) {
-  const Plan& plan = *writing.plan;
-  const auto kernel = kernels.write[int(plan.layout.dtype)];
-  const int64_t each = plan.rows() <= kSerialRows ? plan.rows() : 4;
-  if (plan.rows() == 0) return;
-  cpu::share_out(threads, ceil_div(plan.rows(), each), [&](int64_t i) {
-    const int64_t from = i * each, until = std::min(plan.rows(), from + each);
-    // The chunk that holds the first row, then those after it.
-    auto chunk = std::upper_bound(plan.chunks.begin(), plan.chunks.end(), from,
-                                  [](int64_t row, const Chunk& c) { return row < c.row; }) -
-                 1;
-    for (; chunk != plan.chunks.end() && chunk->row < until; ++chunk)
-      kernel(writing, *chunk, std::max(from, chunk->row),
-             std::min(until, chunk->row + chunk->length));
+    kernels.combine(problem, piece, partials + piece.first * size);
   });
 }
 

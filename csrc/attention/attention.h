@@ -37,16 +37,30 @@ struct Chunk {
 constexpr int64_t kItems = 48;
 // Most (row, head) pairs that share one pass over keys and values, unless a group of heads is larger.
 constexpr int64_t kBlockPanels = 8;
-// Panels whose scores are held at a time: 128 tokens of keys and values stay in L2 meanwhile.
+// Panels whose scores are held at a time: 128 tokens of a head's keys and values stay in L2 meanwhile.
 
-// Some rows of a chunk, those heads that share a kv head, and a part of their keys.
+constexpr int kTileItems = 6;
+// (row, head) pairs whose sums over a panel fill the registers.
+constexpr int64_t kMostDim = 512, kMostTiles = 64, kMostHeads = kItems;
+
+// Some rows of a chunk, some heads of keys and values with those that share them, and a part of their
+// keys. With few rows the heads are many, since they lie side by side in a page.
 struct Piece {
-  int32_t chunk, kv_head;
+  int32_t chunk, kv_head, kv_heads;
   int64_t row, rows;      // of the chunk
   int64_t panel, panels;  // of the sequence
   int32_t shared;         // its place among the partial results, or -1 where there is one part only
   int32_t first;          // the place of its rows' first part
   int32_t parts, group;   // parts of the same rows, and the number of that group
+  double cost;            // of all parts, in reads of a head's panel
+
+  bool last() const { return parts == 1 || shared - first == parts - 1; }
+};
+
+// Rows of a chunk whose keys and values go into one panel of each head.
+struct Written {
+  int32_t chunk;
+  int64_t row, rows;
 };
 
 // What a step attends to: made once, used by every layer.
@@ -61,6 +75,8 @@ class Plan {
   int64_t groups() const { return groups_; }
   int64_t items() const { return items_; }  // most of one piece
   const std::vector<Piece>& pieces() const { return pieces_; }
+  // What is written before anything is attended to; a chunk of one row is written by its last piece.
+  const std::vector<Written>& written() const { return written_; }
 
   const Layout layout;
   const int64_t heads;
@@ -68,34 +84,33 @@ class Plan {
   const std::vector<int32_t> pages;
 
  private:
+  void share(double most, int threads);
+
   int64_t rows_ = 0, partials_ = 0, groups_ = 0, items_ = 0;
   std::vector<Piece> pieces_;
+  std::vector<Written> written_;
 };
 
+// One layer of a step. Keys are rotated on their way into the pages, queries on their way out of q,
+// which stays as it is.
 struct Problem {
   const Plan* plan;
-  char* cache;  // of this layer in page 0
-  const float* q;  // [rows, heads, dim], already rotated
+  char* cache;     // of this layer in page 0
+  const float* q;  // [rows, heads + 2 kv_heads, dim]: queries, keys, values
   ptrdiff_t q_stride;
   float* y;  // [rows, heads * dim]
   ptrdiff_t y_stride;
-  float scale;
-};
-
-// Adds rotated keys, and values, of all rows to the pages; rotates the queries in place.
-struct Writing {
-  const Plan* plan;
-  char* cache;
-  float* q;  // [rows, heads + 2 kv_heads, dim]: queries, keys, values
-  ptrdiff_t q_stride;
   const float* cosines;  // [rows, dim / 2]
   const float* sines;
+  float scale;
 };
 
 struct Kernels {
   // partial: null, or where an unfinished result goes: per item its maximum, its sum, then its values.
   void (*attend[kDtypes])(const Problem&, const Piece&, float* scratch, float* partial);
-  void (*write[kDtypes])(const Writing&, const Chunk&, int64_t from, int64_t until);
+  void (*write[kDtypes])(const Problem&, const Written&);
+  // The parts of rows whose keys were shared out, as one. piece: any of them.
+  void (*combine)(const Problem&, const Piece&, const float* partials);
 };
 const Kernels& kernels(cpu::Isa isa);
 
@@ -106,7 +121,7 @@ inline int64_t partial_floats(const Plan& plan) {
   return plan.items() * (2 + plan.layout.padded());
 }
 
-void write(const Kernels& kernels, const Writing& writing, int threads);
+// Adds keys and values of all rows to the pages, then lets every row see its sequence up to itself.
 void attend(const Kernels& kernels, const Problem& problem, int threads);
 
 }  // namespace vlora::attention

@@ -34,28 +34,19 @@ void bind_attention(py::module_& m) {
   m.doc() = "Attention over paged keys and values.";
   py::class_<attention::Plan>(m, "Plan")
       .def(py::init(&make_plan))
-      .def("attend",
-           [](const attention::Plan& plan, uintptr_t cache, uintptr_t y, ptrdiff_t y_stride, uintptr_t q,
-              ptrdiff_t q_stride, float scale, int threads) {
-             const attention::Problem problem{&plan,
-                                              reinterpret_cast<char*>(cache),
-                                              reinterpret_cast<const float*>(q),
-                                              q_stride,
-                                              reinterpret_cast<float*>(y),
-                                              y_stride,
-                                              scale};
-             py::gil_scoped_release released;
-             attention::attend(attention::kernels(cpu::vector_isa(plan.layout.dtype)), problem, threads);
-           })
-      .def("write", [](const attention::Plan& plan, uintptr_t cache, uintptr_t q, ptrdiff_t q_stride,
-                       uintptr_t cosines, uintptr_t sines, int threads) {
-        const attention::Writing writing{&plan,
+      .def("attend", [](const attention::Plan& plan, uintptr_t cache, uintptr_t y, uintptr_t qkv,
+                        uintptr_t cosines, uintptr_t sines, float scale, int threads) {
+        const int64_t dim = plan.layout.dim;
+        const attention::Problem problem{&plan,
                                          reinterpret_cast<char*>(cache),
-                                         reinterpret_cast<float*>(q),
-                                         q_stride,
+                                         reinterpret_cast<const float*>(qkv),
+                                         (plan.heads + 2 * plan.layout.kv_heads) * dim,
+                                         reinterpret_cast<float*>(y),
+                                         plan.heads * dim,
                                          reinterpret_cast<const float*>(cosines),
-                                         reinterpret_cast<const float*>(sines)};
+                                         reinterpret_cast<const float*>(sines),
+                                         scale};
         py::gil_scoped_release released;
-        attention::write(attention::kernels(cpu::vector_isa(plan.layout.dtype)), writing, threads);
+        attention::attend(attention::kernels(cpu::vector_isa(plan.layout.dtype)), problem, threads);
       });
 }

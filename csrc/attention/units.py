@@ -9,7 +9,7 @@ from kernels import CSRC, ISAS, Unit
 
 BODY = (
     "Kernels table() {\n"
-    "  return {{attend<float>, attend<uint16_t>}, {write<float>, write<uint16_t>}};\n}\n"
+    "  return {{attend<float>, attend<uint16_t>}, {write<float>, write<uint16_t>}, combine};\n}\n"
 )
 
 

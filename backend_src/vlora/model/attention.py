@@ -75,10 +75,10 @@ class AttentionPlan:
         return attention_reference.Plan(self._chunks, self._store)
 
     def attend(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """qkv: [T, (heads + 2 kv_heads) · dim] fp32, contiguous, not yet rotated; overwritten.
+        """qkv: [T, (heads + 2 kv_heads) · dim] fp32, contiguous, not yet rotated.
 
-        Rotates queries and keys, writes keys and values to their pages, then lets every row see
-        its sequence up to itself: softmax(q kᵀ / √dim) v → [T, heads · dim] fp32.
+        Writes rotated keys, and values, to their pages, then lets every row see its sequence up
+        to itself: softmax(q kᵀ / √dim) v → [T, heads · dim] fp32.
         """
         store = self._store
         width = (self._heads + 2 * store.kv_heads) * store.head_dim
@@ -90,23 +90,13 @@ class AttentionPlan:
         if self._backend == "reference":
             return self._reference.attend(layer, self._heads, qkv, rotary.cosines, rotary.sines)
         out = torch.empty(qkv.shape[0], self._heads * store.head_dim)
-        cache = store.cache.data_ptr() + layer * store.cache.stride(1) * store.cache.itemsize
-        threads = torch.get_num_threads()
-        self._native.write(
-            cache,
+        self._native.attend(
+            store.cache.data_ptr() + layer * store.cache.stride(1) * store.cache.itemsize,
+            out.data_ptr(),
             qkv.data_ptr(),
-            width,
             rotary.cosines.data_ptr(),
             rotary.sines.data_ptr(),
-            threads,
-        )
-        self._native.attend(
-            cache,
-            out.data_ptr(),
-            out.shape[1],
-            qkv.data_ptr(),
-            width,
             store.head_dim**-0.5,
-            threads,
+            torch.get_num_threads(),
         )
         return out
