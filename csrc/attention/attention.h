@@ -110,7 +110,7 @@ struct Kernels {
   void (*attend[kDtypes])(const Problem&, const Piece&, float* scratch, float* partial);
   void (*write[kDtypes])(const Problem&, const Written&);
   // The parts of rows whose keys were shared out, as one. piece: any of them.
-  void (*combine)(const Problem&, const Piece&, const float* partials);
+  void (*combine[kDtypes])(const Problem&, const Piece&, const float* partials);
 };
 const Kernels& kernels(cpu::Isa isa);
 

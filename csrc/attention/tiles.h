@@ -13,6 +13,33 @@ constexpr int kRegisters = kLanes / R::kWidth;  // of a panel
 constexpr int64_t kAhead = 8, kAheadBytes = 8192;
 constexpr int64_t kScoreStride = kBlockPanels * kLanes;
 
+// Whether bf16 is widened by pairs of registers, those of even places and those of odd ones, which
+// takes half the work. Sums over values then lie in that order until they are done.
+template <class T>
+constexpr bool kPaired = sizeof(T) == 2 && kRegisters % 2 == 0;
+
+template <class T, int N>
+VLORA_INLINE void load(const T* p, R (&to)[N]) {
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n) {
+    if constexpr (kPaired<T>) {
+      const T* const pair = p + n / 2 * 2 * R::kWidth;
+      to[n] = n % 2 ? R::odd(pair) : R::even(pair);
+    } else {
+      to[n] = R::load(p + n * R::kWidth);
+    }
+  }
+}
+
+// From the order of `load` to that of what was loaded.
+template <class T, int N>
+VLORA_INLINE void in_order(R (&r)[N]) {
+  if constexpr (kPaired<T>) {
+#pragma GCC unroll 8
+    for (int n = 0; n + 1 < N; n += 2) R::interleave(r[n], r[n + 1]);
+  }
+}
+
 // Scores of a panel's tokens: M queries (`stride` apart) times [dim][kLanes]. fetch: null, or as many
 // bytes from there are asked for meanwhile. Few queries have several sums each, since a sum waits for
 // the one before.
@@ -27,11 +54,10 @@ VLORA_INLINE void score(const float* q, ptrdiff_t stride, const T* keys, int64_t
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
       for (int n = 0; n < kRegisters; ++n) acc[k][m][n] = R::zero();
+  constexpr int kSteps = kSums > 1 ? kSums : 2;  // of depth, at a time: whole cache lines
   const auto add = [&](int k, int64_t d) __attribute__((always_inline)) {
     R b[kRegisters];
-    if constexpr (kFetch) __builtin_prefetch(fetch + d * ptrdiff_t(kLanes * sizeof(T)));
-#pragma GCC unroll 4
-    for (int n = 0; n < kRegisters; ++n) b[n] = R::load(keys + d * kLanes + n * R::kWidth);
+    load(keys + d * kLanes, b);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const R s = R::broadcast(q + m * stride + d);
@@ -40,19 +66,29 @@ VLORA_INLINE void score(const float* q, ptrdiff_t stride, const T* keys, int64_t
     }
   };
   int64_t d = 0;
-  for (; d + kSums <= dim; d += kSums)
+  for (; d + kSteps <= dim; d += kSteps) {
+    constexpr ptrdiff_t kRow = kLanes * sizeof(T);
 #pragma GCC unroll 4
-    for (int k = 0; k < kSums; ++k) add(k, d + k);
+    for (int k = 0; k < kSteps; ++k) {
+      if constexpr (kFetch)
+        if (k * kRow % 64 == 0) __builtin_prefetch(fetch + (d + k) * kRow);
+      add(k % kSums, d + k);
+    }
+  }
   for (; d < dim; ++d) add(0, d);
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
+  for (int m = 0; m < M; ++m) {
+    R sum[kRegisters];
 #pragma GCC unroll 4
     for (int n = 0; n < kRegisters; ++n) {
-      R sum = acc[0][m][n];
+      sum[n] = acc[0][m][n];
 #pragma GCC unroll 4
-      for (int k = 1; k < kSums; ++k) sum = sum + acc[k][m][n];
-      sum.store(scores + m * kScoreStride + n * R::kWidth);
+      for (int k = 1; k < kSums; ++k) sum[n] = sum[n] + acc[k][m][n];
     }
+    in_order<T>(sum);
+#pragma GCC unroll 4
+    for (int n = 0; n < kRegisters; ++n) sum[n].store(scores + m * kScoreStride + n * R::kWidth);
+  }
 }
 
 // Panels of values with the tokens of each that count.
@@ -75,14 +111,15 @@ VLORA_INLINE void add_values(const float* weights, const Values<T>& values, int6
   for (int panel = 0; panel < values.panels; ++panel) {
     const T* v = values.at[panel] + column;
     const float* w = weights + panel * kLanes;
+#pragma GCC unroll 2
     for (int t = 0; t < values.count[panel]; ++t, v += padded) {
       if constexpr (kFetch) {
-        const ptrdiff_t row = padded * ptrdiff_t(sizeof(T));
-        for (ptrdiff_t line = 0; line < row; line += 64) __builtin_prefetch(fetch + t * row + line);
+        const char* const at = fetch + (t * padded + column) * ptrdiff_t(sizeof(T));
+#pragma GCC unroll 8
+        for (size_t line = 0; line < N * R::kWidth * sizeof(T); line += 64) __builtin_prefetch(at + line);
       }
       R b[N];
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) b[n] = R::load(v + n * R::kWidth);
+      load(v, b);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const R s = R::broadcast(w + m * kScoreStride + t);
@@ -103,12 +140,9 @@ VLORA_INLINE void add_all_values(const float* weights, const Values<T>& values, 
                                  float* out, const char* fetch) {
   constexpr int kWide = (M == 1 ? 4 : M <= 3 ? 2 : 1) * kRegisters;
   int64_t column = 0;
-  if (fetch && kWide * R::kWidth <= padded) {
-    add_values<T, M, kWide, true>(weights, values, column, padded, out, fetch);
-    column = kWide * R::kWidth;
-  }
   for (; column + kWide * R::kWidth <= padded; column += kWide * R::kWidth)
-    add_values<T, M, kWide, false>(weights, values, column, padded, out, nullptr);
+    fetch ? add_values<T, M, kWide, true>(weights, values, column, padded, out, fetch)
+          : add_values<T, M, kWide, false>(weights, values, column, padded, out, nullptr);
   for (; column < padded; column += kLanes)
     add_values<T, M, kRegisters, false>(weights, values, column, padded, out, nullptr);
 }
@@ -254,6 +288,23 @@ void write(const Problem& p, const Written& w) {
   }
 }
 
+// One item's values, times `factor`, to where they belong.
+template <class T>
+VLORA_INLINE void finish(const float* values, float factor, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    R r[kRegisters];
+#pragma GCC unroll 4
+    for (int n = 0; n < kRegisters; ++n) r[n] = R::load(values + d + n * R::kWidth) * R::all(factor);
+    in_order<T>(r);
+    float some[kLanes];
+    float* const all = d + kLanes <= dim ? to + d : some;
+#pragma GCC unroll 4
+    for (int n = 0; n < kRegisters; ++n) r[n].store(all + n * R::kWidth);
+    if (all == some)
+      for (int64_t i = d; i < dim; ++i) to[i] = some[i - d];
+  }
+}
+
 // Items of a piece are those of its first head of keys and values, row by row, then of the next.
 template <class T>
 void attend(const Problem& p, const Piece& piece, float* scratch, float* partial) {
@@ -386,15 +437,12 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   for (int64_t i = 0; i < items; ++i) {
     const int64_t head = (piece.kv_head + i / of_head) * group + i % group;
     float* to = p.y + (chunk.row + piece.row + i % of_head / group) * p.y_stride + head * dim;
-    const float inverse = 1 / sum[i];
-    int64_t d = 0;
-    for (; d + R::kWidth <= dim; d += R::kWidth)
-      (R::load(out + i * padded + d) * R::all(inverse)).store(to + d);
-    for (; d < dim; ++d) to[d] = out[i * padded + d] * inverse;
+    finish<T>(out + i * padded, 1 / sum[i], dim, to);
   }
 }
 
-inline void combine(const Problem& p, const Piece& piece, const float* partials) {
+template <class T>
+void combine(const Problem& p, const Piece& piece, const float* partials) {
   const Plan& plan = *p.plan;
   const int64_t group = plan.heads / plan.layout.kv_heads, of_head = piece.rows * group;
   const int64_t padded = plan.layout.padded(), dim = plan.layout.dim, size = partial_floats(plan);
@@ -422,7 +470,7 @@ inline void combine(const Problem& p, const Piece& piece, const float* partials)
     }
     const int64_t head = (piece.kv_head + i / of_head) * group + i % group;
     float* y = p.y + (chunk.row + piece.row + i % of_head / group) * p.y_stride + head * dim;
-    for (int64_t d = 0; d < dim; ++d) y[d] = found[d] / sum;
+    finish<T>(found, 1 / sum, dim, y);
   }
 }
 

@@ -43,4 +43,10 @@ void bind_linear(py::module_& m) {
     py::gil_scoped_release released;
     linear::gate(linear::kernels(cpu::vector_isa(Dtype::kFp32)), gate, threads);
   });
+  m.def("largest", [](uintptr_t at, uintptr_t finite, uintptr_t x, int64_t rows, int64_t width, int threads) {
+    const linear::Largest largest{reinterpret_cast<const float*>(x), reinterpret_cast<int64_t*>(at),
+                                  reinterpret_cast<bool*>(finite), rows, width};
+    py::gil_scoped_release released;
+    linear::largest(linear::kernels(cpu::isa()), largest, threads);
+  });
 }

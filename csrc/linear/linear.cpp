@@ -17,6 +17,9 @@ constexpr int64_t kShareRows = 64;
 constexpr int64_t kRowsFloats = 1 << 15;
 // Of what is done row by row in one piece: some ten microseconds, several times what waking costs.
 
+constexpr int64_t kAloneElements = 1 << 14, kAloneProducts = 1 << 18;
+// Of W, and with all rows: some microseconds, less than it takes to wake another thread.
+
 float* row_scratch(int64_t floats) {
   static thread_local cpu::Scratch scratch;
   return scratch.get(floats);
@@ -111,8 +114,15 @@ void gate(const Kernels& kernels, const Gate& gate, int threads) {
           [&](int64_t from, int64_t until) { kernels.gate(gate, from, until); });
 }
 
+void largest(const Kernels& kernels, const Largest& largest, int threads) {
+  by_rows(threads, largest.rows, largest.width,
+          [&](int64_t from, int64_t until) { kernels.largest(largest, from, until); });
+}
+
 void multiply(const Kernels& kernels, const Product& product, int threads) {
   if (product.rows <= 0 || product.n <= 0) return;
+  const int64_t elements = product.n * product.k;
+  if (elements <= kAloneElements && elements * product.rows <= kAloneProducts) threads = 1;
   if (product.rows <= kFewRows) {
     few(kernels, product, threads);
   } else {

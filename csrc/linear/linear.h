@@ -53,6 +53,14 @@ struct Gate {
   int64_t rows, width;
 };
 
+// The first largest value of each row, and whether all of the row's are finite.
+struct Largest {
+  const float* x;  // [rows, width]
+  int64_t* at;     // [rows]; of a row that is not finite some place
+  bool* finite;    // [rows]
+  int64_t rows, width;
+};
+
 // What an instruction set provides, by the type of W.
 struct Kernels {
   // x as `few` or `many` read it: some rows of the former, some panels of the latter. Null: in place.
@@ -65,6 +73,7 @@ struct Kernels {
   void (*many_copied[kDtypes])(const Product&, const float* panels, const Piece&, float* scratch);
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
   void (*gate)(const Gate&, int64_t from, int64_t until);
+  void (*largest)(const Largest&, int64_t from, int64_t until);
   bool pairs;  // bf16 is multiplied in pairs, and packed so
 };
 const Kernels& kernels(cpu::Isa isa);
@@ -75,5 +84,6 @@ constexpr int64_t kScratch = int64_t(kBlock) * (kDepth + 16) + int64_t(kPanels) 
 void multiply(const Kernels& kernels, const Product& product, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
 void gate(const Kernels& kernels, const Gate& gate, int threads);
+void largest(const Kernels& kernels, const Largest& largest, int threads);
 
 }  // namespace vlora::linear

@@ -72,4 +72,38 @@ inline void gate(const Gate& g, int64_t from, int64_t until) {
   }
 }
 
+inline void largest(const Largest& l, int64_t from, int64_t until) {
+  constexpr int64_t kBlock = 64 * R::kWidth;
+  for (int64_t row = from; row < until; ++row) {
+    const float* const x = l.x + row * l.width;
+    // Differences of what is not finite with itself are NaN, and stay so in their sum.
+    R odd = R::zero();
+    float most = -INFINITY;
+    int64_t begin = 0;
+    for (int64_t block = 0; block < l.width; block += kBlock) {
+      const int64_t until_here = block + kBlock < l.width ? block + kBlock : l.width;
+      R high = R::all(-INFINITY);
+      int64_t i = block;
+      for (; i + R::kWidth <= until_here; i += R::kWidth) {
+        const R values = R::load(x + i);
+        high = max(high, values);
+        odd = odd + (values - values);
+      }
+      float here = high.largest();
+      for (; i < until_here; ++i) {
+        here = x[i] > here ? x[i] : here;
+        odd = odd + R::all(x[i] - x[i]);
+      }
+      if (here > most) {
+        most = here;
+        begin = block;
+      }
+    }
+    int64_t at = begin;
+    while (at + 1 < l.width && !(x[at] == most)) ++at;
+    l.at[row] = at;
+    l.finite[row] = sum_of(odd) == 0;
+  }
+}
+
 }  // namespace vlora::linear::VLORA_ISA

@@ -20,7 +20,7 @@ def body(isa: Isa) -> str:
         f"  return {{{{nullptr, pack_few<{few}>}}, {{few<Plain>, few<{few}>}}, pack_many,\n"
         f"          {{many<float, BroadcastFp32, false>, {many}}},\n"
         "          {many<float, BroadcastFp32, true>, many<uint16_t, BroadcastFp32, true>},\n"
-        f"          add_norm, gate, {'true' if pairs else 'false'}}};\n}}\n"
+        f"          add_norm, gate, largest, {'true' if pairs else 'false'}}};\n}}\n"
     )
 
 
