@@ -47,6 +47,6 @@ void bind_linear(py::module_& m) {
     const linear::Largest largest{reinterpret_cast<const float*>(x), reinterpret_cast<int64_t*>(at),
                                   reinterpret_cast<bool*>(finite), rows, width};
     py::gil_scoped_release released;
-    linear::largest(linear::kernels(cpu::isa()), largest, threads);
+    linear::largest(linear::kernels(cpu::vector_isa(Dtype::kFp32)), largest, threads);
   });
 }

@@ -20,7 +20,7 @@ PRODUCTS, ATTENTION, LORA = "products", "attention", "lora"
 PARTS = (PRODUCTS, ATTENTION, LORA)
 
 _PLACES: tuple[tuple[object, str, str], ...] = (
-    (ops, "linear", PRODUCTS),
+    (ops.Matrix, "__call__", PRODUCTS),
     (AttentionPlan, "attend", ATTENTION),
     (op, "apply", LORA),
 )

@@ -10,6 +10,7 @@ import torch
 from vlora.engine.plan import Mode
 from vlora.engine.sequence import Sequence
 from vlora.errors import Internal, InvalidArgument, VLoraError
+from vlora.kernels import ops
 from vlora.lora.adapter import AdapterInfo
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import TextStream, Vocabulary
@@ -26,9 +27,7 @@ class LogitsRow(NamedTuple):
 
 def rows_of(logits: torch.Tensor) -> list[LogitsRow]:
     """logits: [rows, V] → its rows, all looked at together."""
-    highest, largest = logits.max(dim=1)
-    # Both pass NaN on; an infinity is the largest of its row, or the smallest.
-    finite = torch.isfinite(highest) & torch.isfinite(logits.amin(dim=1))
+    largest, finite = ops.largest(logits)
     return [LogitsRow(*row) for row in zip(logits, largest.tolist(), finite.tolist(), strict=True)]
 
 

@@ -13,6 +13,54 @@ from vlora.kernels import backends, reference
 from vlora.kernels.backends import Backend
 
 
+class Matrix:
+    """A weight [d_out, d_in], contiguous, fp32 or bf16, and its bias, [d_out] fp32 or None: checked
+    once, with their addresses, for all the steps that use them.
+
+    Raises ValueError for what does not fit.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"weight {tuple(weight.shape)} {weight.dtype} is no matrix")
+        if not weight.is_contiguous():
+            raise ValueError("all of weight must lie side by side")
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32):
+            raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} does not fit {len(weight)}")
+        self.weight, self._bias = weight, bias
+        width, depth = weight.shape
+        self._native = (
+            weight.data_ptr(),
+            weight.dtype == torch.bfloat16,
+            width,
+            depth,
+            0 if bias is None else bias.data_ptr(),
+        )
+
+    def __call__(self, x: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
+        """x weightᵀ + bias; x: [T, d_in] fp32, rows may be strided → [T, d_out] fp32.
+
+        Where the CPU multiplies pairs of bf16, x is rounded to bf16 for it; else bf16 is widened on
+        its way. Raises ValueError for what does not fit.
+        """
+        width, depth = self._native[2:4]
+        if x.dim() != 2 or x.shape[1] != depth or x.dtype != torch.float32:
+            raise ValueError(
+                f"x {tuple(x.shape)} {x.dtype} and weight {tuple(self.weight.shape)} do not fit"
+            )
+        if (backend or backends.default()) == "reference":
+            return reference.linear(x, self.weight, self._bias)
+        stride, column = x.stride()
+        if column != 1:
+            raise ValueError("columns of x must lie side by side")
+        rows = x.shape[0]
+        y = torch.empty(rows, width)
+        native.kernels().linear.multiply(
+            y.data_ptr(), width, x.data_ptr(), stride, rows, *self._native, torch.get_num_threads()
+        )
+        return y
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -20,38 +68,8 @@ def linear(
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """x weightᵀ + bias.
-
-    x: [T, d_in] fp32, rows may be strided; weight: [d_out, d_in], contiguous, fp32 or bf16; bias:
-    [d_out] fp32 → [T, d_out] fp32. Where the CPU multiplies pairs of bf16, x is rounded to bf16
-    for it; else bf16 is widened on its way. Raises ValueError for what does not fit.
-    """
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
-    if x.dtype != torch.float32 or weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"x must be fp32 and weight fp32 or bf16, not {x.dtype}, {weight.dtype}")
-    if (backend or backends.default()) == "reference":
-        return reference.linear(x, weight, bias)
-    if x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError("columns of x and all of weight must lie side by side")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32):
-        raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} does not fit {weight.shape[0]}")
-    (rows, depth), width = x.shape, weight.shape[0]
-    y = torch.empty(rows, width)
-    native.kernels().linear.multiply(
-        y.data_ptr(),
-        width,
-        x.data_ptr(),
-        x.stride(0),
-        rows,
-        weight.data_ptr(),
-        weight.dtype == torch.bfloat16,
-        width,
-        depth,
-        0 if bias is None else bias.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return y
+    """One product with a weight that is used once, or seldom: see `Matrix`."""
+    return Matrix(weight, bias)(x, backend=backend)
 
 
 def add_norm(
@@ -97,6 +115,23 @@ def gate(x: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
     out = torch.empty(rows, width)
     native.kernels().linear.gate(out.data_ptr(), x.data_ptr(), rows, width, torch.get_num_threads())
     return out
+
+
+def largest(
+    x: torch.Tensor, *, backend: Backend | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [T, width] fp32 → ([T] int64 place of each row's first largest value, [T] bool whether all
+    of the row's are finite; where not, its place means nothing)."""
+    if (backend or backends.default()) == "reference":
+        return reference.largest(x)
+    if x.dim() != 2 or x.shape[1] < 1 or x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(f"{tuple(x.shape)} {x.dtype} are no contiguous rows of fp32")
+    rows = x.shape[0]
+    at, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
+    native.kernels().linear.largest(
+        at.data_ptr(), finite.data_ptr(), x.data_ptr(), *x.shape, torch.get_num_threads()
+    )
+    return at, finite
 
 
 def _check(rows: torch.Tensor, weight: torch.Tensor) -> None:

@@ -23,6 +23,10 @@ def gate(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gates) * ups
 
 
+def largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.argmax(dim=1), torch.isfinite(x).all(dim=1)
+
+
 def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     """x: [T, heads, dim]; cosines, sines: [T, dim / 2] → halves of each head, turned."""
     cos, sin = cosines[:, None], sines[:, None]

@@ -36,6 +36,7 @@ class Decoder:
     ) -> None:
         self._config = config
         self._weights = weights
+        self._lm_head = ops.Matrix(weights.lm_head)
         self._lm_head_lora = adapters.group([(-1, LM_HEAD)])
         self._layers = [
             DecoderLayer(layer, config, weights, adapters, switcher)
@@ -62,7 +63,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
         """hidden: [rows, hidden] after the final norm; segments over these rows → [rows, V]."""
-        logits = ops.linear(hidden, self._weights.lm_head)
+        logits = self._lm_head(hidden)
         if segments:
             op.apply(logits, hidden, segments, self._lm_head_lora)
         return logits

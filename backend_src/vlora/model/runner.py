@@ -76,7 +76,7 @@ class Runner:
         hidden = self._decoder.embed(tokens)
         for chunk in chunks:
             features = chunk.prompt.features
-            if features is None:
+            if features is None or chunk.decodes:
                 continue
             rows = chunk.prompt.feature_row[chunk.start : chunk.end]
             at = torch.nonzero(rows != NO_IMAGE).flatten()
@@ -90,7 +90,10 @@ class Runner:
         """
         drawn = [chunk for chunk in chunks if not chunk.use_head]
         scored = [chunk for chunk in chunks if chunk.use_head]
-        normed = self._decoder.final_norm(hidden[[chunk.last_row for chunk in drawn + scored]])
+        rows = [chunk.last_row for chunk in drawn + scored]
+        if rows != list(range(len(hidden))):  # else all of them, as they lie
+            hidden = hidden[rows]
+        normed = self._decoder.final_norm(hidden)
         segments = signed_segments((chunk.slot, 1) for chunk in drawn)
         logits = self._decoder.logits(normed[: len(drawn)], segments)
         return StepResult(

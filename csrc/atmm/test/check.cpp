@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "atmm/operator.h"
+#include "check_attention.h"
 #include "cpu/dispatch.h"
 #include "cpu/threads.h"
 
@@ -301,6 +302,8 @@ int main(int argc, char** argv) {
           check_merge(here, dtype);
           check_heads(here);
           if (here.tiles) check_tiles(here);
+          check_attention(cpu::Isa(i));
+          check_between(cpu::Isa(i));
         }
     };
     std::thread(run).join();  // a thread's scratch is freed with it: the leak check sees that

@@ -33,8 +33,8 @@ def build(folder: Path, sanitize: list[str]) -> Path:
     """The program; objects newer than all sources are kept."""
     compiler = os.environ.get("CXX", "g++")
     units = [
-        *kernels.units(folder, ("cpu", "atmm")),
-        kernels.Unit(CSRC / "atmm" / "test" / "check.cpp"),
+        *kernels.units(folder),
+        *(kernels.Unit(path) for path in sorted((CSRC / "atmm" / "test").glob("*.cpp"))),
     ]
     sources = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".py")]
     newest = max(path.stat().st_mtime for path in sources)

@@ -75,6 +75,19 @@ def test_a_value_that_is_not_finite_stays_in_its_row(backend: Backend) -> None:
         assert spoilt.nonzero().flatten().tolist() == [2]
 
 
+def test_the_largest_of_each_row_is_the_first_and_odd_rows_are_told(backend: Backend) -> None:
+    for width in (1, 7, 64, 1000, 5003):
+        x = torch.randn(40, width)
+        x[1] = x[1, 0]
+        x[2, -1] = x[3, 0] = x[4, width // 2] = 9.0
+        odd = {5: float("nan"), 6: float("inf"), 7: -float("inf")}
+        for row, value in odd.items():
+            x[row, row * 131 % width] = value
+        found, finite = ops.largest(x, backend=backend)
+        assert finite.tolist() == [row not in odd for row in range(40)]
+        assert found[finite].tolist() == x.argmax(dim=1)[finite].tolist()
+
+
 def test_what_does_not_fit_a_product_is_refused() -> None:
     with pytest.raises(ValueError, match=r"x \(3, 4\) and weight \(5, 6\)"):
         ops.linear(torch.randn(3, 4), torch.randn(5, 6))
