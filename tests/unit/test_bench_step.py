@@ -82,9 +82,11 @@ def test_step_writes_the_keys_of_the_issue(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(llava, "MODELS", {"whole": TINY})
     monkeypatch.setattr(step, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(step, "MULTIPLY_ROUNDS", 1000)
-    monkeypatch.setattr(step, "QUICK", step.Effort(rounds=3, budget=0.01))
+    monkeypatch.setattr(step, "QUICK", step.Effort(rounds=3, budget=0.01, profiled=1))
     monkeypatch.setattr(step, "TYPICAL_CONTEXT", 16)
-    monkeypatch.setattr(step, "footprint", footprint._load)  # without a process of its own
+    monkeypatch.setattr(  # without processes of their own
+        step, "footprints", lambda folder, dtypes: [footprint._load(folder, d) for d in dtypes]
+    )
     both = {"models": ["whole"], "adapters": [0, 1, 16], "quick": {}}
     groups = [
         {"phase": "decode", "rows": [1, 16], "contexts": [16], **both},

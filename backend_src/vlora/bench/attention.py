@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vlora.bench.atmm import MULTIPLY, READ, Beside
+from vlora.bench.bed import fill
 from vlora.bench.cells import DTYPES
 from vlora.bench.limits import Limits
 from vlora.bench.timing import Timing, geometric_mean, interleaved
@@ -147,8 +148,7 @@ class Bed:
         self.store = KVStore(
             sum(pages_of), self.layers, cell.block, cell.kv_heads, cell.dim, DTYPES[cell.dtype]
         )
-        for page in self.store.cache:
-            page.normal_()
+        fill(self.store.cache)
         pages = iter(torch.randperm(sum(pages_of)).tolist())
         self.chunks, row = [], 0
         for (rows, start), count in zip(cell.chunks, pages_of, strict=True):

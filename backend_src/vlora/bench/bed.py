@@ -56,7 +56,7 @@ class TestBed:
         )
         names = checkpoint.adapter_names if adapters else []
         self.slots = [self.engine.adapters.slot(name) for name in names]
-        self._fill()
+        fill(self.engine._runner._store.cache)
         self._numbers = itertools.count()
         self._staged: list[tuple[Live, int, int]] = []
 
@@ -107,11 +107,11 @@ class TestBed:
             return [BASE] * requests
         return [self.slots[i % distinct] for i in range(requests)]
 
-    def _fill(self) -> None:
-        """Zeros would be pages that were never there."""
-        store = self.engine._runner._store.cache
-        flat = store.view(-1)
-        drawn = torch.randn(min(FILL, flat.numel())).to(store.dtype)
-        for start in range(0, flat.numel(), FILL):
-            part = flat[start : start + FILL]
-            part.copy_(drawn[: part.numel()])
+
+def fill(cache: torch.Tensor) -> None:
+    """Random values in all pages: zeros would be pages that were never there."""
+    flat = cache.view(-1)
+    drawn = torch.randn(min(FILL, flat.numel())).to(cache.dtype)
+    for start in range(0, flat.numel(), FILL):
+        part = flat[start : start + FILL]
+        part.copy_(drawn[: part.numel()])

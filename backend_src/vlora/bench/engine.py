@@ -1,4 +1,4 @@
-"""`vlora bench engine`: sixteen requests at once, in process, over gRPC, and beside PEFT."""
+"""`vlora bench engine`: requests at once, in process, over gRPC, and beside PEFT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from vlora.bench.inside import Inside, Steps
 from vlora.bench.limits import Limits
 from vlora.bench.llava import Checkpoint
-from vlora.bench.load import Load, Run
+from vlora.bench.load import REQUESTS, Load, Run
 from vlora.bench.peers import PeftMixed
 from vlora.bench.served import Served
 from vlora.bench.step import READ_BYTES
@@ -58,6 +58,7 @@ class Result:
         return {
             "load": self.load.name,
             "dtype": self.dtype,
+            "requests": self.load.requests,
             "inside": run.as_row(),
             "floor": floor.as_row(),
             "at_once_s": round(at_once, 3),
@@ -71,7 +72,10 @@ def load_grid(path: Path, *, quick: bool) -> tuple[list[Load], int]:
     """(loads, repeats)."""
     given = json.loads(path.read_text())
     chosen = given | (given["quick"] if quick else {})
-    loads = [Load(kind, count) for kind in chosen["kinds"] for count in chosen["adapters"]]
+    requests = chosen.get("requests", REQUESTS)
+    loads = [
+        Load(kind, count, requests) for kind in chosen["kinds"] for count in chosen["adapters"]
+    ]
     return loads, chosen["repeats"]
 
 
@@ -88,9 +92,10 @@ def run(
 ) -> Iterator[Result]:
     """In process and over gRPC in turn. options: of both engines, beside model and type."""
     results = {load: Result(load, dtype) for load in loads}
+    most = max(load.requests for load in loads)
     told("loading")
     with Inside(checkpoint, dtype, dict(options)) as inside:
-        server = Served(checkpoint, dtype, dict(options)) if served else None
+        server = Served(checkpoint, dtype, dict(options), most) if served else None
         if server is not None:
             told("starting the server")
             server.__enter__()
@@ -130,10 +135,10 @@ def run_peers(
 def summarize(results: Sequence[Result]) -> dict[str, Any]:
     """The keys of the issue; null for what was not run."""
     summary: dict[str, Any] = {}
-    found = {result.load: result for result in results}
+    found = {(result.load.kind, result.load.adapters): result for result in results}
     for kind in ("text", "image"):
         for count in (0, 1, 4, 16):
-            result = found.get(Load(kind, count))
+            result = found.get((kind, count))
             summary[f"{kind}_{count}"] = None if result is None else round(result.over_floor, 3)
     summary["served_over_engine"] = _mean([r.served_over_engine for r in results])
     summary["vs_peft_mixed"] = _mean([r.over_peers for r in results if r.load.adapters])

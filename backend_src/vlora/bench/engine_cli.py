@@ -23,7 +23,7 @@ def engine(
     grid: Annotated[Path | None, typer.Option(help="Another grid file.")] = None,
     root: Annotated[Path | None, typer.Option(help="Where made checkpoints are kept.")] = None,
 ) -> None:
-    """Sixteen requests at once: in process, over gRPC, and beside transformers + PEFT."""
+    """Sixteen requests at once (four if quick): in process, over gRPC, beside PEFT's batches."""
     import torch
 
     from vlora.bench import atmm, llava, report

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from vlora.bench.engine import Result
-from vlora.bench.load import Run
+from vlora.bench.load import OUTPUT, Run
 
 
 def engine_table(results: Sequence[Result]) -> Table:
@@ -20,7 +20,7 @@ def engine_table(results: Sequence[Result]) -> Table:
         "first token s",
         "wall s",
         "over the floor",
-        title="16 requests at once, 32 tokens each",
+        title=f"{max(one.load.requests for one in results)} requests at once, {OUTPUT} tokens each",
     )
     for column in table.columns[3:]:
         column.justify = "right"

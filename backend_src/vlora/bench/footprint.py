@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 MIB = 1 << 20
 
 
-def footprint(folder: Path, dtype: str) -> dict[str, int]:
-    """MiB, in a fresh process: `weights` held, `before` loading and at its `peak`."""
+def footprints(folder: Path, dtypes: Sequence[str]) -> list[dict[str, int]]:
+    """MiB for each type, in a fresh process: `weights` held, `before` loading and at its `peak`."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as process:
-        return process.submit(_load, folder, dtype).result()
+    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as processes:
+        return list(processes.map(_load, [folder] * len(dtypes), dtypes))
 
 
 def _load(folder: Path, dtype: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The load of `vlora bench engine`: sixteen requests at once, and what came back when.
+"""The load of `vlora bench engine`: requests at once, sixteen by default, and what came back when.
 
 Knows neither the engine nor the server: both run the same load.
 """
@@ -15,6 +15,7 @@ import numpy as np
 from vlora.bench.llava import Checkpoint, picture, prompt
 
 REQUESTS = 16
+"""Of the committed grid; its quick part has fewer."""
 OUTPUT = 32
 """Tokens of every answer: the end of text is ignored."""
 TEXT_TOKENS = 256
@@ -38,6 +39,7 @@ class Load:
 
     kind: str
     adapters: int
+    requests: int = REQUESTS
 
     @property
     def name(self) -> str:
@@ -49,11 +51,11 @@ class Load:
         words = (TEXT_TOKENS if self.kind == "text" else BESIDE_IMAGE) - 1
         return [
             Ask(
-                prompt(words, seed * REQUESTS + i, sizes),
-                None if self.kind == "text" else picture(seed * REQUESTS + i, sizes),
+                prompt(words, seed * self.requests + i, sizes),
+                None if self.kind == "text" else picture(seed * self.requests + i, sizes),
                 names[i % self.adapters] if self.adapters else None,
             )
-            for i in range(REQUESTS)
+            for i in range(self.requests)
         ]
 
 

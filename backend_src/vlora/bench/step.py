@@ -13,7 +13,7 @@ from typing import Any
 from vlora.bench import llava, work
 from vlora.bench.atmm import Beside
 from vlora.bench.bed import NAMES, TestBed
-from vlora.bench.footprint import footprint
+from vlora.bench.footprint import footprints
 from vlora.bench.limits import Limits
 from vlora.bench.neighbour import slow_down
 from vlora.bench.parts import ATTENTION, PARTS, clocked
@@ -23,8 +23,6 @@ ITEMSIZE = {"fp32": 4, "bf16": 2}
 READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 2_000_000
 """Beside each round of steps: what the memory and the cores gave at the time."""
-PROFILED = 3
-"""Steps whose parts are timed one by one."""
 SPARE = 64
 """Positions in the pages beyond what the cells need."""
 TYPICAL_ROWS, TYPICAL_CONTEXT = 16, 256
@@ -33,14 +31,16 @@ TYPICAL_ROWS, TYPICAL_CONTEXT = 16, 256
 
 @dataclass(frozen=True)
 class Effort:
-    """rounds of all candidates of a cell; seconds for one of them."""
+    """rounds of all candidates of a cell; seconds for one of them; steps whose parts are timed one
+    by one."""
 
     rounds: int
     budget: float
+    profiled: int
 
 
-QUICK = Effort(rounds=5, budget=0.3)
-FULL = Effort(rounds=7, budget=4.0)
+QUICK = Effort(rounds=5, budget=0.3, profiled=1)
+FULL = Effort(rounds=7, budget=4.0, profiled=3)
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,26 @@ def load_grid(
 
 
 def run(
-    cells: Sequence[Cell], effort: Effort, limits: Limits, root: Path | None = None
+    cells: Sequence[Cell],
+    effort: Effort,
+    limits: Limits,
+    root: Path | None = None,
+    neighbour: Callable[[float], None] = lambda slower: None,
 ) -> Iterator[Result]:
-    """Results as they come; one engine at a time. root: where the checkpoints are kept."""
+    """Results as they come; one engine at a time. root: where the checkpoints are kept. neighbour:
+    told, for each type of the first model, what a typical decoding step takes with one core taken
+    by a busy process over what it takes alone."""
     for (model, dtype), found in itertools.groupby(cells, key=lambda c: (c.model, c.dtype)):
         batch = list(found)
         checkpoint = llava.make(llava.MODELS[model], root)
-        bed = bed_for(batch, checkpoint, dtype)
+        typical = replace(batch[0], phase="decode", rows=TYPICAL_ROWS, context=TYPICAL_CONTEXT)
+        first = model == cells[0].model
+        bed = bed_for([*batch, typical] if first else batch, checkpoint, dtype)
         results = [measure(cell, bed, effort, limits) for cell in batch]
+        if first:
+            bed.stage(typical.rows, typical.known(0), typical.context)
+            step = bed.step(bed.mix(typical.rows, 0))
+            neighbour(slow_down(step, rounds=effort.rounds, budget=effort.budget))
         del bed
         tiny = bed_for(batch, llava.make(llava.tiny(checkpoint.sizes), root), dtype)
         for result in results:
@@ -200,7 +212,7 @@ def measure(cell: Cell, bed: TestBed, effort: Effort, limits: Limits) -> Result:
         )
         rates.append(beside.rates(found))
         timings |= {n: found[str(n)] for n in group}
-        shares |= {n: _shares(steps[str(n)]) for n in group}
+        shares |= {n: _shares(steps[str(n)], effort.profiled) for n in group}
     limits.again_if_due()
     read, peak = (_mean(values) for values in zip(*rates, strict=True))
     return Result(
@@ -230,24 +242,12 @@ def summarize(results: Sequence[Result]) -> dict[str, Any]:
     return summary
 
 
-def surroundings(cells: Sequence[Cell], effort: Effort, root: Path | None = None) -> dict[str, Any]:
-    """What else the grid's first model is held to: memory by type, and a decoding step with one
-    core taken by a busy process over one without (the worse of the types)."""
-    first = cells[0]
+def memory(cells: Sequence[Cell], root: Path | None = None) -> dict[str, Any]:
+    """Of the grid's first model, by type."""
     dtypes = sorted({cell.dtype for cell in cells}, reverse=True)
-    checkpoint = llava.make(llava.MODELS[first.model], root)
-    found: dict[str, Any] = {}
-    slower = []
-    for dtype in dtypes:
-        cell = replace(
-            first, phase="decode", rows=TYPICAL_ROWS, context=TYPICAL_CONTEXT, dtype=dtype
-        )
-        bed = bed_for([cell], checkpoint, dtype)
-        bed.stage(cell.rows, cell.known(0), cell.context)
-        step = bed.step(bed.mix(cell.rows, 0))
-        slower.append(slow_down(step, rounds=effort.rounds, budget=effort.budget))
-        found[f"memory_mib_{dtype}"] = footprint(checkpoint.folder, NAMES[dtype])
-    return {"busy_neighbour": round(max(slower), 3)} | found
+    folder = llava.make(llava.MODELS[cells[0].model], root).folder
+    found = footprints(folder, [NAMES[dtype] for dtype in dtypes])
+    return {f"memory_mib_{dtype}": one for dtype, one in zip(dtypes, found, strict=True)}
 
 
 def _interpreter(cell: Cell, tiny: TestBed, effort: Effort) -> float | None:
@@ -258,15 +258,14 @@ def _interpreter(cell: Cell, tiny: TestBed, effort: Effort) -> float | None:
     tiny.stage(cell.rows, cell.context + 1, cell.context)
     step = tiny.step(tiny.mix(cell.rows, 0))
     found = interleaved({"": step}, rounds=effort.rounds, warm=True, budget=effort.budget)[""]
-    return found.median * (1 - _shares(step)[ATTENTION])
+    return found.median * (1 - _shares(step, effort.profiled)[ATTENTION])
 
 
-def _shares(step: Callable[[], None]) -> dict[str, float]:
-    """Share of a step's time that each part takes."""
-    step()
+def _shares(step: Callable[[], None], steps: int) -> dict[str, float]:
+    """Share of a step's time that each part takes, over so many steps."""
     with clocked() as spent:
         started = time.perf_counter()
-        for _ in range(PROFILED):
+        for _ in range(steps):
             step()
         whole = time.perf_counter() - started
     return {part: spent[part] / whole for part in PARTS}

@@ -49,11 +49,13 @@ def step(
     with Progress(console=shown, transient=True) as progress:
         task = progress.add_task("measuring", total=len(cells))
         effort = bench.QUICK if quick else bench.FULL
-        for result in bench.run(cells, effort, limits(count), root):
+        slower: list[float] = []
+        for result in bench.run(cells, effort, limits(count), root, slower.append):
             results.append(result)
             progress.update(task, advance=1, description=result.cell.name)
-        progress.update(task, description="memory, a busy neighbour")
-        summary = bench.summarize(results) | bench.surroundings(cells, effort, root)
+        progress.update(task, description="memory")
+        summary = bench.summarize(results) | {"busy_neighbour": round(max(slower), 3)}
+        summary |= bench.memory(cells, root)
     shown.print(step_table(results))
     shown.print(report.summary_table(summary, "limit over time, and what else the step is held to"))
     described |= {"limits": limits.as_meta()}

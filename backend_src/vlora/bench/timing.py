@@ -57,8 +57,9 @@ def interleaved(
     calls, samples_wanted = {}, {}
     warm_calls = WARM_CALLS if warm else 0
     for name, call in candidates.items():
-        call()
         estimate = _seconds(call, 1)
+        if estimate < budget:  # else the first call's own share in it is small
+            estimate = _seconds(call, 1)
         calls[name] = max(1, round(MIN_SAMPLE_SECONDS / max(estimate, 1e-9)))
         cost = (calls[name] + warm_calls) * estimate
         samples_wanted[name] = min(rounds, max(FEWEST_SAMPLES, int(budget / max(cost, 1e-9))))
