@@ -1,7 +1,10 @@
 // The products, as Python sees them: numbers and addresses, checked by vlora/kernels/ops.py.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "cpu/names.h"
 #include "linear/linear.h"
@@ -48,5 +51,19 @@ void bind_linear(py::module_& m) {
                                   reinterpret_cast<bool*>(finite), rows, width};
     py::gil_scoped_release released;
     linear::largest(linear::kernels(cpu::vector_isa(Dtype::kFp32)), largest, threads);
+  });
+  using DrawOf = std::tuple<int64_t, int64_t, float, float, double, double>;  // as linear::Draw
+  m.def("sample", [](uintptr_t scores, int64_t width, const std::vector<DrawOf>& draws, int threads) {
+    std::vector<linear::Draw> all;
+    for (const auto& [row, top_k, temperature, min_p, top_p, uniform] : draws)
+      all.push_back({row, top_k, temperature, min_p, top_p, uniform});
+    std::vector<int64_t> tokens(all.size());
+    const linear::Sample sample{reinterpret_cast<const float*>(scores), width, all.data(), tokens.data(),
+                                int64_t(all.size())};
+    {
+      py::gil_scoped_release released;
+      linear::sample(linear::kernels(cpu::isa()), sample, threads);
+    }
+    return tokens;
   });
 }

@@ -119,6 +119,10 @@ void largest(const Kernels& kernels, const Largest& largest, int threads) {
           [&](int64_t from, int64_t until) { kernels.largest(largest, from, until); });
 }
 
+void sample(const Kernels& kernels, const Sample& sample, int threads) {
+  cpu::share_out(threads, sample.count, [&](int64_t i) { kernels.sample(sample, i, i + 1); });
+}
+
 void multiply(const Kernels& kernels, const Product& product, int threads) {
   if (product.rows <= 0 || product.n <= 0) return;
   const int64_t elements = product.n * product.k;

@@ -61,6 +61,23 @@ struct Largest {
   int64_t rows, width;
 };
 
+// A draw from one row of scores: softmax at `temperature`; of it the tokens of at least min_p of the
+// largest, of them the top_k largest (0: all), of them the smallest set that holds top_p; the token at
+// `uniform` in [0, 1) of what is left, in order of place.
+struct Draw {
+  int64_t row, top_k;
+  float temperature, min_p;
+  double top_p, uniform;
+};
+
+struct Sample {
+  const float* scores;  // [rows, width]; a row has a finite value, and no NaN
+  int64_t width;
+  const Draw* draws;
+  int64_t* tokens;  // one for each draw
+  int64_t count;    // of draws
+};
+
 // What an instruction set provides, by the type of W.
 struct Kernels {
   // x as `few` or `many` read it: some rows of the former, some panels of the latter. Null: in place.
@@ -74,6 +91,7 @@ struct Kernels {
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
   void (*gate)(const Gate&, int64_t from, int64_t until);
   void (*largest)(const Largest&, int64_t from, int64_t until);
+  void (*sample)(const Sample&, int64_t from, int64_t until);
   bool pairs;  // bf16 is multiplied in pairs, and packed so
 };
 const Kernels& kernels(cpu::Isa isa);
@@ -85,5 +103,6 @@ void multiply(const Kernels& kernels, const Product& product, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
 void gate(const Kernels& kernels, const Gate& gate, int threads);
 void largest(const Kernels& kernels, const Largest& largest, int threads);
+void sample(const Kernels& kernels, const Sample& sample, int threads);
 
 }  // namespace vlora::linear

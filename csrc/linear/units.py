@@ -7,7 +7,7 @@ from pathlib import Path
 import kernels
 from kernels import CSRC, ISAS, Isa, Unit
 
-HEADERS = ("linear/few.h", "linear/many.h", "linear/small.h")
+HEADERS = ("linear/few.h", "linear/many.h", "linear/small.h", "linear/sample.h")
 
 
 def body(isa: Isa) -> str:
@@ -20,7 +20,7 @@ def body(isa: Isa) -> str:
         f"  return {{{{nullptr, pack_few<{few}>}}, {{few<Plain>, few<{few}>}}, pack_many,\n"
         f"          {{many<float, BroadcastFp32, false>, {many}}},\n"
         "          {many<float, BroadcastFp32, true>, many<uint16_t, BroadcastFp32, true>},\n"
-        f"          add_norm, gate, largest, {'true' if pairs else 'false'}}};\n}}\n"
+        f"          add_norm, gate, largest, sample, {'true' if pairs else 'false'}}};\n}}\n"
     )
 
 

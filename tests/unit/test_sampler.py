@@ -17,7 +17,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from vlora.model.sampler import TokenSampler, draw, probabilities
+from vlora import native
+from vlora.atmm import tiles
+from vlora.model.sampler import TokenSampler, draw, draw_rows, probabilities
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import FloatArray
 from vlora.sampling import SamplingParams
@@ -85,6 +87,31 @@ def test_a_draw_over_a_large_vocabulary_is_that_of_the_whole_distribution() -> N
         params = SamplingParams(temperature=0.8, top_k=1000 * (seed % 2), top_p=0.95)
         for uniform in (0.01, 0.5, 0.99):
             assert draw(scores, params, uniform) == drawn_slowly(scores, params, uniform)
+
+
+def test_rows_drawn_together_are_those_drawn_one_by_one(vocabulary: Vocabulary) -> None:
+    try:
+        native.kernels()
+    except ImportError as error:
+        pytest.skip(str(error))
+    logits = torch.randn(40, 5003) * torch.tensor([0.1, 1.0, 3.0, 30.0]).repeat(10)[:, None]
+    logits[5:9] = logits[5:9].round()
+    kinds = [
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_p": 0.9},
+        {"temperature": 1e-40},
+        {"top_k": 50, "top_p": 0.95},
+        {"min_p": 0.02},
+        {"temperature": 50.0, "top_k": 1},
+        {"top_k": 5000, "min_p": 1e-6, "top_p": 1e-9},
+    ]
+    samplers = [sampler(vocabulary, seed=row, **kinds[row % len(kinds)]) for row in range(40)]
+    assert all(one.plain and not one.greedy for one in samplers)
+    rows = [(row, samplers[row], 17 * row) for row in reversed(range(40))]
+    for isa in native.kernels().cpu.isas():
+        with tiles.isa(isa):
+            found = draw_rows(logits, rows, backend="cpu")
+        assert found == draw_rows(logits, rows, backend="reference")
 
 
 @settings(deadline=None)

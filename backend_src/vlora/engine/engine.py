@@ -326,7 +326,8 @@ class Engine:
     def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Counters forward, tokens drawn, answers ended."""
         now = self._clock()
-        rows = iter(rows_of(result.logits))
+        drawn = [c.sequence_id for c in plan.chunks if c.completes and not c.use_head]
+        rows = iter(rows_of(result.logits, [self._live[one] for one in drawn]))
         heads = iter(result.heads)
         outputs: list[Output] = []
         for chunk in plan.chunks:

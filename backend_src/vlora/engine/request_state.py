@@ -12,23 +12,33 @@ from vlora.engine.sequence import Sequence
 from vlora.errors import Internal, InvalidArgument, VLoraError
 from vlora.kernels import ops
 from vlora.lora.adapter import AdapterInfo
-from vlora.model.sampler import TokenSampler
+from vlora.model.sampler import TokenSampler, draw_rows
 from vlora.model.vocabulary import TextStream, Vocabulary
 from vlora.request import HeadScores, Output, Timings, TokenLogprob
 
 
 class LogitsRow(NamedTuple):
-    """logits: [V] of one row. largest: the token of the largest one. finite: all of them are."""
+    """logits: [V] of one row. token: what a plain sampler draws from them. finite: all of them
+    are."""
 
     logits: torch.Tensor
-    largest: int
+    token: int
     finite: bool
 
 
-def rows_of(logits: torch.Tensor) -> list[LogitsRow]:
-    """logits: [rows, V] → its rows, all looked at together."""
+def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]:
+    """logits: [rows, V], a row for each request → its rows, all looked at together."""
     largest, finite = ops.largest(logits)
-    return [LogitsRow(*row) for row in zip(logits, largest.tolist(), finite.tolist(), strict=True)]
+    tokens, told = largest.tolist(), finite.tolist()
+    drawn = [
+        (row, state.sampler, state.sequence.known)
+        for row, state in enumerate(states)
+        if told[row] and state.sampler.plain and not state.sampler.greedy
+    ]
+    if drawn:
+        for (row, _, _), token in zip(drawn, draw_rows(logits, drawn), strict=True):
+            tokens[row] = token
+    return [LogitsRow(*row) for row in zip(logits, tokens, told, strict=True)]
 
 
 class RequestState:
@@ -47,7 +57,7 @@ class RequestState:
     ) -> None:
         params = sequence.request.sampling
         self.sequence = sequence
-        self._sampler = sampler
+        self.sampler = sampler
         self._stream = TextStream(vocabulary, params.stop, params.include_stop_str_in_output)
         self._adapter = adapter
         self._started: float | None = None
@@ -66,10 +76,10 @@ class RequestState:
             raise self._overflow()
         if self._first is None:
             self._first = now
-        sequence, sampler = self.sequence, self._sampler
+        sequence, sampler = self.sequence, self.sampler
         logprobs = None
-        token = row.largest
-        if not sampler.plain_greedy:
+        token = row.token
+        if not sampler.plain:
             draw = sampler.draw(
                 row.logits.numpy(),
                 sequence.tokens[: sequence.prompt_length],
@@ -86,13 +96,13 @@ class RequestState:
 
     def _read(self, token: int) -> tuple[str, str | None]:
         """(new text, finish reason) once `token` has been drawn."""
-        choices = self._sampler.choices
+        choices = self.sampler.choices
         if choices is not None:
-            if token not in self._sampler.ends:
+            if token not in self.sampler.ends:
                 choices.advance(token)
                 return (choices.finished, "stop") if choices.finished else ("", None)
             return choices.complete or "", "stop"
-        if token in self._sampler.ends:
+        if token in self.sampler.ends:
             return self._stream.flush(), "stop"
         length = self.sequence.output_length
         text, stopped = self._stream.push(

@@ -1,4 +1,4 @@
-"""Draws the next token of one request from its logits.
+"""Draws the next token of a request from its logits.
 
 Random numbers are counter-based, keyed by (seed, position): batch, preemption and mode never
 change a draw.
@@ -11,10 +11,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
+from vlora import native
+from vlora.kernels import backends
+from vlora.kernels.backends import Backend
 from vlora.model.choices import ChoiceMatcher
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import DoubleArray, FloatArray, IndexArray, TokenLogprob
@@ -24,6 +28,8 @@ MASKED = np.float32(-np.inf)
 FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
 """Weights (the largest is 1) from which tokens are tried, one after the other, to hold top-p: of
 152k words few hundred matter, and only these are sorted."""
+LEAST_TEMPERATURE = 1e-30
+"""Of fp32: a lower one draws the largest as this one does."""
 ROUNDING = 1e-9
 """More than sums of so many weights in different orders can differ by."""
 
@@ -53,19 +59,23 @@ class TokenSampler:
         self.choices = ChoiceMatcher(params.choices, vocabulary) if params.choices else None
         self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
 
-    @property
-    def plain_greedy(self) -> bool:
-        """The next token is the largest logit, whatever came before."""
+    @cached_property
+    def plain(self) -> bool:
+        """The next token depends on the logits as they are, and on nothing that came before."""
         params = self._params
         return (
-            params.greedy
-            and not params.min_tokens
+            not params.min_tokens
             and params.logprobs is None
             and self.choices is None
             and params.repetition_penalty == 1.0
             and params.presence_penalty == 0.0
             and params.frequency_penalty == 0.0
         )
+
+    @property
+    def greedy(self) -> bool:
+        """The next token is the largest of what is allowed."""
+        return self._params.greedy
 
     def draw(
         self, logits: FloatArray, prompt: Sequence[int], output: Sequence[int], budget: int
@@ -108,6 +118,33 @@ class TokenSampler:
             )
             for index in dict.fromkeys([token, *best])
         )
+
+
+def draw_rows(
+    logits: torch.Tensor,
+    rows: Sequence[tuple[int, TokenSampler, int]],
+    *,
+    backend: Backend | None = None,
+) -> list[int]:
+    """The tokens of several requests in one call, as `draw` has them (weights are fp32, so that one
+    draw in some millions may fall on a neighbour).
+
+    logits: [T, V] fp32, contiguous. rows: (row, plain sampler that is not greedy, position of the
+    token in its sequence)."""
+    if (backend or backends.default()) == "reference":
+        return [
+            draw(logits[row].numpy(), sampler._params, sampler._uniform(position))
+            for row, sampler, position in rows
+        ]
+    draws = []
+    for row, sampler, position in rows:
+        params = sampler._params
+        uniform = sampler._uniform(position)
+        heat = max(params.temperature, LEAST_TEMPERATURE)
+        draws.append((row, params.top_k, heat, params.min_p, params.top_p, uniform))
+    width, threads = logits.shape[1], torch.get_num_threads()
+    found: list[int] = native.kernels().linear.sample(logits.data_ptr(), width, draws, threads)
+    return found
 
 
 def _seed(seed: int | None, request_id: str) -> int:
