@@ -62,7 +62,7 @@ void bind_linear(py::module_& m) {
                                 int64_t(all.size())};
     {
       py::gil_scoped_release released;
-      linear::sample(linear::kernels(cpu::isa()), sample, threads);
+      linear::sample(linear::kernels(cpu::vector_isa(Dtype::kFp32)), sample, threads);
     }
     return tokens;
   });
