@@ -105,6 +105,8 @@ def test_the_trees_own_files_are_due_in_the_wheel() -> None:
     assert "vlora/_data/model_repository/lmm/1/model.json" in due
     assert "vlora/_data/tools/demo/checkpoint/config.json" in due
     assert "vlora/py.typed" in due
+    package = {Path(name).suffix for name in due if not name.startswith("vlora/_data")}
+    assert package <= {".py", ".json", ".typed"}, "pyproject.toml takes no other into the wheel"
     assert not [name for name in due if name.startswith(("tests", "csrc", "vlora/_data/tests"))]
 
 
