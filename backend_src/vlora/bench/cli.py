@@ -21,6 +21,7 @@ from vlora.bench.options import (
     counts,
     types,
 )
+from vlora.bench.policies_cli import policies
 from vlora.bench.step_cli import step
 from vlora.bench.switch_cli import switch
 
@@ -101,6 +102,7 @@ bench_app.command()(attention)
 bench_app.command()(step)
 bench_app.command()(engine)
 bench_app.command()(switch)
+bench_app.command()(policies)
 
 
 def _hold_torch_to(isa: str) -> None:
