@@ -93,7 +93,13 @@ class CostModel:
     _steps: dict[tuple[int, ...], _Correction] = field(default_factory=dict)
     _all: _Correction = field(default_factory=_Correction)
     _merges: _Correction = field(default_factory=_Correction)
+    _lines: dict[int, float] = field(default_factory=dict)
     _errors: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def use(self, profile: Profile) -> None:
+        """From now on."""
+        self.profile = profile
+        self._lines.clear()
 
     # -- what a plan takes -------------------------------------------------------------------
 
@@ -133,7 +139,7 @@ class CostModel:
     def without_adapters(self) -> CostModel:
         """The same where adapters cost nothing: what no mode can better."""
         profile = replace(self.profile, brought=0.0, applied=0.0, merged=(0.0, 0.0))
-        return replace(self, profile=profile)
+        return replace(self, profile=profile, _lines={})
 
     # -- what policies ask (`policy.Costs`, `predictive.StepCosts`) ---------------------------
 
@@ -151,10 +157,16 @@ class CostModel:
 
     def products(self, rows: int, answers: int) -> float:
         """`rows` rows through all layers, the LM head for `answers` of them."""
-        head, knots = self.profile.head, self.profile.products
-        first = knots[0][1] * head / (1.0 + head)
-        heads = head / (1.0 + head) * _between(knots, answers) if answers else 0.0
-        return _between(knots, rows) - first + heads + answers * self.profile.answer
+        part = self.profile.head / (1.0 + self.profile.head)
+        heads = part * self._line(answers) if answers else 0.0
+        return self._line(rows) - part * self._line(1) + heads + answers * self.profile.answer
+
+    def _line(self, rows: int) -> float:
+        """`_between`, remembered: policies ask it for every request of every step."""
+        found = self._lines.get(rows)
+        if found is None:
+            found = self._lines[rows] = _between(self.profile.products, rows)
+        return found
 
     def attention(self, rows: int, context: int) -> float:
         profile = self.profile

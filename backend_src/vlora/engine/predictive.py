@@ -27,6 +27,8 @@ PROMPT = 4.0
 """Tokens of an answer that a row of a prompt is worth: until all of a prompt is there its request
 cannot ride along in steps that are made for others. Of 1 to 8, simulated on the traces of `vlora
 bench policies`, this and more did alike."""
+REFUSALS = 64
+"""Requests that a step may be found not worth, before it is taken as it is."""
 AHEAD = 2.0
 """Work that a merge is weighed against, over what is here: requests like these will come."""
 PORTIONS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
@@ -136,9 +138,10 @@ class _Step:
         now = self._earning
         best = max(earns for earns, _ in found)
         if best <= now:
-            return
+            return False
         enough = now + ENOUGH * (best - now)
         self.take(r, next(rows for earns, rows in found if earns >= enough))
+        return True
 
     def take(self, r: Ready, rows: int) -> None:
         rows = min(rows, self._room)
