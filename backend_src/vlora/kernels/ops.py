@@ -44,10 +44,10 @@ class Matrix:
         its way. Raises ValueError for what does not fit.
         """
         width, depth = self._native[2:4]
-        if x.dim() != 2 or x.shape[1] != depth or x.dtype != torch.float32:
-            raise ValueError(
-                f"x {tuple(x.shape)} {x.dtype} and weight {tuple(self.weight.shape)} do not fit"
-            )
+        if x.dim() != 2 or x.shape[1] != depth:
+            raise ValueError(f"x {tuple(x.shape)} and weight {tuple(self.weight.shape)} do not fit")
+        if x.dtype != torch.float32:
+            raise ValueError(f"x must be fp32, not {x.dtype}")
         if (backend or backends.default()) == "reference":
             return reference.linear(x, self.weight, self._bias)
         stride, column = x.stride()
