@@ -161,7 +161,7 @@ def test_the_limit_is_the_larger_of_arithmetic_and_traffic() -> None:
         asked.append(size)
         return 10.0 if size > 1 << 27 else 100.0
 
-    limits = Limits(lambda dtype, seconds: 1000.0, bandwidth)
+    limits = Limits(lambda dtype, seconds: 1000.0, bandwidth, cold_bytes=1 << 28)
     assert limits.seconds(5000, ((200, False),), "fp32") == 5.0
     assert limits.seconds(100, ((200, False), (300, False)), "fp32") == 5.0
     assert limits.seconds(100, ((200, True), (300, False)), "fp32") == 20.0 + 3.0
