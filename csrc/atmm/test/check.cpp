@@ -16,7 +16,9 @@
 #include "atmm/operator.h"
 #include "check_attention.h"
 #include "cpu/dispatch.h"
+#include "cpu/large_pages.h"
 #include "cpu/threads.h"
+#include "path.h"
 
 using namespace vlora;
 using namespace vlora::atmm;
@@ -279,6 +281,62 @@ void check_threads(int rounds) {
   other.join();
 }
 
+// Two threads take and give pieces; each keeps what its owner wrote, and none is left over.
+void check_large_pages(int rounds) {
+  const auto owner = [rounds](int seed) {
+    std::mt19937 bits(static_cast<unsigned>(seed));
+    struct Piece {
+      std::shared_ptr<char> memory;
+      size_t bytes;
+      char value;
+    };
+    std::vector<Piece> pieces;
+    for (int round = 0; round < rounds; ++round) {
+      const size_t bytes = 1 + bits() % (round % 16 ? 200000 : 20000000);
+      pieces.push_back({cpu::in_large_pages(bytes), bytes, char(bits())});
+      std::memset(pieces.back().memory.get(), pieces.back().value, bytes);
+      if (pieces.size() < 8) continue;
+      std::swap(pieces[bits() % pieces.size()], pieces.back());
+      const Piece& last = pieces.back();
+      for (size_t i = 0; i < last.bytes; ++i)
+        if (last.memory.get()[i] != last.value) std::exit(5);
+      pieces.pop_back();
+    }
+  };
+  const size_t before = cpu::large_pages().pieces;
+  std::thread other(owner, 1);
+  owner(2);
+  other.join();
+  if (cpu::large_pages().pieces != before) std::exit(6);
+}
+
+// Which way a block of rows goes.
+constexpr bool goes(const Facts& facts, RowsIn rows, Path shrink, Path expand) {
+  const Paths paths = paths_of(facts);
+  return paths.rows == rows && paths.shrink == shrink && paths.expand == expand;
+}
+//                  rows   bf16   pairs  tiles readable packing one_panel one_order
+static_assert(goes({1, false, false, false, true, false, false, false}, RowsIn::kPlace, Path::kStream,
+                   Path::kStream));
+static_assert(goes({64, false, false, false, true, false, false, false}, RowsIn::kPlace, Path::kDirect,
+                   Path::kPacked));
+static_assert(goes({64, false, false, false, true, false, true, false}, RowsIn::kPlace, Path::kStream,
+                   Path::kPacked));
+static_assert(goes({64, false, false, false, true, true, false, false}, RowsIn::kPieces, Path::kPacked,
+                   Path::kPacked));
+static_assert(goes({4, true, false, false, false, false, false, false}, RowsIn::kCopy, Path::kStream,
+                   Path::kStream));
+static_assert(goes({64, true, false, false, false, false, false, false}, RowsIn::kPieces, Path::kWidened,
+                   Path::kWidened));
+static_assert(goes({3, true, true, true, true, false, false, false}, RowsIn::kPlace, Path::kStream,
+                   Path::kStream));
+static_assert(goes({4, true, true, true, true, false, false, false}, RowsIn::kPlace, Path::kTiles,
+                   Path::kTiles));
+static_assert(goes({1, true, true, true, true, false, false, true}, RowsIn::kPlace, Path::kTiles,
+                   Path::kTiles));
+static_assert(goes({1, false, false, false, true, false, false, true}, RowsIn::kPlace, Path::kDirect,
+                   Path::kPacked));
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -289,6 +347,7 @@ int main(int argc, char** argv) {
     return 1;
   }
   check_threads(10 * rounds);
+  check_large_pages(rounds);
   for (int i = cpu::kIsas - 1; i >= 0; --i) {
     if (!cpu::runs_here(cpu::Isa(i))) {
       std::printf("%s: not run, this CPU lacks it\n", cpu::name_of(cpu::Isa(i)));
