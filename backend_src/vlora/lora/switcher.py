@@ -79,6 +79,8 @@ class Switcher:
         self._merged: torch.Tensor | None = None
         self._holds: _Prepared | None = None
         self._prepared: dict[int, _Prepared] = {}
+        self._counted = (0, 0)
+        """Places of all known adapters, and the memory that they need."""
         if merging != "in_place":
             slab.seal()
 
@@ -97,9 +99,15 @@ class Switcher:
         """Memory of merged weights: whole pages of each group that a known adapter changes."""
         if self._merging != "out_of_place":
             return 0
+        places = self._adapters.places
+        if len(places) != self._counted[0]:  # they grow, and this is asked in every step
+            self._counted = (len(places), self._bytes_of(places))
+        return self._counted[1]
+
+    def _bytes_of(self, places: Collection[Place]) -> int:
         size = self._slab.dtype.itemsize
         pages: set[int] = set()
-        for index in _groups(self._adapters.places):
+        for index in _groups(places):
             region = self._slab.regions[index]
             first, count = region.offset * size, region.rows * region.columns * size
             pages.update(range(first // PAGE, (first + count - 1) // PAGE + 1))
