@@ -69,7 +69,10 @@ class Result:
 
 def seconds(segments: Segments, group: LoraGroup, limits: Callable[..., float]) -> float:
     """As flops and bytes have it, segment by segment: an adapter's matrices from memory, its rows
-    of x read and of y read and written, as often as a segment touches them, in the caches."""
+    of x read and of y read and written, as often as a segment touches them, in the caches.
+
+    Their sum, not the larger: a core that waits for a panel multiplies nothing meanwhile, which the
+    limit of one call may leave out, the ratio of two modes may not (decision 40)."""
     size = group.dtype.itemsize
     found = 0.0
     for segment in segments:
@@ -80,7 +83,8 @@ def seconds(segments: Segments, group: LoraGroup, limits: Callable[..., float]) 
             if pair is not None
         )
         rows = segment.length * (group.d_in + 2 * group.width) * 4
-        found += limits(2 * segment.length * elements, ((elements * size, True), (rows, False)))
+        found += limits(2 * segment.length * elements, ())
+        found += limits(0, ((elements * size, True), (rows, False)))
     return found
 
 
