@@ -81,6 +81,17 @@ def test_predictions_come_to_what_steps_alike_take_and_the_errors_are_told() -> 
     assert costs.median_error < 0.01 < max(costs.recent_errors)
 
 
+def test_a_model_set_apart_learns_by_itself() -> None:
+    costs = model()
+    parts = [Part(0, 4, 0, True)]
+    costs.record(parts, BASE, costs.predict(parts, BASE))
+    before = costs.predict(parts, BASE)
+    other = costs.apart()
+    for _ in range(5):
+        other.record(parts, BASE, 3 * before)
+    assert costs.predict(parts, BASE) == before < other.predict(parts, BASE)
+
+
 def test_merges_learn_as_steps_do() -> None:
     costs = model()
     for _ in range(30):

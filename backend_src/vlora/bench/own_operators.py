@@ -59,11 +59,8 @@ OWN: Mapping[str, Apply] = {"punica": punica, "slora": slora, "dlora_einsum": dl
 
 
 @contextmanager
-def operator(apply: Apply | None) -> Iterator[None]:
-    """All layers go through this operator instead of ATMM; None changes nothing."""
-    if apply is None:
-        yield
-        return
+def operator(apply: Apply) -> Iterator[None]:
+    """All layers go through this operator instead of ATMM."""
     with patch.object(op, "apply", apply):
         yield
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from vlora.bench.bed import NAMES
 from vlora.bench.llava import MODELS, Checkpoint, make
@@ -128,8 +129,12 @@ class Bed:
         return make_policy(replace(self.options, policy=rule), costs or self.engine.costs)
 
     def measure(self, name: str, trace: Sequence[Asked]) -> Replay:
-        with operator(OWN.get(name)):
+        if name not in OWN:
             return measured(self.engine, self.checkpoint, trace, self.policy(name))
+        # What another operator takes says nothing about ours.
+        costs = self.engine.costs.apart()
+        with operator(OWN[name]), patch.object(self.engine, "costs", costs):
+            return measured(self.engine, self.checkpoint, trace, self.policy(name, costs))
 
     def simulate(self, name: str, trace: Sequence[Asked], *, free: bool = False) -> Replay:
         """free: in a world where adapters cost nothing, the most that any mode could win."""
@@ -189,7 +194,7 @@ def run(
     for cell in grid.simulated():
         capacity = capacities[cell.workload.application]
         trace = cell.trace(capacity)
-        for name in grid.given["policies"]:
+        for name in grid.given["simulated"]["policies"]:
             key = {"kind": "simulated", "policy": name, **cell.as_row()}
             if _known(rows, key) is None and time.monotonic() <= deadline:
                 told(f"simulated: {cell.name}, {cell.workload.adapters} adapters: {name}", 1.0)

@@ -211,8 +211,9 @@ def measure(
 def _attention(bed: Bed, profile: Profile, most_context: int) -> Profile:
     """position and pair, from steps that differ in context alone; answer, from what the LM head's
     product does not explain. The products' knots lose the attention that was among them."""
-    requests = max(1, min(DECODING, bed.rows))
-    rows = max(1, min(MANY_ROWS, bed.rows, most_context - 1, bed.most_context(1) - 1))
+    largest = profile.products[-1][0]
+    requests = min(DECODING, largest)
+    rows = max(1, min(MANY_ROWS, largest, most_context - 1, bed.most_context(1) - 1))
     near = FEW_POSITIONS
     far = min(MANY_POSITIONS, most_context - rows, bed.most_context(requests) - rows)
     if far <= near:
@@ -238,8 +239,9 @@ def _adapters(
     size: Callable[[int], AdapterSize],
 ) -> Profile:
     """brought and applied: what distinct adapters cost for a row each, and one for many rows."""
-    largest = sorted(slots, key=lambda slot: -size(slot).factors)[:DISTINCT]
-    rows = min(MANY_ROWS, bed.rows, bed.most_context(1))
+    most = min(DISTINCT, profile.products[-1][0])
+    largest = sorted(slots, key=lambda slot: -size(slot).factors)[:most]
+    rows = min(MANY_ROWS, profile.products[-1][0])
     if not largest or rows < 2:
         return profile
     few = _beyond_base(bed, largest, 1) / sum(size(slot).factors for slot in largest)

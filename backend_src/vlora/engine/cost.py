@@ -136,6 +136,16 @@ class CostModel:
         """The same predictions in a world where `held` says what is merged."""
         return replace(self, held=held)
 
+    def apart(self) -> CostModel:
+        """The same predictions, from which both go on to learn by themselves."""
+        return replace(
+            self,
+            _steps={kind: replace(one) for kind, one in self._steps.items()},
+            _all=replace(self._all),
+            _merges=replace(self._merges),
+            _errors=deque(maxlen=REMEMBERED),
+        )
+
     def without_adapters(self) -> CostModel:
         """The same where adapters cost nothing: what no mode can better."""
         profile = replace(self.profile, brought=0.0, applied=0.0, merged=(0.0, 0.0))
