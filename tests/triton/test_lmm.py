@@ -158,10 +158,11 @@ def test_a_client_may_send_the_encoders_features_itself(ask: Asker) -> None:
     )
 
 
-def test_details_tell_task_adapter_and_timings(ask: Asker) -> None:
+def test_details_tell_task_adapter_timings_and_modes(ask: Asker) -> None:
     (response,) = ask.stream("lmm", text_input="hello", sampling_parameters={"lora_name": "all-r8"})
     details = json.loads(response["details"])
-    assert set(details) == {"task", "adapter", "timings"}
+    assert set(details) == {"task", "adapter", "timings", "modes"}
+    assert sum(details["modes"].values()) >= 1, "steps, by mode"
     assert details["task"] == "raw"
     assert details["adapter"]["name"] == "all-r8"
 
