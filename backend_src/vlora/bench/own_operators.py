@@ -1,7 +1,8 @@
 """The operators that the baselines of `vlora bench policies` were published with, on this engine.
 
 Semantics of each: as `vlora.atmm.op.apply`. Per step the weights of its rows' adapters are found
-and laid out anew, as theirs are.
+and laid out anew, as theirs are. Where the CPU has no bf16 instructions they multiply in fp32, from
+weights that are widened once: torch's bf16 products would be emulated there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
+from vlora.bench.atmm import bf16_instructions
 
 Apply = Callable[[torch.Tensor, torch.Tensor, Sequence[Segment], LoraGroup], None]
 
@@ -29,7 +31,7 @@ def slora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
     for part, pairs in _parts(y, group):
         for segment in segments:
             if (pair := pairs[segment.slot]) is not None:
-                _whole(part, x, segment, pair)
+                _whole(part, x, segment, _ready(pair))
 
 
 def punica(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
@@ -40,7 +42,7 @@ def punica(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group:
         for segment in segments:
             pair = pairs[segment.slot]
             if pair is not None and segment.length >= MANY:
-                _whole(part, x, segment, pair)
+                _whole(part, x, segment, _ready(pair))
         for rows, a, b in _gathered(few, pairs, x):
             low_rank = torch.bmm(a, x[rows].to(a.dtype)[:, :, None])
             part.index_add_(0, rows, torch.bmm(b, low_rank)[:, :, 0].to(part.dtype))
@@ -65,6 +67,20 @@ def operator(apply: Apply) -> Iterator[None]:
         yield
 
 
+_WIDENED: dict[int, tuple[LoraPair, LoraPair]] = {}
+"""By the identity of a pair's A, which the first of the two keeps."""
+
+
+def _ready(pair: LoraPair) -> LoraPair:
+    """In the type that this CPU multiplies fastest."""
+    if pair.a.dtype == torch.float32 or bf16_instructions():
+        return pair
+    known = _WIDENED.get(id(pair.a))
+    if known is None:
+        known = _WIDENED[id(pair.a)] = (pair, LoraPair(pair.a.float(), pair.b.float()))
+    return known[1]
+
+
 def _parts(
     y: torch.Tensor, group: LoraGroup
 ) -> Iterator[tuple[torch.Tensor, Sequence[LoraPair | None]]]:
@@ -84,7 +100,7 @@ def _gathered(
     if not segments:
         return
     found = [pairs[s.slot] for s in segments]
-    known = [pair for pair in found if pair is not None]
+    known = [_ready(pair) for pair in found if pair is not None]
     rank = max(pair.rank for pair in known)
     a = known[0].a.new_zeros(len(known), rank, known[0].a.shape[1])
     b = known[0].b.new_zeros(len(known), known[0].b.shape[0], rank)
