@@ -196,7 +196,10 @@ def test_an_adapter_stays_with_its_server_until_that_dies(
         lost.finish()
     # INTERNAL: that the stream was reset is all that Envoy can tell once an answer has begun.
     assert told.value.status() in ("StatusCode.INTERNAL", "StatusCode.UNAVAILABLE"), told.value
-    for _ in range(5):  # at once: a connection that cannot be made is tried at another server
+    # What it is sent while it dies is in flight too; what comes then finds no connection there, and
+    # is tried at the other server before any health check has told.
+    until(lambda: dying.poll() is not None)
+    for _ in range(5):
         Stream(proxy, of[dying.pid], SHORT).finish()
     kept.finish()
     assert proxy.sent(staying) - before == 5, "what was in flight is not sent again"
