@@ -69,16 +69,16 @@ void few(const Kernels& kernels, const Product& p, int threads) {
 
 void many(const Kernels& kernels, const Product& p, int threads) {
   const int type = int(p.dtype);
+  const bool in_place = p.dtype == Dtype::kBf16 ? kernels.in_place[type].run && p.k % 2 == 0
+                                                : p.rows < kCopyRows;
+  const Many& form = (in_place ? kernels.in_place : kernels.copied)[type];
   const int64_t panels = ceil_div(p.rows, kLanes);
-  const bool pairs = p.dtype == Dtype::kBf16 && kernels.pairs && p.k % 2 == 0;
   float* const x = row_scratch(panels * kLanes * p.k);
   if (p.rows < kShareRows) {
-    kernels.pack_many(p, pairs, x, 0, panels);
+    form.pack(p, x, 0, panels);
   } else {
-    cpu::share_out(threads, panels, [&](int64_t i) { kernels.pack_many(p, pairs, x, i, i + 1); });
+    cpu::share_out(threads, panels, [&](int64_t i) { form.pack(p, x, i, i + 1); });
   }
-  const bool copied = !pairs && (p.dtype == Dtype::kBf16 || p.rows >= kCopyRows);
-  const auto kernel = copied ? kernels.many_copied[type] : kernels.many[type];
   const int64_t parts = ceil_div(panels, kPanels), each = ceil_div(panels, parts);
   run(
       threads, ceil_div(p.n, kBlock) * parts,
@@ -86,7 +86,7 @@ void many(const Kernels& kernels, const Product& p, int threads) {
         const int64_t from = i / parts * kBlock, panel = i % parts * each;
         return Piece{from, std::min(p.n, from + kBlock), panel, std::min(panels - panel, each), -1};
       },
-      [&](const Piece& piece) { kernel(p, x, piece, block_scratch()); });
+      [&](const Piece& piece) { form.run(p, x, piece, block_scratch()); });
 }
 
 // Rows in pieces of about kRowsFloats, by the caller alone where that is all there is.

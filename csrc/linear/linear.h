@@ -22,8 +22,6 @@ struct Product {
 constexpr int kFewRows = 12;
 // Up to so many rows a group of W's rows meets each row of x in registers, along the depth; beyond,
 // x is packed in panels of kLanes rows, and W's values are broadcast against them.
-constexpr int kDepth = 256;
-// Of a panel at a time: 16 KiB of x stay in L1 while a block of W passes.
 constexpr int kBlock = 48;
 // Rows of W in a block: a multiple of every register tile.
 constexpr int kPanels = 16;
@@ -78,26 +76,30 @@ struct Sample {
   int64_t count;    // of draws
 };
 
+// Both null where the instruction set has no such.
+struct Many {
+  void (*pack)(const Product&, float* panels, int64_t from, int64_t until);
+  void (*run)(const Product&, const float* panels, const Piece&, float* scratch);
+};
+
 // What an instruction set provides, by the type of W.
 struct Kernels {
-  // x as `few` or `many` read it: some rows of the former, some panels of the latter. Null: in place.
+  // Some rows of x as `few` reads them. Null: in place.
   void (*pack_few[kDtypes])(const Product&, float* to, int64_t from, int64_t until);
   void (*few[kDtypes])(const Product&, const float* x, ptrdiff_t x_stride, const Piece&);
-  void (*pack_many)(const Product&, bool pairs, float* to, int64_t from, int64_t until);
-  // W is read where it lies, or copied to scratch block by block (as fp32): the rows are then a
-  // constant stride apart, which pays from many rows on.
-  void (*many[kDtypes])(const Product&, const float* panels, const Piece&, float* scratch);
-  void (*many_copied[kDtypes])(const Product&, const float* panels, const Piece&, float* scratch);
+  // W is read where it lies, or copied to scratch on the way, as fp32: its rows are then a constant
+  // stride apart. In place: bf16 is multiplied in pairs, of which a row is a whole number.
+  Many in_place[kDtypes], copied[kDtypes];
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
   void (*gate)(const Gate&, int64_t from, int64_t until);
   void (*largest)(const Largest&, int64_t from, int64_t until);
   void (*sample)(const Sample&, int64_t from, int64_t until);
-  bool pairs;  // bf16 is multiplied in pairs, and packed so
 };
 const Kernels& kernels(cpu::Isa isa);
 
-constexpr int64_t kScratch = int64_t(kBlock) * (kDepth + 16) + int64_t(kPanels) * kBlock * kLanes;
-// fp32 values that `many` needs: a block of W, and its sums.
+constexpr int64_t kCopyFloats = kBlock * (256 + 16);
+// Of a block of W; two of them and its sums are the scratch of `many`.
+constexpr int64_t kScratch = 2 * kCopyFloats + int64_t(kPanels) * kBlock * kLanes;
 
 void multiply(const Kernels& kernels, const Product& product, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);

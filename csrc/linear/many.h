@@ -7,14 +7,18 @@ namespace vlora::linear::VLORA_ISA {
 
 using namespace vlora::cpu::VLORA_ISA;
 
-constexpr ptrdiff_t kCopyStride = kDepth + 16;
-// Of rows of W in scratch, in fp32 values: not a power of two, so that they share the cache's sets.
 constexpr int kAccumulators = R::kWidth == 16 ? 24 : 12;
 
-struct BroadcastFp32 {
+// How rows of W meet a panel. Stored: W in memory; W, X: in the product, X that of the panel. kUnits:
+// values of W in a step. kDepth: of a block; its part of a panel stays in L1, beside what is copied of
+// W. kBatch: values copied at once.
+
+struct Fp32 {
+  using Stored = float;
   using W = float;
   using X = float;
-  static constexpr int kUnits = 1;  // values of W in a step
+  static constexpr int kUnits = 1, kDepth = 256, kBatch = R::kWidth;
+
   template <int M, int N>
   static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x) {
     R b[N];
@@ -27,13 +31,24 @@ struct BroadcastFp32 {
       for (int n = 0; n < N; ++n) acc[m][n].add_product(s, b[n]);
     }
   }
+  static VLORA_INLINE void copy(const Stored* from, W* to) { R::load(from).store(to); }
+};
+
+// bf16 made fp32 where it is copied.
+struct Widening : Fp32 {
+  using Stored = uint16_t;
+  static constexpr int kDepth = 128;
+
+  static VLORA_INLINE void copy(const Stored* from, W* to) { R::load(from).store(to); }
 };
 
 #ifdef VLORA_HAS_BF16_PRODUCTS
-struct BroadcastPairs {
+struct Bf16Pairs {
+  using Stored = uint16_t;
   using W = uint16_t;
   using X = uint16_t;
-  static constexpr int kUnits = 2;
+  static constexpr int kUnits = 2, kDepth = 256, kBatch = 2 * R::kWidth;
+
   template <int M, int N>
   static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x) {
     R::Pairs b[N];
@@ -49,16 +64,25 @@ struct BroadcastPairs {
 };
 #endif
 
-// What a tile of M rows fetches meanwhile: as many rows of W, a line of each per line of depth.
-struct Fetch {
-  const char* from;  // null: nothing
-  ptrdiff_t stride;
-  int64_t lines;  // of each row
+template <class P>
+constexpr ptrdiff_t kCopyStride = P::kDepth + 16;
+// Of rows of W in scratch, in values: not a power of two, so that they share the cache's sets.
+
+// What a tile of M rows does beside its sums, for `columns` of its depth: as many rows of W are
+// fetched, and others, fetched before, are copied. Apart from the sums either would cost its full time.
+template <class P>
+struct Beside {
+  const typename P::Stored *fetch, *from;
+  float* to;
+  ptrdiff_t stride;  // of rows of W in memory
+  int64_t columns;
 };
 
-template <class P, int M, int N, bool kFetch>
+enum class Also { kNothing, kFetch, kFetchAndCopy };
+
+template <class P, int M, int N, Also kAlso>
 VLORA_INLINE void panel_tile(const typename P::W* w, ptrdiff_t stride, const typename P::X* panel,
-                             int64_t depth, float* c, bool first, const Fetch& fetch) {
+                             int64_t depth, float* c, bool first, const Beside<P>& beside) {
   R acc[M][N];
 #pragma GCC unroll 24
   for (int m = 0; m < M; ++m)
@@ -66,16 +90,23 @@ VLORA_INLINE void panel_tile(const typename P::W* w, ptrdiff_t stride, const typ
     for (int n = 0; n < N; ++n)
       acc[m][n] = first ? R::zero() : R::load(c + m * kLanes + n * R::kWidth);
   int64_t steps = depth / P::kUnits;
-  constexpr int kPerLine = 16;  // steps between two lines
-  if constexpr (kFetch) {
-    const char* from = fetch.from;
-    for (int64_t line = 0; line < fetch.lines && steps >= kPerLine; ++line, from += 64) {
+  if constexpr (kAlso != Also::kNothing) {
+    constexpr int kLine = 64 / int(sizeof(typename P::Stored));
+    for (int64_t k = 0; k + kLine <= beside.columns; k += kLine) {
 #pragma GCC unroll 24
-      for (int m = 0; m < M; ++m) __builtin_prefetch(from + m * fetch.stride, 0, 2);
+      for (int m = 0; m < M; ++m) __builtin_prefetch(beside.fetch + m * beside.stride + k, 0, 2);
 #pragma GCC unroll 1
-      for (int i = 0; i < kPerLine; ++i, w += P::kUnits, panel += P::kUnits * kLanes)
-        P::step(acc, w, stride, panel);
-      steps -= kPerLine;
+      for (int i = 0; i < kLine; i += P::kBatch) {
+        if constexpr (kAlso == Also::kFetchAndCopy) {
+#pragma GCC unroll 24
+          for (int m = 0; m < M; ++m)
+            P::copy(beside.from + m * beside.stride + k + i, beside.to + m * kCopyStride<P> + k + i);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < P::kBatch; j += P::kUnits, w += P::kUnits, panel += P::kUnits * kLanes)
+          P::step(acc, w, stride, panel);
+      }
+      steps -= kLine / P::kUnits;
     }
   }
   for (; steps > 0; --steps, w += P::kUnits, panel += P::kUnits * kLanes)
@@ -86,35 +117,74 @@ VLORA_INLINE void panel_tile(const typename P::W* w, ptrdiff_t stride, const typ
     for (int n = 0; n < N; ++n) acc[m][n].store(c + m * kLanes + n * R::kWidth);
 }
 
-// N registers of a panel: one where it has no more rows than that. kStride: 0, or that of the rows.
-template <class P, int N, ptrdiff_t kStride>
-void panel_block(const typename P::W* w, ptrdiff_t w_stride, const typename P::X* panel, int64_t depth,
-                 float* c, bool first, int64_t rows, Fetch fetch) {
-  constexpr int M = kAccumulators / N;
-  const ptrdiff_t stride = kStride ? kStride : w_stride;
-  int64_t n = 0;
-  if (fetch.from) {
-    for (; n + M <= rows; n += M, fetch.from += M * fetch.stride)
-      panel_tile<P, M, N, true>(w + n * stride, stride, panel, depth, c + n * kLanes, first, fetch);
-  } else {
-    for (; n + M <= rows; n += M)
-      panel_tile<P, M, N, false>(w + n * stride, stride, panel, depth, c + n * kLanes, first, fetch);
+// Values [from, until) of rows of W to scratch, with zeros up to a whole batch.
+template <class P>
+void copy_rows(const typename P::Stored* w, ptrdiff_t stride, int64_t rows, int64_t from,
+               int64_t until, float* to) {
+  for (int64_t n = 0; n < rows; ++n, w += stride, to += kCopyStride<P>) {
+    int64_t k = from;
+    for (; k + P::kBatch <= until; k += P::kBatch) P::copy(w + k, to + k);
+    if (k < until) {
+      typename P::Stored rest[P::kBatch] = {};
+      for (int64_t i = k; i < until; ++i) rest[i - k] = w[i];
+      P::copy(rest, to + k);
+    }
   }
-  for (; n < rows; ++n)
-    panel_tile<P, 1, N, false>(w + n * stride, stride, panel, depth, c + n * kLanes, first, fetch);
 }
 
-template <class T>
-VLORA_INLINE void widen(const T* from, float* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + R::kWidth <= count; i += R::kWidth) R::load(from + i).store(to + i);
-  if (i < count) {
-    T rest[R::kWidth] = {};
-    float values[R::kWidth];
-    for (int64_t j = i; j < count; ++j) rest[j - i] = from[j];
-    R::load(rest).store(values);
-    __builtin_memcpy(to + i, values, size_t(count - i) * sizeof(float));
+// Some depth of a piece's rows of W, and the copy of them.
+template <class P>
+struct Block {
+  const typename P::Stored* w;
+  int64_t depth;  // 0: nothing of it is to be copied
+  float* copy;
+};
+
+// The rows of a block with N registers of one panel. While `next` is there, that is for a block's first
+// panel, each tile sees to those that follow it: in this block, then in the next one.
+template <class P, int N, bool kCopied>
+void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>* next,
+                 const typename P::X* panel, float* c, bool first) {
+  constexpr int M = kAccumulators / N;
+  const typename P::W* w;
+  if constexpr (kCopied) {
+    w = now.copy;
+  } else {
+    w = now.w;
   }
+  const ptrdiff_t stride = kCopied ? kCopyStride<P> : p.k;
+  int64_t n = 0;
+  for (; n + M <= rows; n += M, w += M * stride, c += M * kLanes) {
+    if (!next) {
+      panel_tile<P, M, N, Also::kNothing>(w, stride, panel, now.depth, c, first, {});
+      continue;
+    }
+    const bool here = n + 2 * M <= rows;  // the tile after this one, and the one after that
+    Beside<P> beside{n + 3 * M <= rows ? now.w + (n + 2 * M) * p.k : next->w + (here ? 0 : M) * p.k,
+                     nullptr, nullptr, p.k, now.depth};
+    const Block<P>& block = here ? now : *next;
+    if (!kCopied || !block.depth) {
+      panel_tile<P, M, N, Also::kFetch>(w, stride, panel, now.depth, c, first, beside);
+      continue;
+    }
+    const int64_t row = here ? n + M : 0;
+    beside.from = block.w + row * p.k;
+    beside.to = block.copy + row * kCopyStride<P>;
+    constexpr int kLine = 64 / int(sizeof(typename P::Stored));
+    beside.columns = (block.depth < now.depth ? block.depth : now.depth) / kLine * kLine;
+    if constexpr (kCopied) {
+      panel_tile<P, M, N, Also::kFetchAndCopy>(w, stride, panel, now.depth, c, first, beside);
+      copy_rows<P>(beside.from, p.k, M, beside.columns, block.depth, beside.to);
+    }
+  }
+  if constexpr (kCopied) {
+    if (next && n < rows) {
+      copy_rows<P>(now.w + n * p.k, p.k, rows - n, 0, now.depth, now.copy + n * kCopyStride<P>);
+      if (next->copy) copy_rows<P>(next->w, p.k, rows < M ? rows : M, 0, next->depth, next->copy);
+    }
+  }
+  for (; n < rows; ++n, w += stride, c += kLanes)
+    panel_tile<P, 1, N, Also::kNothing>(w, stride, panel, now.depth, c, first, {});
 }
 
 // The sums of a piece, [panel][row of W][row of x], to y.
@@ -149,52 +219,46 @@ inline void store_sums(const Product& p, const Piece& piece, const float* c) {
   }
 }
 
-// Stored: the type of W in memory. P: that of the product; W is copied to it where it differs, or
-// where kCopied says so.
-template <class Stored, class P, bool kCopied>
+template <class P, bool kCopied>
 void many(const Product& p, const float* packed, const Piece& piece, float* scratch) {
-  using W = typename P::W;
-  using X = typename P::X;
+  static_assert(kBlock * kCopyStride<P> <= kCopyFloats, "a block's copy must fit");
+  const auto* const values = reinterpret_cast<const typename P::X*>(packed);
+  const auto* const all = static_cast<const typename P::Stored*>(p.w) + piece.from * p.k;
   const int64_t rows = piece.to - piece.from;
-  float* const sums = scratch + kBlock * kCopyStride;
-  const Stored* const all = static_cast<const Stored*>(p.w);
-  const int64_t depths = ceil_div(p.k, P::kUnits) * P::kUnits;  // of a panel
-  for (int64_t k = 0; k < p.k; k += kDepth) {
-    const int64_t depth = p.k - k < kDepth ? p.k - k : kDepth;
-    const Stored* const here = all + piece.from * p.k + k;
-    // What comes next: the rest of these rows, or other ones.
-    Fetch fetch{nullptr, p.k * ptrdiff_t(sizeof(Stored)), 0};
-    const int64_t k_next = k + kDepth < p.k ? k + kDepth : 0;
-    const int64_t row = k_next ? piece.from : piece.next;
-    if (row >= 0 && row + rows <= p.n) {
-      fetch.from = reinterpret_cast<const char*>(all + row * p.k + k_next);
-      fetch.lines = (p.k - k_next < kDepth ? p.k - k_next : kDepth) * ptrdiff_t(sizeof(Stored)) / 64;
-    }
-    const W* w;
-    if constexpr (kCopied) {
-      for (int64_t n = 0; n < rows; ++n) widen(here + n * p.k, scratch + n * kCopyStride, depth);
-      w = scratch;
-    } else {
-      w = here;
-    }
-    constexpr ptrdiff_t kStride = kCopied ? kCopyStride : 0;
-    for (int64_t panel = 0; panel < piece.panels; ++panel, fetch.from = nullptr) {
-      const X* x = reinterpret_cast<const X*>(packed) + (piece.panel + panel) * kLanes * depths;
-      float* c = sums + panel * kBlock * kLanes;
-      x += k * kLanes;
-      if (p.rows - (piece.panel + panel) * kLanes <= R::kWidth) {
-        panel_block<P, 1, kStride>(w, p.k, x, depth, c, k == 0, rows, fetch);
+  float* const sums = scratch + 2 * kCopyFloats;
+  auto is_narrow = [&](int64_t panel) { return p.rows - (piece.panel + panel) * kLanes <= R::kWidth; };
+  auto block_at = [&](int64_t k) {
+    const int64_t depth = p.k - k < P::kDepth ? p.k - k : P::kDepth;
+    return Block<P>{all + k, depth, scratch + k / P::kDepth % 2 * kCopyFloats};
+  };
+  Block<P> now = block_at(0);
+  if constexpr (kCopied) {  // the first tile's rows
+    const int64_t most = is_narrow(0) ? kAccumulators : kAccumulators * R::kWidth / kLanes;
+    copy_rows<P>(now.w, p.k, rows < most ? rows : most, 0, now.depth, now.copy);
+  }
+  for (int64_t k = 0; k < p.k; k += P::kDepth) {
+    const bool last = k + P::kDepth >= p.k;
+    const int64_t other = piece.next < 0 ? 0 : piece.next - piece.from;  // a piece that is only fetched
+    const Block<P> next = last ? Block<P>{all + other * p.k, 0, nullptr} : block_at(k + P::kDepth);
+    for (int64_t panel = 0; panel < piece.panels; ++panel) {
+      const typename P::X* const x = values + ((piece.panel + panel) * p.k + k) * kLanes;
+      float* const c = sums + panel * kBlock * kLanes;
+      const Block<P>* const after = panel == 0 ? &next : nullptr;
+      if (is_narrow(panel)) {
+        panel_block<P, 1, kCopied>(p, rows, now, after, x, c, k == 0);
       } else {
-        panel_block<P, kLanes / R::kWidth, kStride>(w, p.k, x, depth, c, k == 0, rows, fetch);
+        panel_block<P, kLanes / R::kWidth, kCopied>(p, rows, now, after, x, c, k == 0);
       }
     }
+    now = next;
   }
   store_sums(p, piece, sums);
 }
 
 // Panels [from, until) of x: 16 rows (zeros where there are fewer) side by side, value by value, or
 // pair of bf16 by pair.
-inline void pack_many(const Product& p, bool pairs, float* to, int64_t from, int64_t until) {
+template <class P>
+void pack_many(const Product& p, float* to, int64_t from, int64_t until) {
   for (int64_t panel = from; panel < until; ++panel)
     for (int64_t quad = 0; quad < kLanes; quad += 4) {
       static const float zeros[4] = {};
@@ -205,9 +269,8 @@ inline void pack_many(const Product& p, bool pairs, float* to, int64_t from, int
         there[i] = t < p.rows;
         x[i] = there[i] ? p.x + t * p.x_stride : zeros;
       }
-#ifdef VLORA_HAS_BF16_PRODUCTS
-      if (pairs) {
-        uint16_t* out = reinterpret_cast<uint16_t*>(to) + panel * kLanes * p.k;
+      if constexpr (P::kUnits == 2) {
+        auto* out = reinterpret_cast<uint16_t*>(to) + panel * kLanes * p.k;
         for (int64_t i = 0; i < 4; ++i)
           for (int64_t k = 0; k < p.k; k += R::kWidth) {
             float values[R::kWidth] = {};
@@ -218,20 +281,18 @@ inline void pack_many(const Product& p, bool pairs, float* to, int64_t from, int
             for (int64_t j = 0; j < count; j += 2)
               __builtin_memcpy(out + (k + j) * kLanes + (quad + i) * 2, rounded + j, 4);
           }
-        continue;
+      } else {
+        float* out = to + panel * kLanes * p.k + quad;
+        int64_t k = 0;
+        for (; k + 4 <= p.k; k += 4) {
+          __m128 v[4];
+          for (int i = 0; i < 4; ++i) v[i] = _mm_loadu_ps(there[i] ? x[i] + k : zeros);
+          _MM_TRANSPOSE4_PS(v[0], v[1], v[2], v[3]);
+          for (int i = 0; i < 4; ++i) _mm_storeu_ps(out + (k + i) * kLanes, v[i]);
+        }
+        for (; k < p.k; ++k)
+          for (int i = 0; i < 4; ++i) out[k * kLanes + i] = there[i] ? x[i][k] : 0;
       }
-#endif
-      (void)pairs;
-      float* out = to + panel * kLanes * p.k + quad;
-      int64_t k = 0;
-      for (; k + 4 <= p.k; k += 4) {
-        __m128 v[4];
-        for (int i = 0; i < 4; ++i) v[i] = _mm_loadu_ps(there[i] ? x[i] + k : zeros);
-        _MM_TRANSPOSE4_PS(v[0], v[1], v[2], v[3]);
-        for (int i = 0; i < 4; ++i) _mm_storeu_ps(out + (k + i) * kLanes, v[i]);
-      }
-      for (; k < p.k; ++k)
-        for (int i = 0; i < 4; ++i) out[k * kLanes + i] = there[i] ? x[i][k] : 0;
     }
 }
 

@@ -14,13 +14,14 @@ def body(isa: Isa) -> str:
     """What fills the table of one instruction set."""
     pairs = "VLORA_HAS_BF16_PRODUCTS" in isa.defines
     few = "Pairs" if pairs else "Widened"
-    many = "many<uint16_t, BroadcastPairs, false>" if pairs else "nullptr"
+    pairs_many = "{pack_many<Bf16Pairs>, many<Bf16Pairs, false>}" if pairs else "{nullptr, nullptr}"
     return (
         "Kernels table() {\n"
-        f"  return {{{{nullptr, pack_few<{few}>}}, {{few<Plain>, few<{few}>}}, pack_many,\n"
-        f"          {{many<float, BroadcastFp32, false>, {many}}},\n"
-        "          {many<float, BroadcastFp32, true>, many<uint16_t, BroadcastFp32, true>},\n"
-        f"          add_norm, gate, largest, sample, {'true' if pairs else 'false'}}};\n}}\n"
+        f"  return {{{{nullptr, pack_few<{few}>}}, {{few<Plain>, few<{few}>}},\n"
+        f"          {{{{pack_many<Fp32>, many<Fp32, false>}}, {pairs_many}}},\n"
+        "          {{pack_many<Fp32>, many<Fp32, true>},"
+        " {pack_many<Widening>, many<Widening, true>}},\n"
+        "          add_norm, gate, largest, sample};\n}\n"
     )
 
 

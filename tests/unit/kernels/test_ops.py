@@ -31,7 +31,7 @@ def _tolerance(dtype: torch.dtype, backend: Backend) -> float:
 def test_a_product_is_the_double_precision_one(
     backend: Backend, rows: int, dtype: torch.dtype
 ) -> None:
-    for width, depth in ((1, 1), (5, 3), (48, 64), (50, 100), (131, 257), (97, 600)):
+    for width, depth in ((1, 1), (5, 3), (48, 64), (50, 100), (131, 257), (158, 600)):
         x = torch.randn(rows, depth)
         weight = (torch.randn(width, depth) / depth**0.5).to(dtype)
         bias = torch.randn(width) if width % 2 else None
@@ -56,6 +56,8 @@ def test_nothing_is_read_beyond_the_last_row_of_a_matrix(backend: Backend) -> No
         (torch.float32, 37, 2),
         (torch.bfloat16, 37, 2),
         (torch.bfloat16, 37, 20),
+        (torch.float32, 37, 20),
+        (torch.float32, 37, 70),
     ):
         around = torch.full((11 * depth + 64,), float("nan"), dtype=dtype)
         weight = around[: 11 * depth].view(11, depth)
