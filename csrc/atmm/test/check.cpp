@@ -362,6 +362,7 @@ int main(int argc, char** argv) {
           check_heads(here);
           if (here.tiles) check_tiles(here);
           check_attention(cpu::Isa(i));
+          check_product(cpu::Isa(i));
           check_between(cpu::Isa(i));
         }
     };

@@ -1,4 +1,4 @@
-// Random steps of attention, and of what lies between products, against double precision.
+// Random steps of attention, products, and what lies between them, against double precision.
 #include "check_attention.h"
 
 #include <algorithm>
@@ -165,6 +165,33 @@ void check_attention(cpu::Isa isa) {
           if (!(std::abs(got - want) < tolerance)) fail("attention", got, want);
         }
       }
+}
+
+void check_product(cpu::Isa isa) {
+  const linear::Kernels& kernels = linear::kernels(isa);
+  const Dtype dtype = draw(0, 1) ? Dtype::kFp32 : Dtype::kBf16;
+  if (!kernels.few[int(dtype)]) return;
+  const int64_t rows = any_of({1, 2, 3, 4, 5, 6, 8, 12, 13, 16, 24, 33, 66}), n = draw(1, 120);
+  const int64_t k = any_of({draw(1, 40), draw(1, 300), 600}), x_stride = k + draw(0, 3), y_stride = n + draw(0, 3);
+  const std::vector<float> x = normal((rows - 1) * x_stride + k), bias = normal(n);
+  std::vector<float> w = normal(n * k), y(size_t((rows - 1) * y_stride + n));
+  const std::unique_ptr<char[]> stored(new char[size_t(n * k) * size_of(dtype)]);
+  for (int64_t i = 0; i < n * k; ++i) put(stored.get(), i, w[size_t(i)] = rounded(w[size_t(i)], dtype), dtype);
+  const bool biased = draw(0, 1);
+  linear::multiply(kernels,
+                   {dtype, stored.get(), n, k, x.data(), rows, x_stride, y.data(), y_stride,
+                    biased ? bias.data() : nullptr},
+                   int(draw(1, 3)));
+  // Where bf16 is multiplied in pairs, x is rounded.
+  const bool exact = dtype == Dtype::kFp32 || isa != cpu::Isa::kAvx512Bf16;
+  const double tolerance = (exact ? 1e-5 : 2e-2) * std::sqrt(double(k));
+  for (int64_t t = 0; t < rows; ++t)
+    for (int64_t i = 0; i < n; ++i) {
+      double want = biased ? bias[size_t(i)] : 0;
+      for (int64_t at = 0; at < k; ++at) want += double(x[size_t(t * x_stride + at)]) * w[size_t(i * k + at)];
+      const double got = y[size_t(t * y_stride + i)];
+      if (!(std::abs(got - want) < tolerance)) fail("product", got, want);
+    }
 }
 
 void check_between(cpu::Isa isa) {
