@@ -51,7 +51,6 @@ def test_kernels_writes_the_keys_of_the_issue_for_both_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "COLD_TOTAL_BYTES", 1 << 16)
-    monkeypatch.setattr(kernels, "STABILITY_ROUNDS", 10)
     grid = tmp_path / "grid.json"
     groups = [
         {**GROUP, "regime": "decode", "rows": [1], "quick": True},

@@ -65,6 +65,7 @@ def kernels(
     cells = load_grid(path, types(dtypes), quick=quick)
     numbers = counts(threads)
     described = report.meta("bench kernels", quick) | {"grid": path.name, **atmm.describe()}
+    effort = bench.QUICK if quick else bench.FULL
     results: list[Result] = []
     table = report.kernel_table()
     with suppress(KeyboardInterrupt), Progress(console=shown, transient=True) as progress:
@@ -74,7 +75,7 @@ def kernels(
         for result in bench.run(
             cells,
             numbers,
-            bench.QUICK if quick else bench.FULL,
+            effort,
             limits,
             atmm.set_threads,
             bf16_instructions=atmm.bf16_instructions(),
@@ -83,11 +84,11 @@ def kernels(
             table.add_row(*report.kernel_cells(result))
             progress.update(task, advance=1, description=result.cell.name)
     atmm.set_threads(numbers[0])
-    steady = bench.stability(bench.stability_cells(cells, quick=quick))
+    steady = bench.stability(bench.stability_cells(cells, quick=quick), effort)
     summary = bench.summarize(results) | bench.summarize_stability(steady)
     shown.print(table)
     report.show_left_out(shown, results)
-    shown.print(report.stability_table(steady))
+    shown.print(report.stability_table(steady, effort.stability_rounds))
     shown.print(report.summary_table(summary, f"geometric means over threads {threads}"))
     described |= {"limits": limits.as_meta()}
     if json is not None:

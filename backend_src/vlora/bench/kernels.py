@@ -18,23 +18,31 @@ from vlora.bench.timing import Timing, geometric_mean, interleaved, single_calls
 
 COLD_TOTAL_BYTES = Device.here().cold_bytes
 """Adapters of a cold cell rotate through as many layers as make this much."""
+MAY_BE_FASTEST = ("slice_loop", "padded")
+"""Baselines; the others take several times as long."""
 FEWEST_LAYERS, MOST_LAYERS = 2, 512
 MULTIPLY_ROUNDS = 100_000
 """Of the loop at the peak, beside a cell: 0.2 ms of a core that does 250 GFLOP/s."""
-STABILITY_ROUNDS, STABILITY_WARM_UPS = 100, 10
-"""Of the paper's figure 18."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds of all operators, and seconds for one of them in one cell."""
+    """How long to measure.
+
+    rounds of all operators, and seconds for one of them in one cell; rounds and warm-ups of latency
+    stability (the paper's figure 18: 100 after 10). all_in_fp32: in bf16 cells every baseline on
+    fp32 weights as well, else those that can be the fastest.
+    """
 
     rounds: int
     budget: float
+    stability_rounds: int
+    stability_warm_ups: int
+    all_in_fp32: bool
 
 
-QUICK = Effort(rounds=5, budget=0.01)
-FULL = Effort(rounds=9, budget=0.03)
+QUICK = Effort(5, 0.01, stability_rounds=15, stability_warm_ups=2, all_in_fp32=False)
+FULL = Effort(9, 0.03, stability_rounds=100, stability_warm_ups=10, all_in_fp32=True)
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,11 @@ def run(
         for cell in cells:
             operators: list[Baseline] = [Atmm(), *BASELINES]
             if cell.dtype == "bf16" and not bf16_instructions:
-                operators += [InFloat32(one) for one in BASELINES]
+                operators += [
+                    InFloat32(one)
+                    for one in BASELINES
+                    if effort.all_in_fp32 or one.name in MAY_BE_FASTEST
+                ]
             if not cell.cold:
                 operators += static_tiles(cell.dtype)
             result = measure(cell, count, limits, effort, operators)
@@ -204,8 +216,8 @@ def run(
 
 
 @torch.inference_mode()
-def stability(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Coefficients of variation over 100 rounds after 10 warm-ups, all operators interleaved."""
+def stability(cells: Sequence[Cell], effort: Effort) -> list[dict[str, Any]]:
+    """Coefficients of variation over the effort's rounds, all operators interleaved."""
     rows = []
     for cell in cells:
         generator = torch.Generator().manual_seed(1)
@@ -215,7 +227,9 @@ def stability(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             for operator in (Atmm(), *BASELINES)
             if operator.why_not(cell) is None
         }
-        timings = single_calls(rotations, rounds=STABILITY_ROUNDS, warm_ups=STABILITY_WARM_UPS)
+        timings = single_calls(
+            rotations, rounds=effort.stability_rounds, warm_ups=effort.stability_warm_ups
+        )
         rows.append(
             {
                 **cell.as_row(),

@@ -94,12 +94,12 @@ def summary_table(summary: Mapping[str, Any], title: str) -> Table:
     return table
 
 
-def stability_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def stability_table(rows: Sequence[Mapping[str, Any]], rounds: int) -> Table:
     names = ("atmm", *(baseline.name for baseline in BASELINES))
     table = Table(
         "cell",
         *(name.replace("_", " ") for name in names),
-        title="coefficient of variation, 100 rounds after 10 warm-ups",
+        title=f"coefficient of variation, {rounds} rounds after warm-ups",
     )
     for row in rows:
         found = row["variation"]

@@ -15,6 +15,9 @@ MIN_SAMPLE_SECONDS = 4e-4
 FEWEST_SAMPLES = 3
 WARM_CALLS = 3
 """Before a sample: a cache of the last level that fills by eviction needs more than one pass."""
+LONG, VERY_LONG = 5e-3, 4e-2
+"""Seconds of a call from which on one pass, or none, is enough: what memory gives in that time is
+many times the caches, and the first misses are a small part of it."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,14 @@ def interleaved(
     others have used since. budget: seconds per candidate; a slow one gets fewer samples, never
     under FEWEST_SAMPLES, spread over all rounds.
     """
-    calls, samples_wanted = {}, {}
-    warm_calls = WARM_CALLS if warm else 0
+    calls, warm_calls, samples_wanted = {}, {}, {}
     for name, call in candidates.items():
         estimate = _seconds(call, 1)
         if estimate < budget:  # else the first call's own share in it is small
             estimate = _seconds(call, 1)
         calls[name] = max(1, round(MIN_SAMPLE_SECONDS / max(estimate, 1e-9)))
-        cost = (calls[name] + warm_calls) * estimate
+        warm_calls[name] = _warm_calls(estimate) if warm else 0
+        cost = (calls[name] + warm_calls[name]) * estimate
         samples_wanted[name] = min(rounds, max(FEWEST_SAMPLES, int(budget / max(cost, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
@@ -69,10 +72,14 @@ def interleaved(
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             if len(samples[name]) * rounds > turn * samples_wanted[name]:
                 continue
-            for _ in range(warm_calls):
+            for _ in range(warm_calls[name]):
                 candidates[name]()
             samples[name].append(_seconds(candidates[name], calls[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def _warm_calls(seconds: float) -> int:
+    return WARM_CALLS if seconds < LONG else 1 if seconds < VERY_LONG else 0
 
 
 def single_calls(
