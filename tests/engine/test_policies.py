@@ -56,8 +56,14 @@ def test_answers_do_not_depend_on_the_policy(options: Options) -> None:
     assert engine.slab.digest() == base
 
 
-def test_a_deterministic_engine_never_merges(options: Options) -> None:
+def test_a_deterministic_engine_never_merges(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = Engine(replace(options, policy="merge_only", deterministic=True))
+    engine.calibrate()
+    assert engine.stats().merges == 0
+    assert engine.switcher.merged == -1, "nor is the memory for it taken"
     answers(engine, batch(engine))
     assert set(engine.stats().mode_steps) == {"unmerged"}
 

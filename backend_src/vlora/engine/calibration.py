@@ -109,16 +109,21 @@ def calibrated(
     bed: Bed,
     model: object,
     slots: Sequence[int],
+    mergeable: Sequence[int],
     size: Callable[[int], AdapterSize],
     head: float,
     most_context: int,
     root: Path | None = None,
 ) -> Profile:
     """The profile of this machine for this model and these adapters, measured where it is not kept
-    yet. model: what tells it from others, printed. head: the LM head's weights over all other
-    products'. most_context: of a request."""
-    key = (repr(model), bed.rows, sorted(size(slot) for slot in slots))
-    return kept(key, lambda: measure(bed, slots, size, head, most_context), root)
+    yet. model: what tells it from others, printed. mergeable: slots that may be merged. head: the
+    LM head's weights over all other products'. most_context: of a request."""
+    sizes = [sorted(size(slot) for slot in these) for these in (slots, mergeable)]
+    return kept(
+        (repr(model), bed.rows, sizes),
+        lambda: measure(bed, slots, mergeable, size, head, most_context),
+        root,
+    )
 
 
 class Bed:
@@ -148,9 +153,6 @@ class Bed:
     def most_context(self, requests: int) -> int:
         """Positions that each of so many requests finds pages for."""
         return self._pages // requests * self._block
-
-    def mergeable(self, slot: int) -> bool:
-        return self._switcher.can_merge(slot)
 
     def merge(self, slot: int, other: int) -> float:
         """Seconds of merging a slot after another; what its first merge prepares is not counted
@@ -191,11 +193,12 @@ class Bed:
 def measure(
     bed: Bed,
     slots: Sequence[int],
+    mergeable: Sequence[int],
     size: Callable[[int], AdapterSize],
     head: float,
     most_context: int,
 ) -> Profile:
-    """slots: adapters that can be asked for."""
+    """slots: adapters that can be asked for. mergeable: those that may be merged."""
     started = time.perf_counter()
     knots: list[tuple[int, float]] = []
     for rows in ROWS:
@@ -205,7 +208,7 @@ def measure(
         knots.append((rows, bed.step([BASE], rows, 0)))
     profile = _attention(bed, Profile(_rising(knots), head), most_context)
     profile = _adapters(bed, profile, slots, size)
-    return _merges(bed, profile, [slot for slot in slots if bed.mergeable(slot)], size)
+    return _merges(bed, profile, mergeable, size)
 
 
 def _attention(bed: Bed, profile: Profile, most_context: int) -> Profile:
@@ -261,7 +264,7 @@ def _beyond_base(bed: Bed, slots: Sequence[int], rows: int) -> float:
 def _merges(
     bed: Bed, profile: Profile, slots: Sequence[int], size: Callable[[int], AdapterSize]
 ) -> Profile:
-    """slots: those that may be merged."""
+    """slots: those that may be merged; without any no memory is taken for it."""
     by_work = sorted((size(slot).product, slot) for slot in slots)
     if not by_work:
         return profile

@@ -107,9 +107,10 @@ class Engine:
         bed = Bed(self._runner, self.switcher, self.pool.total, self._block_size, self._most_rows)
         slots = [self.adapters.slot(name) for name in self.adapters.names()]
         model = (self.config, self.slab.dtype, self._block_size)
+        mergeable = [slot for slot in slots if self.costs.mergeable(slot)]
         head = self.costs.profile.head
         self.costs.use(
-            calibrated(bed, model, slots, self._sizes, head, self.max_model_len),
+            calibrated(bed, model, slots, mergeable, self._sizes, head, self.max_model_len)
         )
 
     # -- at the edge, on the caller's thread -------------------------------------------------
