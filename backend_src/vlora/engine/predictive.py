@@ -29,8 +29,6 @@ cannot ride along in steps that are made for others. Of 1 to 8, simulated on the
 bench policies`, this and more did alike."""
 REFUSALS = 64
 """Requests that a step may be found not worth, before it is taken as it is."""
-AHEAD = 2.0
-"""Work that a merge is weighed against, over what is here: requests like these will come."""
 PORTIONS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 """Rows of a prompt that are weighed against each other."""
 
@@ -93,8 +91,8 @@ class Predictive:
         return rows * per_row + costs.attention(rows, r.context) + costs.lora(r.slot, rows)
 
     def _live(self, ready: Sequence[Ready], live: int) -> int:
-        """The adapter whose merge saves most over the work that is here, and AHEAD times as much
-        to come: its own rows and steps need it no more, all others need it taken out."""
+        """The adapter whose merge saves most over the work that is here: its own rows and steps
+        need it no more, all others need it taken out."""
         rows: defaultdict[int, int] = defaultdict(int)
         steps: defaultdict[int, int] = defaultdict(int)
         for r in ready:
@@ -108,7 +106,7 @@ class Predictive:
             others = max((n for other, n in steps.items() if other != slot), default=0)
             saved = self._costs.lora(slot, 2 * rows[slot] - total)
             saved += self._costs.adapter(slot) * (steps[slot] - others)
-            gain = AHEAD * saved - self._costs.switch(live, slot)
+            gain = saved - self._costs.switch(live, slot)
             if gain > most:
                 best, most = slot, gain
         return best
