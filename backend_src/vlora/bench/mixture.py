@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import Segments
-from vlora.bench import llava
 from vlora.bench.atmm import Beside
 from vlora.bench.bed import TestBed
 from vlora.bench.limits import Limits
@@ -27,7 +25,6 @@ from vlora.lora.slab import ATTENTION, GROUPS
 
 READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 5_000_000
-PAGES = 64
 UNMERGED, MIXTURE = "unmerged", "mixture"
 
 
@@ -89,13 +86,9 @@ def seconds(segments: Segments, group: LoraGroup, limits: Callable[..., float]) 
 
 
 @torch.inference_mode()
-def run(
-    given: Mapping[str, Any], limits: Limits, *, quick: bool, root: Path | None = None
-) -> list[Result]:
-    """Each phase and number of starved requests, in fp32."""
-    checkpoint = llava.make(llava.MODELS[given["model"]], root)
-    bed = TestBed(checkpoint, "fp32", PAGES, PAGES, adapters=True)
-    sizes, adapters = checkpoint.sizes, bed.engine.adapters
+def run(given: Mapping[str, Any], bed: TestBed, limits: Limits, *, quick: bool) -> list[Result]:
+    """Each phase and number of starved requests, with the adapters of an fp32 engine."""
+    sizes, adapters = bed.sizes, bed.engine.adapters
     groups = [
         adapters.group([(layer, target) for target in group])
         for layer in range(sizes.layers)

@@ -59,13 +59,16 @@ class Changes:
         ]
 
 
-def measure_changes(
-    given: Mapping[str, Any], dtype: str, *, quick: bool, root: Path | None = None
-) -> Changes:
-    """Decoding requests through rounds of all changes; the first round warms up."""
+def bed_for(given: Mapping[str, Any], dtype: str, root: Path | None = None) -> TestBed:
+    """An engine with pages for the requests. root: where checkpoints are kept."""
     checkpoint = llava.make(llava.MODELS[given["model"]], root)
     requests, context = given["requests"], given["context"]
-    bed = TestBed(checkpoint, dtype, requests * (context + SPARE), requests, adapters=True)
+    return TestBed(checkpoint, dtype, requests * (context + SPARE), requests, adapters=True)
+
+
+def measure_changes(given: Mapping[str, Any], bed: TestBed, dtype: str, *, quick: bool) -> Changes:
+    """Decoding requests through rounds of all changes; the first round warms up."""
+    requests, context = given["requests"], given["context"]
     bed.stage(requests, context + 1, context)
     # Two adapters of the largest rank: what is merged is then alike.
     ranks = [bed.engine.adapters.adapter(slot).info.ranks for slot in bed.slots]

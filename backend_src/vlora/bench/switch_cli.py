@@ -20,9 +20,11 @@ from vlora.bench.options import (
 )
 
 if TYPE_CHECKING:
+    from vlora.bench.mixture import Result
+    from vlora.bench.modes import Changes
     from vlora.bench.switch import SwitchResult
 
-ROUNDS, QUICK_ROUNDS = 7, 5
+ROUNDS, QUICK_ROUNDS = 7, 3
 
 
 def switch(
@@ -47,7 +49,7 @@ def switch(
     described = report.meta("bench switch", quick) | {"grid": path.name, **atmm.describe()}
     results: list[SwitchResult] = []
     limits = atmm.LimitsByThreads()
-    numbers = counts(threads)
+    numbers = counts(threads)[-1:] if quick else counts(threads)
     with Progress(console=shown, transient=True) as progress:
         task = progress.add_task("merging", total=len(models) * len(numbers) + 3)
         rounds = QUICK_ROUNDS if quick else ROUNDS
@@ -55,13 +57,16 @@ def switch(
             results.append(result)
             progress.update(task, advance=1, description=result.model.name)
         atmm.set_threads(numbers[-1])
-        progress.update(task, description="rows of several adapters")
-        mixed = mixture.run(given["mixture"], limits(numbers[-1]), quick=quick, root=root)
-        progress.update(task, advance=1, description="a switch between two tokens")
-        changes = [
-            modes.measure_changes(given["request"], dtype, quick=quick, root=root)
-            for dtype in types(dtypes)
-        ]
+        mixed: list[Result] = []
+        changes: list[Changes] = []
+        for dtype in types(dtypes):
+            progress.update(task, description="a switch between two tokens")
+            bed = modes.bed_for(given["request"], dtype, root)
+            changes.append(modes.measure_changes(given["request"], bed, dtype, quick=quick))
+            if dtype == "fp32":
+                progress.update(task, advance=1, description="rows of several adapters")
+                mixed = mixture.run(given["mixture"], bed, limits(numbers[-1]), quick=quick)
+            del bed
         progress.update(task, advance=1, description="merging in place")
         drifts = [row for dtype in types(dtypes) for row in modes.drift(given["drift"], dtype)]
         summary = bench.summarize(results) | modes.summarize(changes, drifts)
@@ -70,7 +75,7 @@ def switch(
     shown.print(changes_table(changes))
     shown.print(mixture_table(mixed))
     shown.print(drift_table(drifts))
-    shown.print(report.summary_table(summary, f"merges: geometric means over threads {threads}"))
+    shown.print(report.summary_table(summary, f"merges: geometric means over threads {numbers}"))
     described |= {"limits": limits.as_meta()}
     if json is not None:
         rows = [result.as_row() for result in results] + [result.as_row() for result in mixed]
