@@ -116,6 +116,20 @@ def serve(
         Supervisor(server_options, _say, policy).run(partial(_announce, options))
 
 
+@app.command()
+def capacity(
+    model: ModelOption = None,
+    adapters: AdaptersOption = None,
+    memory: Annotated[float, typer.Option(min=0.0, help="GiB for all of it.")] = 8.0,
+) -> None:
+    """What fits into so much memory: weights, adapters, sequences, and what a rank costs."""
+    from vlora.capacity_cli import show
+
+    with _failures_told():
+        names = load_adapter_names(default_repository() / "lmm" / "1" / "multi_lora.json")
+        show(console, _check(model, adapters), names, memory)
+
+
 @adapters_app.command("list")
 def list_adapters(model: ModelOption = None, adapters: AdaptersOption = None) -> None:
     """Show every adapter: ranks, targets, tasks, head and digest."""

@@ -74,12 +74,16 @@ class Options:
     deterministic: no adapter is ever merged, so that in bfloat16 too an answer does not depend on
         what else runs.
     max_num_waiting: queue length at which requests are refused with UNAVAILABLE.
-    block_size: tokens per KV page. kv_cache_tokens: capacity of the page pool in tokens.
     merging: how an adapter comes into the weights (merged and mixture mode): "out_of_place", beside
         the base weights; "in_place", as the paper does it, with half the memory and a drift by
         rounding; "off", never.
     merged_weights_bytes: memory for the merged weights; where they need more, nothing is merged.
         None: what the machine and the container have left at the start.
+    block_size: tokens per KV page. kv_cache_tokens: keys and values that the page pool has room
+        for, in tokens. adapter_pool_bytes: room that it has for packed adapters besides; "auto" is
+        what all that are known need, up to 1 GiB. Each may take of the other's where that is idle.
+    adapter_host_bytes: of adapters kept in host memory, in float32; what is in use stays beyond it.
+    enable_prefix_caching: keys and values of whole blocks are kept for prompts that begin alike.
     engine_threads, encoder_threads: threads of the two processes; "auto" shares out the cores that
         this process may use (`cores.share`).
     feature_cache_bytes: budget of the encoder's image feature cache; 0 turns it off.
@@ -104,6 +108,9 @@ class Options:
     kv_cache_tokens: int = 32768
     merging: str = "out_of_place"
     merged_weights_bytes: int | None = None
+    adapter_pool_bytes: Threads = AUTO
+    adapter_host_bytes: int = 4 * 1024**3
+    enable_prefix_caching: bool = True
     engine_threads: Threads = AUTO
     encoder_threads: Threads = AUTO
     feature_cache_bytes: int = 256 * 1024 * 1024
@@ -124,13 +131,12 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "disable_log_requests": (True, False),
     "enable_log_requests": (True, False),
     "enable_chunked_prefill": (True,),
-    "enable_prefix_caching": (False,),
 }
 """vLLM keys without an option of ours, with the values that describe what we do anyway."""
 
 NO_EFFECT: dict[str, str] = {
     "gpu_memory_utilization": "the page pool's size is 'kv_cache_tokens'",
-    "max_loras": "every adapter under 'adapters' is served at once",
+    "max_loras": "as many adapters at once as 'adapter_pool_bytes' has room for",
     "max_lora_rank": "each adapter keeps its own rank; nothing is padded",
 }
 """vLLM keys that its tutorials' files have and that change nothing here: accepted, with a note."""
@@ -140,7 +146,7 @@ REFUSED: dict[str, str] = {
     "num_gpu_blocks_override": "give the pool's size as 'kv_cache_tokens'",
     "swap_space": "a preempted request is recomputed",
     "cpu_offload_gb": "weights stay on one device",
-    "max_cpu_loras": "every adapter under 'adapters' is served at once",
+    "max_cpu_loras": "give their bytes as 'adapter_host_bytes'",
     "lora_modules": "list adapters in multi_lora.json",
     "limit_mm_per_prompt": "use 'limits': {'max_images': …}",
     "max_logprobs": "it is 20",

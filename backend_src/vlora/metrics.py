@@ -7,6 +7,21 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class TierCounters:
+    """Of adapters, since the start. hits: requests that found theirs resident when they were
+    queued; host_hits: in host memory; misses: on disk only. loads: from disk. packs: into the pool.
+    evictions, host_evictions: what left either."""
+
+    hits: int = 0
+    host_hits: int = 0
+    misses: int = 0
+    loads: int = 0
+    packs: int = 0
+    evictions: int = 0
+    host_evictions: int = 0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Totals since start, and gauges of now.
 
@@ -20,6 +35,9 @@ class EngineStats:
     under a policy without credits.
     superseded, expired: requests ended by a newer one of their stream, and by their deadline; both
     are counted in aborted as well.
+    pages_used: of keys and values of running requests; pages_cached: of such that later prompts may
+    begin with; pages_adapter: of packed adapters; pages_moved: relocated so far. cached_tokens:
+    tokens of prompts that were found computed.
     running_adapters, waiting_adapters: requests by adapter name ("" is the base model).
     """
 
@@ -52,6 +70,18 @@ class EngineStats:
     pages_used: int = 0
     pages_total: int = 0
     page_tokens: int = 0
+    pages_cached: int = 0
+    pages_adapter: int = 0
+    pages_moved: int = 0
+    adapters_resident: int = 0
+    adapters_known: int = 0
+    adapter_host_bytes: int = 0
+    cached_tokens: int = 0
+    adapter_hits: int = 0
+    adapter_host_hits: int = 0
+    adapter_misses: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
     running_adapters: Mapping[str, int] = field(default_factory=dict)
     waiting_adapters: Mapping[str, int] = field(default_factory=dict)
 

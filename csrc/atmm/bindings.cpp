@@ -136,14 +136,28 @@ class Group {
     }
   }
 
-  // Packs one adapter, its factors for each output or none, and publishes it; `slot` is a present one
-  // or the next. The matrices are read before this returns, without the interpreter's lock.
-  void set_slot(int64_t slot, const std::vector<std::optional<Factors>>& factors) {
-    if (factors.size() != outputs_.size())
-      throw std::invalid_argument(std::to_string(factors.size()) + " pairs for " +
+  // Memory that one adapter takes here, its ranks by output, 0 for none: a multiple of a vector.
+  size_t slot_bytes(const std::vector<int64_t>& ranks) const {
+    if (ranks.size() != outputs_.size())
+      throw std::invalid_argument(std::to_string(ranks.size()) + " pairs for " +
                                   std::to_string(outputs_.size()) + " outputs");
-    // One store in the order of use, all A, then all B: what lies ahead is what comes next.
     size_t bytes = 0;
+    for (size_t o = 0; o < ranks.size(); ++o)
+      if (ranks[o] > 0)
+        bytes += vlora::atmm::packed_bytes(ranks[o], d_in_, dtype_, true) +
+                 vlora::atmm::packed_bytes(outputs_[o].d_out, ranks[o], dtype_, false);
+    return bytes;
+  }
+
+  // Packs one adapter, its factors for each output or none, and publishes it; `slot` is a present one
+  // or the next. The matrices are read before this returns, without the interpreter's lock. into:
+  // memory of the caller's, (address, bytes), which outlives every call that may find the slot;
+  // without it the group has its own.
+  void set_slot(int64_t slot, const std::vector<std::optional<Factors>>& factors,
+                const std::optional<std::pair<uintptr_t, size_t>>& into) {
+    std::vector<int64_t> ranks;
+    for (const auto& f : factors) ranks.push_back(f ? f->a.rows : 0);
+    const size_t bytes = slot_bytes(ranks);
     for (size_t o = 0; o < factors.size(); ++o)
       if (const auto& f = factors[o]) {
         const Matrix &a = f->a, &b = f->b;
@@ -151,11 +165,14 @@ class Group {
             b.columns != a.rows)
           throw std::invalid_argument("output " + std::to_string(o) + ": a pair of rank " +
                                       std::to_string(a.rows) + " does not fit");
-        bytes += packed_bytes(a, true) + packed_bytes(b, false);
       }
+    if (into && (into->second < bytes || into->first % 64))
+      throw std::invalid_argument("a slot of " + std::to_string(bytes) + " bytes does not go into " +
+                                  std::to_string(into->second) + " at " +
+                                  std::to_string(into->first % 64) + " past a line's start");
     py::gil_scoped_release released;
-    const std::shared_ptr<char> store = cpu::in_large_pages(bytes);
-    char* at = store.get();
+    const std::shared_ptr<char> store = into ? nullptr : cpu::in_large_pages(bytes);
+    char* at = into ? reinterpret_cast<char*>(into->first) : store.get();
     std::vector<Pair> pairs(factors.size(), Pair{0, nullptr, nullptr});
     for (size_t o = 0; o < factors.size(); ++o)
       if (const auto& f = factors[o]) {
@@ -373,7 +390,9 @@ void bind_atmm(py::module_& m) {
                     const std::vector<std::pair<int64_t, int64_t>>&>());
   py::class_<Group>(m, "Group")
       .def(py::init<int64_t, const std::vector<int64_t>&, const std::string&>())
-      .def("set_slot", &Group::set_slot)
+      .def("slot_bytes", &Group::slot_bytes, py::arg("ranks"))
+      .def("set_slot", &Group::set_slot, py::arg("slot"), py::arg("factors"),
+           py::arg("into") = py::none())
       .def("set_head", &Group::set_head)
       .def("clear_slot", &Group::clear_slot)
       .def("apply", &Group::apply)

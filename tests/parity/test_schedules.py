@@ -16,7 +16,7 @@ from tests.parity.conftest import Tally
 from tests.parity.modes import drive
 from tests.parity.questions import Case
 from tools.demo.oracle import Greedy
-from vlora.config import Options
+from vlora.config import AUTO, Options
 from vlora.engine.engine import Engine
 from vlora.errors import Cancelled
 from vlora.kernels import backends
@@ -39,7 +39,8 @@ class Arrival:
 class Schedule:
     """arrivals of cases by step; budgets; slack: pages beyond what the longest request needs;
     kernels: compiled, or their twins. lives: numbers of the adapters in the weights, step by step
-    and again; none: as the engine has it. in_order: its rows are sorted for that."""
+    and again; none: as the engine has it. in_order: its rows are sorted for that. cramped: the pool
+    has room for the largest adapter alone, so that others are evicted and come again."""
 
     arrivals: tuple[Arrival, ...]
     sequences: int
@@ -49,6 +50,7 @@ class Schedule:
     kernels: Backend = "reference"
     lives: tuple[int, ...] = ()
     in_order: bool = True
+    cramped: bool = False
 
 
 arrivals = st.builds(
@@ -65,6 +67,7 @@ schedules = st.builds(
     block_size=st.sampled_from([1, 3, 16, 64]),
     slack=st.sampled_from([0, 0, 1, 8, 500]),
     kernels=st.sampled_from(sorted({"reference", backends.default()})),
+    cramped=st.booleans(),
     lives=st.lists(st.integers(0, 5), max_size=9).map(tuple),
     in_order=st.booleans(),
 )
@@ -80,6 +83,9 @@ def run(engine: Engine, schedule: Schedule, cases: list[Case]) -> dict[str, list
             request = cases[arrival.case % len(cases)].request(f"r{index}")
             engine.add(engine.prepare(request), arrival=float(step))
         news = engine.step()
+        if engine.stalled:
+            engine.adapters.finish()
+            engine.on_news()
         for index, arrival in enumerate(schedule.arrivals):
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 news += engine.abort(f"r{index}")
@@ -99,8 +105,14 @@ def run(engine: Engine, schedule: Schedule, cases: list[Case]) -> dict[str, list
 )
 @given(schedule=schedules)
 def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
-    schedule: Schedule, cases: list[Case], checkpoint: Path, parity_adapters: Path, tally: Tally
+    schedule: Schedule,
+    cases: list[Case],
+    checkpoint: Path,
+    parity_adapters: Path,
+    tally: Tally,
+    packed: dict[str, int],
 ) -> None:
+    largest = max(packed.values())
     longest = max(case.length + case.max_tokens for case in cases)
     pages = -(-longest // schedule.block_size) + schedule.slack
     engine = Engine(
@@ -111,18 +123,31 @@ def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
             max_num_batched_tokens=schedule.rows,
             block_size=schedule.block_size,
             kv_cache_tokens=pages * schedule.block_size,
+            adapter_pool_bytes=largest if schedule.cramped else AUTO,
         )
     )
     base = engine.slab.digest()
     if schedule.lives:
         slots, lives = [BASE, *range(len(engine.adapters.names()))], schedule.lives
-        drive(engine, lambda step: slots[lives[step % len(lives)]], in_order=schedule.in_order)
+
+        def live(step: int) -> int:
+            slot = slots[lives[step % len(lives)]]
+            return slot if slot in engine.adapters.resident else BASE
+
+        drive(engine, live, in_order=schedule.in_order)
     with patch.object(backends, "default", lambda: schedule.kernels):
         outputs = run(engine, schedule, cases)
     for index, arrival in enumerate(schedule.arrivals):
         check(cases[arrival.case % len(cases)], arrival, outputs[f"r{index}"], tally)
     assert engine.pool.used == 0
     assert engine.slab.digest() == base
+
+
+@pytest.fixture(scope="module")
+def packed(checkpoint: Path, parity_adapters: Path) -> dict[str, int]:
+    """Bytes of each adapter's packed copies."""
+    store = Engine(Options(model=checkpoint, adapters=parity_adapters)).adapters
+    return {name: store.packed_bytes(store.handle(name)) for name in store.names()}
 
 
 def check(case: Case, arrival: Arrival, outputs: list[Output], tally: Tally) -> None:
@@ -150,7 +175,11 @@ def check(case: Case, arrival: Arrival, outputs: list[Output], tally: Tally) -> 
 
 
 def test_page_pressure_really_preempts(
-    cases: list[Case], checkpoint: Path, parity_adapters: Path, tally: Tally
+    cases: list[Case],
+    checkpoint: Path,
+    parity_adapters: Path,
+    tally: Tally,
+    packed: dict[str, int],
 ) -> None:
     """The schedule that the drawn ones hope for: two growing answers and pages for one."""
     growing = [i for i, case in enumerate(cases) if len(case.expected.tokens) > 16][:2]
@@ -163,6 +192,7 @@ def test_page_pressure_really_preempts(
             block_size=1,
             max_num_batched_tokens=512,
             kv_cache_tokens=longest + 4,
+            adapter_pool_bytes=sum(packed.get(cases[i].question.adapter or "", 0) for i in growing),
         )
     )
     arrivals = tuple(Arrival(i, 0, None) for i in growing)

@@ -16,7 +16,7 @@ LAYERS = [
     {"memory", "request", "sampling", "config", "cores", "waiting"},
     {"lora"},
     {"model"},
-    {"engine", "generation", "vision"},
+    {"engine", "generation", "vision", "capacity", "capacity_cli"},
     {"serving", "bench"},
     {"cli"},
 ]

@@ -341,14 +341,14 @@ def test_what_nobody_thought_of_is_that_adapters_error_too(
     """And its name and folder are told."""
     from vlora.lora import store as module
 
-    load = module.load_adapter
+    files = module.AdapterFiles
 
     def fails(name: str, *more: Any) -> Any:
         if name == "bad":
             raise MemoryError("\ud800")
-        return load(name, *more)
+        return files(name, *more)
 
-    monkeypatch.setattr(module, "load_adapter", fails)
+    monkeypatch.setattr(module, "AdapterFiles", fails)
     store = AdapterStore(shape)
     store.load({"bad": zoo / "a-healthy", "good": zoo / "a-healthy"})
     assert store.names() == ("good",)

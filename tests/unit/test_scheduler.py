@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +14,8 @@ from vlora.engine.policies import make_policy
 from vlora.engine.policy import Choice, Ready
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
+from vlora.lora.adapter import AdapterInfo, Description
+from vlora.lora.handle import AdapterHandle
 from vlora.memory.kv import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.model.inputs import Prompt
@@ -24,9 +28,16 @@ def sequence(
 ) -> Sequence:
     request = Request(id=name, prompt="", sampling=SamplingParams())
     table = BlockTable(pool, block)
-    made = Sequence(request, Prompt.of_text(range(prompt)), slot, 100, table)
+    made = Sequence(request, Prompt.of_text(range(prompt)), resident(slot), 100, table)
     made.arrival = arrival
     return made
+
+
+def resident(slot: int) -> AdapterHandle | None:
+    """An adapter in this slot; None for the base."""
+    info = AdapterInfo(f"a{slot}", "", (), (), (), {}, (), ())
+    handle = AdapterHandle(info.name, Path(), (), Description(info, {}, 0), slot=slot)
+    return None if slot < 0 else handle
 
 
 def carry_out(scheduler: Scheduler, plan: StepPlan) -> None:

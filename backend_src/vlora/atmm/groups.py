@@ -22,8 +22,9 @@ class LoraGroup:
     """Projections [d_out, d_in] with one input, and each slot's pair for each of them.
 
     pairs[output][slot] is None where that adapter does not target that projection. A group keeps
-    what it is given alive; the packed copies are the core's. A slot may be set and cleared while
-    calls run: each goes through the weights that it found. dtype: of rows, weights and outputs.
+    what it is given alive; the packed copies are the core's, or lie where `put` is told. A slot may
+    be set and cleared while calls run: each goes through the weights that it found. dtype: of rows,
+    weights and outputs.
     """
 
     def __init__(
@@ -58,9 +59,23 @@ class LoraGroup:
         self.put(slot, pairs)
         return slot
 
-    def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
+    def slot_bytes(self, ranks: Sequence[int]) -> int:
+        """Bytes of one adapter's packed copies here, a multiple of 64; ranks: by output, 0 for
+        none. Of its plain copies, without the core."""
+        if backends.default() == "cpu":
+            return int(self.native.slot_bytes(list(ranks)))
+        needed = sum((self.d_in + d_out) * r for d_out, r in zip(self.d_outs, ranks, strict=True))
+        return -(-needed * self.dtype.itemsize // 64) * 64
+
+    def put(
+        self,
+        slot: int,
+        pairs: Sequence[LoraPair | None],
+        into: tuple[int, int] | None = None,
+    ) -> None:
         """Set one adapter's pairs in a slot that is there, or in the next. ValueError as `append`,
-        and for another slot."""
+        and for another slot. into: (address, bytes) where the packed copies go, 64-byte aligned,
+        the caller's until the slot is cleared; None: memory of the core's own."""
         if not 0 <= slot <= len(self):
             raise ValueError(f"slot {slot} is neither one of the {len(self)} nor the next")
         for output, (pair, d_out) in enumerate(zip(pairs, self.d_outs, strict=True)):
@@ -69,7 +84,8 @@ class LoraGroup:
         on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
         if "native" in self.__dict__ or (on_cpu and backends.default() == "cpu"):
             # Packed now, at load, and not in the first forward pass.
-            self.native.set_slot(slot, [None if p is None else factors(*p) for p in pairs])
+            packed = [None if p is None else factors(*p) for p in pairs]
+            self.native.set_slot(slot, packed, into)
         for column, pair in zip(self.pairs, pairs, strict=True):
             column[slot : slot + 1] = [pair]
 

@@ -52,11 +52,14 @@ class TestBed:
                 max_num_batched_tokens=max(most_rows, 64),
                 block_size=BLOCK,
                 kv_cache_tokens=kv_tokens,
+                enable_prefix_caching=False,
             )
         )
         names = checkpoint.adapter_names if adapters else []
         self.slots = [self.engine.adapters.slot(name) for name in names]
-        fill(self.engine._runner._store.cache)
+        handles = map(self.engine.adapters.handle, names)
+        self._handles = dict(zip(self.slots, handles, strict=True))
+        fill(self.engine.memory.store.cache)
         self._numbers = itertools.count()
         self._staged: list[tuple[Live, int, int]] = []
 
@@ -80,7 +83,7 @@ class TestBed:
 
         def once() -> None:
             for (sequence, _, _), slot in zip(self._staged, slots, strict=True):
-                sequence.slot = slot
+                sequence.adapter = self._handles.get(slot)
             outputs = self.engine.step()
             assert len(outputs) == len(self._staged), "a step of more or fewer rows than staged"
             for sequence, known, computed in self._staged:

@@ -24,6 +24,7 @@ from vlora.bench.options import (
 from vlora.bench.policies_cli import policies
 from vlora.bench.step_cli import step
 from vlora.bench.switch_cli import switch
+from vlora.bench.tiers_cli import adapters, prefix
 
 if TYPE_CHECKING:
     from vlora.bench.kernels import Result
@@ -104,6 +105,8 @@ bench_app.command()(step)
 bench_app.command()(engine)
 bench_app.command()(switch)
 bench_app.command()(policies)
+bench_app.command()(adapters)
+bench_app.command()(prefix)
 
 
 def _hold_torch_to(isa: str) -> None:

@@ -22,6 +22,7 @@ from vlora.engine.engine import Engine
 from vlora.engine.policy import Policy
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence as Live
+from vlora.lora.handle import AdapterHandle
 from vlora.lora.segments import BASE
 from vlora.memory.kv import BlockTable
 from vlora.memory.pool import PagePool
@@ -187,7 +188,7 @@ def _sequence(name: str, asked: Asked, table: BlockTable) -> Live:
     sequence = Live(
         Request(name, "", params),
         Prompt.of_text([0] * asked.prompt),
-        asked.adapter,
+        AdapterHandle.imagined(asked.adapter),
         asked.limit,
         table,
     )

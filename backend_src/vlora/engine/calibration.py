@@ -126,11 +126,16 @@ def calibrated(
 
 
 class Bed:
-    """Steps of made-up requests. pages: of the pool, none of them in use. rows: of a step, at
+    """Steps of made-up requests. pages: of the pool, the bed's to write to. rows: of a step, at
     most."""
 
     def __init__(
-        self, runner: Runner, switcher: Switcher, pages: int, block: int, rows: int
+        self,
+        runner: Runner,
+        switcher: Switcher,
+        pages: Sequence[int],
+        block: int,
+        rows: int,
     ) -> None:
         self._runner = runner
         self._switcher = switcher
@@ -152,7 +157,7 @@ class Bed:
 
     def most_context(self, requests: int) -> int:
         """Positions that each of so many requests finds pages for."""
-        return self._pages // requests * self._block
+        return len(self._pages) // requests * self._block
 
     def merge(self, slot: int, other: int) -> float:
         """Seconds of merging a slot after another; what its first merge prepares is not counted
@@ -174,7 +179,7 @@ class Bed:
         for i, slot in enumerate(slots):
             ids = [(7 * i + n) % 97 for n in range(rows)]
             first = i * each
-            assert first + each <= self._pages, "the pool is too small for this step"
+            assert first + each <= len(self._pages), "the pool is too small for this step"
             chunks.append(
                 Chunk(
                     sequence_id=f"calibration {i}",
@@ -183,7 +188,7 @@ class Bed:
                     start=context,
                     tokens=tuple(ids),
                     prompt=Prompt.of_text(range(context + rows)),
-                    pages=tuple(range(first, first + each)),
+                    pages=tuple(self._pages[first : first + each]),
                     completes=True,
                 )
             )

@@ -10,20 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from vlora.config import Options
 from vlora.engine.calibration import AdapterSizes, Bed, calibrated
 from vlora.engine.cost import CostModel, guess
+from vlora.engine.memory import EngineMemory
 from vlora.engine.plan import Mode, StepPlan
 from vlora.engine.policies import make_policy
 from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
-from vlora.engine.sequence import Sequence
+from vlora.engine.sequence import Sequence, scopes_of
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
+from vlora.lora.folders import FolderWatch
+from vlora.lora.handle import AdapterHandle
 from vlora.lora.segments import BASE
 from vlora.lora.store import AdapterStore, find_folders
 from vlora.lora.switcher import Switcher
-from vlora.memory.kv import BlockTable
-from vlora.memory.pool import PagePool
+from vlora.memory.prefix import BlockDigests
 from vlora.memory.room import room
 from vlora.metrics import EngineStats
 from vlora.model.decoder_config import dtype_of, load_config
@@ -65,21 +69,25 @@ class Engine:
             adapter_shape(options.model, self.config, weights.lm_head),
             options.limits.max_adapter_bytes,
             dtype,
+            options.adapter_host_bytes,
         )
-        self.adapters.load(find_folders(options.adapters, adapter_names or {}))
-        pages = options.kv_cache_tokens // options.block_size
-        self.pool = PagePool(pages)
-        self._block_size = options.block_size
+        find = partial(find_folders, options.adapters, adapter_names or {})
+        self.adapters.load(find(), place=False)
+        self.watch = FolderWatch(partial(find, quiet=True), self.adapters.update)
+        tokens = options.kv_cache_tokens // options.block_size * options.block_size
+        self.max_model_len = _context(options, self.config.context, tokens)
+        self.memory = EngineMemory(options, self.config, dtype, self.adapters)
+        self.pool = self.memory.pool
+        self.pool.movers.append(lambda moves: self.memory.move(self.scheduler.running, moves))
         self._most_rows = options.max_num_batched_tokens
-        self.max_model_len = _context(options, self.config.context, pages * options.block_size)
         self.switcher = Switcher(weights.slab, self.adapters, options.merging)
-        self._runner = Runner(
-            self.config, weights, self.adapters, self.switcher, pages, options.block_size
-        )
+        self._runner = Runner(self.config, weights, self.adapters, self.switcher, self.memory.store)
+        self.adapters.on_evict = self._evicted
+        self.memory.attach()
         self.switcher.memory = options.merged_weights_bytes
         if self.switcher.memory is None and (left := room()) is not None:
             # The pages' memory is taken as they are used.
-            self.switcher.memory = max(0, left - self._runner.kv_bytes)
+            self.switcher.memory = max(0, left - self.memory.store.cache.nbytes)
         if options.merging != "off" and (reason := self.switcher.refusal(0)) is not None:
             log.warning("no adapter is merged: %s ('merged_weights_bytes')", reason)
         self._reader = PromptReader(options.model, self.config)
@@ -96,22 +104,28 @@ class Engine:
         self.scheduler = Scheduler(
             Budgets(options.max_num_seqs, options.max_num_batched_tokens),
             make_policy(options, self.costs),
+            keep=partial(setattr, self.adapters, "keep"),
         )
         self._live: dict[str, RequestState] = {}
-        self._stats = EngineStats(pages_total=pages, page_tokens=options.block_size)
+        self._stats = EngineStats(pages_total=self.pool.total, page_tokens=options.block_size)
+        self._rounded = dtype != torch.float32
+        self._news = 0
+        self._stalled_at: int | None = None
 
     def calibrate(self) -> None:
         """Measures what the cost model predicts from, or finds it in this machine's cache; before
         the first request."""
         assert self.pool.used == 0, "calibrating writes to pages"
-        bed = Bed(self._runner, self.switcher, self.pool.total, self._block_size, self._most_rows)
-        slots = [self.adapters.slot(name) for name in self.adapters.names()]
-        model = (self.config, self.slab.dtype, self._block_size)
+        pages = self.pool.allocate(self.pool.free) or []
+        bed = Bed(self._runner, self.switcher, pages, self.memory.block, self._most_rows)
+        slots = sorted(self.adapters.resident)
+        model = (self.config, self.slab.dtype, self.memory.block)
         mergeable = [slot for slot in slots if self.costs.mergeable(slot)]
         head = self.costs.profile.head
         self.costs.use(
             calibrated(bed, model, slots, mergeable, self._sizes, head, self.max_model_len)
         )
+        self.pool.release(pages)
 
     # -- at the edge, on the caller's thread -------------------------------------------------
 
@@ -120,8 +134,8 @@ class Engine:
 
         Raises a VLoraError."""
         params = request.sampling
-        slot = self.adapters.slot(request.adapter)
-        if request.use_head and (slot < 0 or self.adapters.adapter(slot).head is None):
+        handle = None if request.adapter is None else self.adapters.handle(request.adapter)
+        if request.use_head and (handle is None or not handle.info.head_labels):
             raise InvalidArgument(f"adapter {request.adapter!r} has no vision task head")
         beyond = [t for t in params.stop_token_ids if not 0 <= t < self.config.vocabulary]
         if beyond:
@@ -134,17 +148,21 @@ class Engine:
             raise InvalidArgument("the prompt is empty; give a text")
         with self._tokenizing:
             prompt = self._reader.read(request.prompt, request.images)
-        max_tokens = self._max_tokens(request, len(prompt.ids))
+        context = min(self.max_model_len, self.memory.capacity(handle))
+        max_tokens = _max_tokens(request, len(prompt.ids), context)
         sampler = TokenSampler(params, request.id, self.config.eos_tokens, self._vocabulary)
         if sampler.choices is not None and sampler.choices.least_tokens > max_tokens:
             raise InvalidArgument(
                 f"the longest of 'choices' needs {sampler.choices.least_tokens} tokens;"
                 f" {max_tokens} are left for it"
             )
-        table = BlockTable(self.pool, self._block_size)
-        sequence = Sequence(request, prompt, slot, max_tokens, table)
-        info = self.adapters.info(request.adapter) if request.adapter else None
-        return RequestState(sequence, sampler, self._vocabulary, info)
+        digests = None
+        if self.memory.prefix is not None:
+            digests = BlockDigests(self.memory.block, prompt.feature_row, prompt.features)
+            digests.upto(prompt.ids, len(prompt.ids))  # now, and not on the engine's thread
+        table = self.memory.table()
+        sequence = Sequence(request, prompt, handle, max_tokens, table, digests)
+        return RequestState(sequence, sampler, self._vocabulary)
 
     def _check_choices(self, choices: tuple[str, ...]) -> None:
         """Their number and bytes: each token of such an answer is looked up among them."""
@@ -159,27 +177,6 @@ class Engine:
                 f"'choices' holds {size} bytes; the limit is {limits.max_choices_bytes}"
             )
 
-    def _max_tokens(self, request: Request, prompt: int) -> int:
-        """Tokens this answer may have; a prompt or a limit beyond the context is refused."""
-        if prompt < 1:
-            raise InvalidArgument("the prompt is empty; give a text")
-        least = 0 if request.use_head else 1
-        room = self.max_model_len - prompt
-        if room < least:
-            raise InvalidArgument(
-                f"the prompt has {prompt} tokens; with at least {least} for the answer"
-                f" it must fit the context of {self.max_model_len}"
-            )
-        if request.use_head:
-            return 0
-        asked = request.sampling.max_tokens
-        if asked is not None and asked > room:
-            raise InvalidArgument(
-                f"'max_tokens' = {asked} with a prompt of {prompt} tokens exceeds"
-                f" the context of {self.max_model_len}; at most {room} are left"
-            )
-        return room if asked is None else asked
-
     # -- on the engine's thread --------------------------------------------------------------
 
     def add(self, state: RequestState, arrival: float) -> list[Output]:
@@ -192,6 +189,9 @@ class Engine:
         sequence.arrival = arrival
         self._live[sequence.id] = state
         self.scheduler.add(sequence)
+        if sequence.adapter is not None:
+            self.adapters.asked(sequence.adapter)
+        self._stalled_at = None
         return ended
 
     def _supersede(self, params: SamplingParams) -> list[Output]:
@@ -215,29 +215,55 @@ class Engine:
         bookkeeping, after which the engine must not be used.
         """
         now = self._clock()
-        expired = self._expire(now)
-        plan = self.scheduler.schedule(now, self.switcher.live)
+        seen = self._news
+        ended = self._expire(now) + self._advance()
+        plan = self.scheduler.schedule(now, self.switcher.live, self.memory.barrier)
         if not plan.chunks:
-            return expired
+            self._stalled_at = seen
+            return ended
+        self._stalled_at = None
         try:
             self._switch(plan.live)
             began = self._clock()
             result = self._forward(plan)
         except Exception:
             log.exception("a step failed; its requests are ended")
-            return expired + [
+            return ended + [
                 output
                 for chunk in plan.chunks
                 for output in self.abort(chunk.sequence_id, Internal("the engine failed on a step"))
             ]
         outputs = self._update(plan, result)
         self._learn(plan, self._clock() - began)
-        return expired + outputs
+        return ended + outputs
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """What a step took, beside what was predicted."""
         predicted = self.costs.record(plan.parts, plan.live, seconds)
         self._count(step_seconds=seconds, predicted_seconds=predicted)
+
+    def _advance(self) -> list[Output]:
+        """Adapters come nearer to who waits for them; who waits in vain is told."""
+        failed = self.memory.advance(self.scheduler.waiting)
+        return [output for name, error in failed for output in self.abort(name, error)]
+
+    def _evicted(self, slot: int, handle: AdapterHandle) -> None:
+        """The slot's adapter goes: out of the weights, and what it computed goes next."""
+        if self.switcher.live == slot:
+            self._switch(BASE)
+        self.switcher.forget(slot)
+        if self.memory.prefix is not None:
+            for scope in scopes_of(handle):
+                self.memory.prefix.age(scope)
+
+    def on_news(self) -> None:
+        """Something that the engine may have waited for has come; from any thread."""
+        self._news += 1
+
+    @property
+    def stalled(self) -> bool:
+        """Whether all that is live waits for adapters to be loaded, with nothing new since."""
+        return self._stalled_at == self._news
 
     def _expire(self, now: float) -> list[Output]:
         """Ends what is past its deadline: nobody wants the answer any more."""
@@ -281,6 +307,7 @@ class Engine:
         """A snapshot; also safe from other threads."""
         running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
         credits = sorted((self.scheduler.choice.credits or {}).values())
+        tiers = self.adapters.counters
         return replace(
             self._stats,
             paused=max(0, len(running) - len(self.scheduler.choice.order)),
@@ -288,17 +315,26 @@ class Engine:
             median_credit=credits[len(credits) // 2] if credits else 0.0,
             running=len(running),
             waiting=len(waiting),
-            pages_used=self.pool.used,
             prediction_error=self.costs.median_error,
+            pages_used=self.pool.kv,
+            pages_cached=self.pool.cached,
+            pages_adapter=self.pool.adapter,
+            pages_moved=self.pool.moved,
+            adapters_resident=len(self.adapters.resident),
+            adapters_known=len(self.adapters),
+            adapter_host_bytes=self.adapters.host_bytes,
+            adapter_hits=tiers.hits,
+            adapter_host_hits=tiers.host_hits,
+            adapter_misses=tiers.misses,
+            adapter_loads=tiers.loads,
+            adapter_evictions=tiers.evictions,
             running_adapters=Counter(s.request.adapter or "" for s in running),
             waiting_adapters=Counter(s.request.adapter or "" for s in waiting),
         )
 
     def check_integrity(self) -> None:
         """Pages add up, and every page in use belongs to a running sequence."""
-        self.pool.check_integrity()
-        held = sum(len(sequence.table.pages) for sequence in self.scheduler.running)
-        assert held == self.pool.used, (held, self.pool.used)
+        self.memory.check_integrity(self.scheduler.running)
         assert all(not sequence.table.pages for sequence in self.scheduler.waiting)
         known = {s.id for s in (*self.scheduler.running, *self.scheduler.waiting)}
         assert known == set(self._live), known ^ set(self._live)
@@ -333,7 +369,7 @@ class Engine:
         outputs: list[Output] = []
         for chunk in plan.chunks:
             state = self._live[chunk.sequence_id]
-            state.sequence.computed += chunk.length
+            state.sequence.advance(chunk.length, self._mode_of(plan, chunk.slot))
             if not chunk.completes:
                 continue
             answer = (
@@ -354,8 +390,15 @@ class Engine:
             finished=sum(output.finish_reason is not None for output in outputs),
             failed=sum(output.error is not None for output in outputs),
             preemptions=len(plan.preempted),
+            cached_tokens=plan.cached,
         )
         return outputs
+
+    def _mode_of(self, plan: StepPlan, slot: int) -> str:
+        """What a mode does to keys and values: nothing in fp32, else merged weights are rounded."""
+        if plan.live == BASE or not self._rounded:
+            return ""
+        return (Mode.MERGED if slot == plan.live else Mode.MIXTURE).value
 
     def _row_output(self, state: RequestState, answer: Callable[[], Output], now: float) -> Output:
         """A row's own news; whatever goes wrong with it is its request's end, not the step's."""
@@ -369,6 +412,8 @@ class Engine:
 
     def _forget(self, state: RequestState) -> None:
         self.scheduler.remove(state.sequence)
+        if state.sequence.adapter is not None:
+            state.sequence.adapter.used = self.pool.tick()
         del self._live[state.sequence.id]
 
     def _count_mode(self, mode: Mode, seconds: float) -> None:
@@ -396,3 +441,25 @@ def _context(options: Options, checkpoint: int, pool: int) -> int:
             f"'kv_cache_tokens' = {options.kv_cache_tokens} cannot hold a context of {asked}"
         )
     return min(asked, pool)
+
+
+def _max_tokens(request: Request, prompt: int, context: int) -> int:
+    """Tokens this answer may have; a prompt or a limit beyond the context is refused."""
+    if prompt < 1:
+        raise InvalidArgument("the prompt is empty; give a text")
+    least = 0 if request.use_head else 1
+    room = context - prompt
+    if room < least:
+        raise InvalidArgument(
+            f"the prompt has {prompt} tokens; with at least {least} for the answer"
+            f" it must fit the context of {context}"
+        )
+    if request.use_head:
+        return 0
+    asked = request.sampling.max_tokens
+    if asked is not None and asked > room:
+        raise InvalidArgument(
+            f"'max_tokens' = {asked} with a prompt of {prompt} tokens exceeds"
+            f" the context of {context}; at most {room} are left"
+        )
+    return room if asked is None else asked

@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 FATAL_EXIT = 70
 """Exit code of a process whose engine cannot go on (EX_SOFTWARE of sysexits.h)."""
 
+STALL_SECONDS = 0.05
+"""How often an engine looks for deadlines while all that is live waits for adapters."""
+
 LAST_WORDS_SECONDS = 5.0
 """How long a failed engine waits for its clients to be told, before its process ends."""
 
@@ -85,6 +88,8 @@ class EngineLoop:
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
         self.after_outputs: Callable[[], None] = lambda: None
         """Called on the response thread once a step's outputs have been given to their sinks."""
+        engine.adapters.on_news = self._on_news
+        engine.watch.start(engine.adapters.stamps)
         self._responses.start()
         self._steps.start()
 
@@ -225,6 +230,8 @@ class EngineLoop:
             self._wake.notify_all()
         self._steps.join()
         self._responses.join()
+        self._engine.watch.close()
+        self._engine.adapters.close()
 
     # -- the engine's thread -----------------------------------------------------------------
 
@@ -246,13 +253,24 @@ class EngineLoop:
     def _turn(self) -> None:
         """What has come in, then one step."""
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or self._stopping or not self._engine.idle)
+            self._wake.wait_for(self._may_go_on)
+            if not self._inbox and not self._stopping and self._engine.stalled:
+                self._wake.wait(STALL_SECONDS)
             work = list(self._inbox)
             self._inbox.clear()
         for item in work:
             self._outbox.put(item())
         if not self._engine.idle:
             self._outbox.put(self._engine.step())
+
+    def _may_go_on(self) -> bool:
+        return bool(self._inbox) or self._stopping or not self._engine.idle
+
+    def _on_news(self) -> None:
+        """An adapter has come, or gone."""
+        self._engine.on_news()
+        with self._wake:
+            self._wake.notify_all()
 
     def _add(self, state: RequestState, arrival: float) -> list[Output]:
         request_id = state.sequence.id

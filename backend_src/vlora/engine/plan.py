@@ -27,11 +27,13 @@ class StepPlan:
 
     live: slot of the adapter in the active weights, or BASE for none.
     preempted: sequences whose pages were taken to make room for older ones.
+    cached: tokens that those which begin found computed.
     """
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[str, ...] = ()
     live: int = BASE
+    cached: int = 0
 
     @property
     def mode(self) -> Mode:

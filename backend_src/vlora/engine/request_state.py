@@ -53,16 +53,20 @@ class RequestState:
         sequence: Sequence,
         sampler: TokenSampler,
         vocabulary: Vocabulary,
-        adapter: AdapterInfo | None,
     ) -> None:
         params = sequence.request.sampling
         self.sequence = sequence
         self.sampler = sampler
         self._stream = TextStream(vocabulary, params.stop, params.include_stop_str_in_output)
-        self._adapter = adapter
         self._started: float | None = None
         self._first: float | None = None
         self._modes: Counter[str] = Counter()
+
+    @property
+    def _adapter(self) -> AdapterInfo | None:
+        """Of the version that it runs with."""
+        handle = self.sequence.adapter
+        return None if handle is None else handle.info
 
     def scheduled(self, mode: Mode, now: float) -> None:
         """Rows of the request are about to be computed in this mode."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vlora.engine.plan import StepPlan
@@ -36,8 +37,15 @@ class Scheduler:
     later. The oldest never does, so that it always advances once chosen, and nothing starves.
     """
 
-    def __init__(self, budgets: Budgets, policy: Policy | None = None) -> None:
-        """policy: first come, first served, by default."""
+    def __init__(
+        self,
+        budgets: Budgets,
+        policy: Policy | None = None,
+        keep: Callable[[int], object] = lambda slot: None,
+    ) -> None:
+        """policy: first come, first served, by default. keep: told which slot will be in the
+        weights, before pages are given, which could be its."""
+        self._keep = keep
         self._budgets = budgets
         self.policy = policy or UnmergeOnly(budgets.sequences)
         self.waiting: list[Sequence] = []
@@ -60,16 +68,24 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-        sequence.table.clear()
+        sequence.end()
 
-    def schedule(self, now: float = 0.0, live: int = BASE) -> StepPlan:
-        """The next step. live: the adapter in the weights now."""
+    def schedule(self, now: float = 0.0, live: int = BASE, barrier: float = math.inf) -> StepPlan:
+        """The next step. live: the adapter in the weights now. barrier: who came later does not
+        begin."""
         if self.idle:
             return StepPlan(())
         for sequence in self._last:
             sequence.ran(now)
-        known = {s.id: s for s in heapq.merge(self.running, self.waiting, key=_arrival)}
+        known = {
+            s.id: s
+            for s in heapq.merge(self.running, self.waiting, key=_arrival)
+            if s.table.pages or (s.ready and s.arrival <= barrier)
+        }
+        if not known:
+            return StepPlan(())
         self.choice = self.policy.choose([_ready(s, now) for s in known.values()], live, now)
+        self._keep(self.choice.live)
         step = self._allocate([known[r.id] for r in self.choice.order], self.choice)
         if not step.rows:
             # Whoever was chosen finds no pages: those that have some go on.
@@ -78,7 +94,7 @@ class Scheduler:
         for sequence in self._last:
             sequence.scheduled(now)
         live = self.choice.live
-        return StepPlan(_chunks(step.rows, live), tuple(step.preempted), live)
+        return StepPlan(_chunks(step.rows, live), tuple(step.preempted), live, step.cached)
 
     def _allocate(self, chosen: list[Sequence], choice: Choice) -> _Step:
         """Rows that continue an answer first, so that no prompt holds them up, then prompts."""
@@ -111,16 +127,21 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, step: _Step) -> bool:
         """A place, and pages for all it knows: free ones, or those of paused newer ones."""
+        if not sequence.ready:
+            return False  # pages for somebody else were worth more
+        sequence.begin()
         while len(self.running) >= self._budgets.sequences or not sequence.table.grow(
             sequence.known
         ):
             newer = [s for s in step.paused if s.arrival > sequence.arrival]
             if not newer:
+                sequence.leave()
                 return False
             step.paused.remove(newer[0])
             self._preempt(newer[0])
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
+        step.cached += sequence.cached
         return True
 
     def _grow(self, sequence: Sequence, step: _Step) -> bool:
@@ -136,8 +157,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        sequence.table.clear()
-        sequence.computed = 0
+        sequence.leave()
         sequence.preemptions += 1
         bisect.insort(self.waiting, sequence, key=_arrival)
 
@@ -150,6 +170,7 @@ class _Step:
         self.rows: dict[Sequence, int] = {}
         self.paused = paused
         self.preempted: list[str] = []
+        self.cached = 0
         self._most = choice.rows or {}
 
     def give(self, sequence: Sequence) -> None:

@@ -9,29 +9,50 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from vlora.lora.handle import AdapterHandle
+from vlora.lora.segments import BASE
 from vlora.memory.kv import BlockTable
+from vlora.memory.prefix import BlockDigests, BlockKey
 from vlora.request import Request
 
 if TYPE_CHECKING:
     from vlora.model.inputs import Prompt
 
 
+SHARED_MODES = ("", "merged")
+"""Modes of the weights under which blocks are shared; where a live adapter is taken out of rows
+again (mixture), they are not."""
+
+
 class Sequence:
     """tokens: known ids, the prompt's first. computed: how many have their KV in `table`.
+    cached: how many of these were found computed when it last began.
     arrival: on the engine's clock, set when it is queued.
     waited: seconds that it was ready but not scheduled, until the last time it was."""
 
     def __init__(
-        self, request: Request, prompt: Prompt, slot: int, max_tokens: int, table: BlockTable
+        self,
+        request: Request,
+        prompt: Prompt,
+        adapter: AdapterHandle | None,
+        max_tokens: int,
+        table: BlockTable,
+        digests: BlockDigests | None = None,
     ) -> None:
+        """digests: of its blocks, where they are to be shared."""
         self.request = request
         self.prompt = prompt
         self.tokens = list(prompt.ids)
-        self.slot = slot
+        self.adapter = adapter
+        self._pinned: AdapterHandle | None = None
+        self._held: AdapterHandle | None = None
+        self._digests = digests
+        self._mode: str | None = ""
         self.max_tokens = max_tokens
         self.arrival = 0.0
         self.table = table
         self.computed = 0
+        self.cached = 0
         self.preemptions = 0
         self.waited = 0.0
         self._since: float | None = None
@@ -39,6 +60,69 @@ class Sequence:
     @property
     def id(self) -> str:
         return self.request.id
+
+    # -- its adapter and pages -----------------------------------------------------------------
+
+    @property
+    def slot(self) -> int:
+        """Of its adapter, which is resident; BASE for none."""
+        if self.adapter is None:
+            return BASE
+        assert self.adapter.slot is not None, f"adapter {self.adapter.name!r} is not resident"
+        return self.adapter.slot
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step could compute it: its adapter is resident."""
+        return self.adapter is None or self.adapter.resident
+
+    @property
+    def holds_adapter(self) -> bool:
+        """Whether it has started with this version of its adapter, and will end with it."""
+        return self._held is not None
+
+    def begin(self) -> None:
+        """It gets pages: its adapter stays where it is, and blocks that are known are computed."""
+        if self.adapter is not None:
+            self.adapter.pin()
+            self._pinned = self.adapter
+            if self._held is None:
+                self.adapter.hold()
+                self._held = self.adapter
+        best = max(
+            SHARED_MODES, key=lambda mode: self.table.matches(self._keys(mode, self.known - 1))
+        )
+        self.cached = self.table.begin(self._keys(best, self.known - 1))
+        if self.cached:
+            self.computed, self._mode = self.cached, best
+
+    def advance(self, rows: int, mode: str = "") -> None:
+        """So many more are computed. mode: of the weights, where it changes keys and values."""
+        self._mode = mode if self.computed == 0 or self._mode == mode else None
+        self.computed += rows
+        if self._mode in SHARED_MODES and self.table.has_news(self.computed):
+            self.table.computed(self._keys(self._mode, self.computed))
+
+    def leave(self) -> None:
+        """It gives its pages back, and its adapter may be evicted."""
+        self.table.clear()
+        self.computed = 0
+        if self._pinned is not None:
+            self._pinned.unpin()
+            self._pinned = None
+
+    def end(self) -> None:
+        self.leave()
+        if self._held is not None:
+            self._held.let_go()
+            self._held = None
+
+    def _keys(self, mode: str, length: int) -> list[BlockKey]:
+        """Of the whole blocks among the first `length` tokens."""
+        if self._digests is None:
+            return []
+        scope = _scope(self.adapter, mode)
+        return [BlockKey(scope, one) for one in self._digests.upto(self.tokens, length)]
 
     @property
     def prompt_length(self) -> int:
@@ -90,3 +174,12 @@ class Sequence:
     def ran(self, now: float) -> None:
         """The step that it was part of has ended."""
         self._since = now
+
+
+def scopes_of(adapter: AdapterHandle) -> list[str]:
+    """Scopes of all blocks that were computed with it."""
+    return [_scope(adapter, mode) for mode in SHARED_MODES]
+
+
+def _scope(adapter: AdapterHandle | None, mode: str) -> str:
+    return f"{adapter.info.digest if adapter else ''} {mode}".rstrip()

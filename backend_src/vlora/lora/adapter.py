@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ _ELSEWHERE = re.compile(r"vision_tower|visual|vision_model|multi_modal_projector
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What a user may know of an adapter. digest: SHA-256 of what changes the language model."""
+    """What a user may know of an adapter. digest: SHA-256 of what changes the language model, ""
+    until its weights have been read."""
 
     name: str
     digest: str
@@ -104,6 +105,16 @@ class Adapter:
     head: TaskHead | None
 
 
+@dataclass(frozen=True)
+class Description:
+    """What an adapter's files declare, read without their weights: `info` lacks the digest.
+    ranks: of each place that it targets. host_bytes: of its weights in fp32."""
+
+    info: AdapterInfo
+    ranks: Mapping[Place, int]
+    host_bytes: int
+
+
 @dataclass
 class _Halves:
     """Keys of the two matrices of one place. path: of its module, in the file's layout."""
@@ -113,46 +124,72 @@ class _Halves:
     b: str | None = None
 
 
+class AdapterFiles:
+    """An adapter's checked files: what they declare, then, by `read`, their weights."""
+
+    def __init__(
+        self, name: str, folder: Path, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES
+    ) -> None:
+        """max_bytes: what the weights may need in fp32. InvalidArgument names adapter, file and
+        reason."""
+        refuse = Refusal(name)
+        self._refuse = refuse.of(WEIGHTS)
+        if as_text(name) != name:
+            raise refuse.of(str(folder))("has a name that is no UTF-8; rename it")
+        config = read_config(folder, refuse)
+        if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
+            raise self._refuse("is missing; a pickled .bin is never read, save as safetensors")
+        self._file = WeightsFile(folder / WEIGHTS, self._refuse)
+        self._halves = _sort(self._file, model, self._refuse)
+        if not self._halves:
+            raise self._refuse("holds no LoRA weights")
+        _check_names(config, model, refuse.of("adapter_config.json"))
+        keys = [key for half in self._halves.values() for key in (half.a, half.b) if key]
+        needed = self._file.require_room(keys, max_bytes)
+        self._scales: dict[Place, float] = {}
+        ranks: dict[Place, int] = {}
+        for place, half in sorted(self._halves.items()):
+            ranks[place], self._scales[place] = _check_pair(
+                place, half, self._file, config, model, self._refuse
+            )
+        extra = _read_extra(folder, refuse)
+        self._head = load_head(folder, extra.get("head"), model.hidden, refuse)
+        info = AdapterInfo(
+            name=name,
+            digest="",
+            ranks=tuple(sorted(set(ranks.values()))),
+            targets=tuple(t for t in (*TARGETS, LM_HEAD) if any(p[1] == t for p in ranks)),
+            tasks=tuple(extra.get("tasks", ())),
+            accuracy=dict(extra.get("accuracy", {})),
+            head_labels=self._head.labels if self._head else (),
+            head_tasks=self._head.tasks if self._head else (),
+        )
+        self.description = Description(info, ranks, needed)
+
+    def read(self) -> Adapter:
+        """Raises InvalidArgument where the weights cannot be read, or are not finite."""
+        pairs = {place: self._pair(place) for place in self.description.ranks}
+        info = replace(self.description.info, digest=_digest(pairs))
+        return Adapter(info, pairs, self._head)
+
+    def _pair(self, place: Place) -> LoraPair:
+        """A and B of one place, fp32, with the scale folded into B."""
+        half, scale = self._halves[place], self._scales[place]
+        assert half.a is not None
+        assert half.b is not None
+        b = self._file.read(half.b) * scale
+        if not bool(torch.isfinite(b).all()):
+            raise self._refuse(
+                f"has '{half.b}', which overflows {b.dtype} once scaled by {scale:g}"
+            )
+        return LoraPair(self._file.read(half.a), b)
+
+
 def load_adapter(
     name: str, folder: Path, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES
 ) -> Adapter:
-    """The adapter in `folder`; InvalidArgument names adapter, file and reason.
-
-    max_bytes: what its weights may need in fp32.
-    """
-    refuse = Refusal(name)
-    if as_text(name) != name:
-        raise refuse.of(str(folder))("has a name that is no UTF-8; rename it")
-    config = read_config(folder, refuse)
-    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
-        raise refuse.of(WEIGHTS)("is missing; a pickled .bin is never read, save as safetensors")
-    file = WeightsFile(folder / WEIGHTS, refuse.of(WEIGHTS))
-    halves = _sort(file, model, refuse.of(WEIGHTS))
-    if not halves:
-        raise refuse.of(WEIGHTS)("holds no LoRA weights")
-    _check_names(config, model, refuse.of("adapter_config.json"))
-    keys = [key for half in halves.values() for key in (half.a, half.b) if key is not None]
-    file.require_room(keys, max_bytes)
-    pairs = {
-        place: _pair(place, half, file, config, model, refuse.of(WEIGHTS))
-        for place, half in sorted(halves.items())
-    }
-    extra = _read_extra(folder, refuse)
-    head = load_head(folder, extra.get("head"), model.hidden, refuse)
-    return Adapter(
-        AdapterInfo(
-            name=name,
-            digest=_digest(pairs),
-            ranks=tuple(sorted({pair.rank for pair in pairs.values()})),
-            targets=tuple(t for t in (*TARGETS, LM_HEAD) if any(p[1] == t for p in pairs)),
-            tasks=tuple(extra.get("tasks", ())),
-            accuracy=dict(extra.get("accuracy", {})),
-            head_labels=head.labels if head else (),
-            head_tasks=head.tasks if head else (),
-        ),
-        pairs,
-        head,
-    )
+    """The adapter in `folder`. Raises as `AdapterFiles`."""
+    return AdapterFiles(name, folder, model, max_bytes).read()
 
 
 def _check_names(config: PeftConfig, model: ModelShape, refuse: Refusal) -> None:
@@ -224,15 +261,15 @@ def _why_not(key: str) -> str:
     return "which is no LoRA weight of the language model"
 
 
-def _pair(
+def _check_pair(
     place: Place,
     half: _Halves,
     file: WeightsFile,
     config: PeftConfig,
     model: ModelShape,
     refuse: Refusal,
-) -> LoraPair:
-    """A and B of one place, fp32, with the scale folded into B."""
+) -> tuple[int, float]:
+    """(rank, scale) of one place, whose two matrices have to fit it."""
     where, paths = half.path, paths_of(place, model, half.path)
     if half.a is None or half.b is None:
         missing = "A" if half.a is None else "B"
@@ -249,11 +286,7 @@ def _pair(
             f"has A {shapes[0]} and B {shapes[1]} for {where};"
             f" with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
         )
-    scale = config.scale_of(paths)
-    b = file.read(half.b) * scale
-    if not bool(torch.isfinite(b).all()):
-        raise refuse(f"has '{half.b}', which overflows {b.dtype} once scaled by {scale:g}")
-    return LoraPair(file.read(half.a), b)
+    return rank, config.scale_of(paths)
 
 
 def _digest(pairs: Mapping[Place, LoraPair]) -> str:
@@ -261,8 +294,8 @@ def _digest(pairs: Mapping[Place, LoraPair]) -> str:
     state = hashlib.sha256()
     for place, pair in sorted(pairs.items()):
         state.update(repr((place, tuple(pair.a.shape), tuple(pair.b.shape))).encode())
-        state.update(pair.a.numpy().tobytes())
-        state.update(pair.b.numpy().tobytes())
+        for factor in pair:
+            state.update(factor.contiguous().numpy().data)  # without the interpreter's lock
     return state.hexdigest()
 
 

@@ -1,127 +1,216 @@
-"""The adapters of a server: names, slots, and their weights by slot, packed for the operator.
+"""The adapters of a server in three tiers: folders → host memory → the page pool.
 
-Every adapter is loaded at start and stays. One that does not load is remembered with its reason
-and is an error for its own requests alone.
+Every known adapter is described; as many as the host's budget holds are loaded; as many as the pool
+has room for are packed into slots of the operator, where steps use them. Both budgets give up the
+longest unused first. Loading and packing are a loader thread's work; who needs an adapter waits in
+the scheduler. One that does not load is an error for its own requests alone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument, NotFound, nearest
 from vlora.lora.adapter import (
     MAX_ADAPTER_BYTES,
     Adapter,
+    AdapterFiles,
     AdapterInfo,
     ModelShape,
     Place,
-    load_adapter,
 )
+from vlora.lora.folders import find_folders, stamp_of
+from vlora.lora.handle import AdapterHandle, Stamp
+from vlora.lora.host import HostTier
 from vlora.lora.peft_config import Refusal, as_text
 from vlora.lora.segments import BASE
+from vlora.lora.slots import Slots
+from vlora.memory.pool import PagePool
+from vlora.metrics import TierCounters
+
+__all__ = ["AdapterStore", "find_folders"]
 
 log = logging.getLogger(__name__)
 
 MAX_NAMES_IN_ERROR = 20
+PREFETCH = 8
+"""Loads from disk that may be under way for the waiting queue: more would push each other out."""
+
+
+class Region(Protocol):
+    """The pool's memory, as `memory/store.py` has it."""
+
+    @property
+    def page_bytes(self) -> int: ...
+    def address(self, page: int) -> int: ...
+    def clear(self, pages: Iterable[int]) -> None: ...
 
 
 class AdapterStore:
-    """Owns the packed weights; a slot is an adapter's index in every group."""
+    """Names → handles, and where each one's weights are.
+
+    `update` and everything at the edge may be called from any thread; `advance`, pins and what the
+    pool asks belong to the engine's.
+    """
+
+    holds_runs = True
 
     def __init__(
         self,
         model: ModelShape,
         max_bytes: int = MAX_ADAPTER_BYTES,
         dtype: torch.dtype = torch.float32,
+        host_bytes: int | None = None,
     ) -> None:
         """max_bytes: what one adapter's weights may need in fp32. dtype: in which the operator gets
-        them; an adapter's own pairs stay fp32, as merging needs them."""
-        self._dtype = dtype
+        them; the host's copies stay fp32, as merging needs them. host_bytes: of these copies in
+        all, but for what is in use; None: any number."""
         self._model = model
         self._max_bytes = max_bytes
-        self._adapters: list[Adapter] = []
-        self._slots: dict[str, int] = {}
+        self._host = HostTier(host_bytes)
+        self._slots = Slots(model, dtype)
+        self._lock = threading.RLock()
+        self._current: dict[str, AdapterHandle] = {}
         self._broken: dict[str, InvalidArgument] = {}
-        self._groups: dict[tuple[Place, ...], LoraGroup] = {}
-        self.heads = HeadGroup(model.hidden)
-        """Vision task heads by slot."""
+        self._stamps: dict[str, tuple[Path, Stamp]] = {}
+        self._resident: dict[int, AdapterHandle] = {}
+        self._older: set[AdapterHandle] = set()
+        self._unpacked: deque[tuple[AdapterHandle, int]] = deque()
+        self._pool: PagePool | None = None
+        self._region: Region | None = None
+        self._loader = ThreadPoolExecutor(1, "adapter-loader")
         self.places: set[Place] = set()
         """Matrices that any known adapter changes."""
+        self.version = 0
+        """Grows whenever a name may mean another handle."""
+        self.keep = BASE
+        """Slot that is not evicted, whoever asks: the one in the weights of the next step."""
+        self.counters = TierCounters()
+        self.on_news: Callable[[], None] = lambda: None
+        """Called on the loader's thread: something that was waited for may be there."""
+        self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
+        """Called on the engine's thread before a slot's adapter is gone."""
 
-    def load(self, folders: Mapping[str, Path]) -> None:
-        """Load each named folder, in order of name. Whatever fails while one is loaded is that
-        adapter's error alone."""
+    # -- names, from any thread --------------------------------------------------------------
+
+    def load(self, folders: Mapping[str, Path], *, place: bool = True) -> None:
+        """Read each named folder, in order of name: with its weights while the host's budget lasts,
+        else what it declares. Whatever fails is that adapter's error alone. place: into slots, in
+        memory of the core's own, for a store without a pool."""
         for name, folder in sorted(folders.items()):
-            try:
-                self._add(load_adapter(name, folder, self._model, self._max_bytes))
-            except InvalidArgument as error:
-                self._refuse(name, error)
-            except Exception as error:
-                log.exception("while an adapter was loaded")
-                self._refuse(name, Refusal(name, str(folder))(f"does not load: {error!r}"))
+            self._read(name, folder, stamp_of(folder))
+        if place:
+            for handle in self._current.values():
+                if handle.adapter is not None:
+                    slot = self._slots.take(handle.adapter)
+                    self._slots.pack(slot)
+                    self._settle(handle, slot)
+
+    def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
+        """The folders as they are now: what is new or has changed is read, what is gone is
+        forgotten. Requests that have started finish with the version they started with."""
+        with self._lock:
+            gone = set(self._stamps) - set(folders)
+            before = dict(self._stamps)
+        for name in gone:
+            self._forget(name)
+        for name, (folder, stamp) in sorted(folders.items()):
+            if before.get(name) != (folder, stamp):
+                self._read(name, folder, stamp)
+
+    @property
+    def stamps(self) -> Mapping[str, tuple[Path, Stamp]]:
+        """What has been read."""
+        return self._stamps
+
+    def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
+        """A new version of the name's adapter, or the error that it is."""
+        known = as_text(name)
+        try:
+            files = AdapterFiles(name, folder, self._model, self._max_bytes)
+            handle = AdapterHandle(name, folder, stamp, files.description)
+            room = self._host.room_for(handle.description.host_bytes)
+            adapter = files.read() if room else None
+        except InvalidArgument as error:
+            self._refuse(known, error)
+        except Exception as error:
+            log.exception("while an adapter was loaded")
+            self._refuse(known, Refusal(name, str(folder))(f"does not load: {error!r}"))
+        else:
+            with self._lock:
+                self._retire(known)
+                self._broken.pop(known, None)
+                self._current[known] = handle
+                self.places.update(handle.description.ranks)
+                if adapter is not None:
+                    self._host.add(handle, adapter)
+        with self._lock:
+            self._stamps[name] = (folder, stamp)
+            self.version += 1
+        self.on_news()
 
     def _refuse(self, name: str, error: InvalidArgument) -> None:
         log.warning("%s", error)
-        self._broken[as_text(name)] = error
+        with self._lock:
+            self._retire(name)
+            self._broken[name] = error
 
-    def _add(self, adapter: Adapter) -> None:
-        self._slots[adapter.info.name] = len(self._adapters)
-        self._adapters.append(adapter)
-        self.places.update(adapter.pairs)
-        self.heads.append(adapter.head.linear if adapter.head else None)
-        for places, group in self._groups.items():
-            group.append([self._pair(adapter, place) for place in places])
+    def _forget(self, name: str) -> None:
+        log.info("adapter '%s' is gone", as_text(name))
+        with self._lock:
+            self._retire(as_text(name))
+            self._broken.pop(as_text(name), None)
+            del self._stamps[name]
+            self.version += 1
+        self.on_news()
 
-    def _pair(self, adapter: Adapter, place: Place) -> LoraPair | None:
-        pair = adapter.pairs.get(place)
-        return pair and LoraPair(pair.a.to(self._dtype), pair.b.to(self._dtype))
+    def _retire(self, name: str) -> None:
+        """The name means this handle no more; nobody new takes it, so it is the first to go."""
+        handle = self._current.pop(name, None)
+        if handle is not None:
+            handle.used = 0
+            self._host.drop(handle)
 
-    def group(self, places: Sequence[Place]) -> LoraGroup:
-        """Pairs of matrices that share their input; the group grows as adapters are added."""
-        key = tuple(places)
-        if key not in self._groups:
-            shapes = [self._model.shape_of(place) for place in key]
-            group = LoraGroup(shapes[0][1], [d_out for d_out, _ in shapes], self._dtype)
-            for adapter in self._adapters:
-                group.append([self._pair(adapter, place) for place in key])
-            self._groups[key] = group
-        return self._groups[key]
+    def __len__(self) -> int:
+        """Adapters that can be asked for."""
+        return len(self._current)
 
     def names(self) -> tuple[str, ...]:
-        """Names of the adapters that can be asked for."""
-        return tuple(self._slots)
+        """Names of the adapters that can be asked for, in order."""
+        return tuple(sorted(self._current))
 
     @property
     def broken(self) -> Mapping[str, InvalidArgument]:
         """Adapters that exist but do not load, with the reason."""
         return self._broken
 
+    def handle(self, name: str) -> AdapterHandle:
+        """The present version. Raises NotFound (lists the known), or InvalidArgument for one that
+        does not load."""
+        with self._lock:
+            if name in self._broken:
+                raise self._broken[name]
+            if name not in self._current:
+                raise NotFound(f"unknown adapter '{name}'{self._known(name)}")
+            return self._current[name]
+
     def info(self, name: str) -> AdapterInfo:
-        """Raises NotFound (lists the known), or InvalidArgument for one that does not load."""
-        return self.adapter(self.slot(name)).info
-
-    def slot(self, name: str | None) -> int:
-        """Slot of an adapter, `BASE` for None. Raises as `info`."""
-        if name is None:
-            return BASE
-        if name in self._broken:
-            raise self._broken[name]
-        if name not in self._slots:
-            raise NotFound(f"unknown adapter '{name}'{self._known(name)}")
-        return self._slots[name]
-
-    def adapter(self, slot: int) -> Adapter:
-        return self._adapters[slot]
+        """Raises as `handle`."""
+        return self.handle(name).info
 
     def _known(self, unknown: str) -> str:
         """The end of the sentence about an unknown name: the nearest, and all known."""
-        names = list(self._slots)
+        names = list(self._current)
         if not names:
             return " (no adapter is loaded)"
         more = len(names) - MAX_NAMES_IN_ERROR
@@ -129,45 +218,232 @@ class AdapterStore:
         known = ", ".join(names[:MAX_NAMES_IN_ERROR])
         return f"{nearest(unknown, names) or '.'} Known: {known}{tail}"
 
+    # -- what steps use ------------------------------------------------------------------------
 
-def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
-    """Name → folder: every folder under `root` under its own name, and those of `names`.
+    def group(self, places: Sequence[Place]) -> LoraGroup:
+        """Pairs of matrices that share their input, by slot, now and later."""
+        return self._slots.group(places)
 
-    names: as in the vLLM backend's `multi_lora.json`, name → folder relative to the root. The
-    file wins over a folder of the same name; a clash is logged. Relative folders need a root.
-    """
-    folders: dict[str, Path] = {}
-    if root is not None:
-        if not root.is_dir():
-            raise InvalidArgument(f"the adapter root {root} is not a folder")
-        try:
-            entries = sorted(root.iterdir())
-        except OSError as error:
-            raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
-        folders = {
-            entry.name: entry
-            for entry in entries
-            if _may_be_adapter(entry) and not entry.name.startswith(".")
-        }
-    for name, folder in names.items():
-        path = Path(folder) if root is None else root / folder
-        if name in folders and not _same(folders[name], path):
-            told = map(as_text, (name, str(path), str(folders[name])))
-            log.warning("adapter '%s' is %s by the file, not %s", *told)
-        folders[name] = path
-    return folders
+    @property
+    def heads(self) -> HeadGroup:
+        """Vision task heads by slot."""
+        return self._slots.heads
 
+    def adapter(self, slot: int) -> Adapter:
+        return self._slots.adapter(slot)
 
-def _may_be_adapter(entry: Path) -> bool:
-    """A folder, or a link that leads nowhere: that is an adapter that does not load."""
-    try:
-        return entry.is_dir() or (entry.is_symlink() and not entry.exists())
-    except OSError:
+    def slot(self, name: str | None) -> int:
+        """Slot of a resident adapter, `BASE` for None. Raises as `handle`, and ValueError for one
+        that is not resident."""
+        if name is None:
+            return BASE
+        slot = self.handle(name).slot
+        if slot is None:
+            raise ValueError(f"adapter '{name}' is not resident")
+        return slot
+
+    # -- the pool, on the engine's thread ------------------------------------------------------
+
+    def pages_of(self, handle: AdapterHandle) -> int:
+        """Pages of its run; 0 without a pool."""
+        if self._region is None:
+            return 0
+        return max(1, -(-self.packed_bytes(handle) // self._region.page_bytes))
+
+    def packed_bytes(self, handle: AdapterHandle) -> int:
+        if not handle.needed:
+            handle.needed = self.bytes_of(handle.description.ranks)
+        return handle.needed
+
+    def bytes_of(self, ranks: Mapping[Place, int]) -> int:
+        """Of the packed copies of an adapter with these ranks; the groups have to be there."""
+        return self._slots.bytes_of(ranks)
+
+    def attach(self, pool: PagePool, region: Region, pages: int) -> None:
+        """From now on slots lie in the pool's pages. What is loaded is packed now, as far as it
+        fits `pages`: the groups have to be there."""
+        self._pool, self._region = pool, region
+        pool.reclaimers.append(self)
+        for handle in list(self._current.values()):
+            needed = self.pages_of(handle)
+            if handle.adapter is not None and needed <= min(pages, pool.free):
+                pages -= needed
+                self._place(handle)
+        self.finish()
+
+    def advance(self, wanted: Sequence[AdapterHandle]) -> AdapterHandle | None:
+        """Brings what waiting requests need nearer. wanted: their adapters, the oldest request's
+        first. The first that is loaded and found no room in the pool; None: all did.
+
+        A resident adapter that an older request waits for makes no room for a newer one's.
+        """
+        self._give_back()
+        stuck: AdapterHandle | None = None
+        loads = 0
+        for handle in wanted:
+            if not (handle.resident or handle.loading or handle.error):
+                if handle.adapter is None:
+                    loads += 1
+                    if loads <= PREFETCH:
+                        self._submit(handle, self._load)
+                # Nobody newer takes the room that an older one waits for.
+                elif stuck is None and not self._place(handle):
+                    stuck = handle
+            self._older.add(handle)
+        self._older.clear()
+        assert self._pool is not None
+        for handle in reversed(wanted):
+            handle.used = self._pool.tick()
+        return stuck
+
+    def asked(self, handle: AdapterHandle) -> None:
+        """A request for it has been queued; counted by where it is."""
+        if handle.resident:
+            self._count(hits=1)
+        elif handle.adapter is not None:
+            self._count(host_hits=1)
+        else:
+            self._count(misses=1)
+
+    def _place(self, handle: AdapterHandle) -> bool:
+        """Takes a run and a slot and has it packed; False where there is no room."""
+        assert self._pool is not None
+        handle.loading = True  # so that its host copy stays
+        adapter = handle.adapter
+        run = None if adapter is None else self._pool.allocate_run(self.pages_of(handle))
+        if adapter is None or run is None:
+            handle.loading = False
+            return adapter is None
+        handle.run = run
+        slot = self._slots.take(adapter)
+        self._submit(handle, lambda one: self._pack(one, slot))
         return True
 
+    def _give_back(self) -> None:
+        """What could not be packed holds its run no longer."""
+        assert self._pool is not None
+        while self._unpacked:
+            handle, slot = self._unpacked.popleft()
+            assert handle.run is not None
+            self._slots.clear(slot)
+            self._pool.release_run(handle.run)
+            handle.run = None
 
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except (OSError, ValueError):
-        return False
+    def _evict(self, handle: AdapterHandle) -> None:
+        assert self._pool is not None
+        assert self._region is not None
+        assert handle.slot is not None
+        assert handle.run is not None
+        self.on_evict(handle.slot, handle)
+        with self._lock:
+            self._slots.clear(handle.slot)
+            del self._resident[handle.slot]
+            self._region.clear(handle.run.pages)
+            self._pool.release_run(handle.run)
+            handle.slot = handle.run = None
+            if self._current.get(as_text(handle.name)) is not handle:
+                self._host.drop(handle)
+            self._count(evictions=1, host_evictions=self._host.trim(0))
+
+    def _idle(self) -> list[AdapterHandle]:
+        return [
+            handle
+            for slot, handle in self.resident.items()
+            if handle.run and not handle.pinned and slot != self.keep and handle not in self._older
+        ]
+
+    @property
+    def spare(self) -> int:
+        return sum(handle.run.count for handle in self._idle() if handle.run)
+
+    def oldest(self) -> float | None:
+        return min((handle.used for handle in self._idle()), default=None)
+
+    def give_up(self) -> None:
+        self._evict(min(self._idle(), key=lambda handle: handle.used))
+
+    # -- the loader's thread -------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Waits until the loader has done all that it has been given."""
+        self._loader.submit(lambda: None).result()
+
+    def close(self) -> None:
+        self._loader.shutdown()
+
+    def _submit(self, handle: AdapterHandle, job: Callable[[AdapterHandle], None]) -> None:
+        handle.loading = True
+        self._loader.submit(self._work, handle, job)
+
+    def _work(self, handle: AdapterHandle, job: Callable[[AdapterHandle], None]) -> None:
+        """Whatever fails is the adapter's error."""
+        try:
+            job(handle)
+        except InvalidArgument as error:
+            self._fail(handle, error)
+        except Exception as error:
+            log.exception("while an adapter was loaded")
+            refuse = Refusal(handle.name, str(handle.folder))
+            self._fail(handle, refuse(f"does not load: {error!r}"))
+        finally:
+            handle.loading = False
+            self.on_news()
+
+    def _fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
+        with self._lock:
+            handle.error = error
+            if self._current.get(as_text(handle.name)) is handle:
+                self._refuse(as_text(handle.name), error)
+            self.version += 1
+
+    def _load(self, handle: AdapterHandle) -> None:
+        adapter = AdapterFiles(handle.name, handle.folder, self._model, self._max_bytes).read()
+        if stamp_of(handle.folder) != handle.stamp:
+            raise Refusal(handle.name, str(handle.folder))("has changed while it was being loaded")
+        with self._lock:
+            dropped = self._host.trim(handle.description.host_bytes)
+            self._host.add(handle, adapter)
+            self._count(loads=1, host_evictions=dropped)
+
+    def _pack(self, handle: AdapterHandle, slot: int) -> None:
+        assert self._region is not None
+        assert handle.run is not None
+        room = handle.run.count * self._region.page_bytes
+        try:
+            self._slots.pack(slot, self._region.address(handle.run.first), room)
+        except BaseException:
+            self._unpacked.append((handle, slot))
+            raise
+        self._settle(handle, slot)
+        self._count(packs=1)
+
+    def _settle(self, handle: AdapterHandle, slot: int) -> None:
+        with self._lock:
+            self._resident[slot] = handle
+            handle.slot = slot
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the fp32 copies in host memory."""
+        return self._host.used
+
+    @property
+    def resident(self) -> Mapping[int, AdapterHandle]:
+        """Adapters that steps can use now, by slot."""
+        with self._lock:
+            return dict(self._resident)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            found = {name: getattr(self.counters, name) + n for name, n in more.items()}
+            self.counters = replace(self.counters, **found)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the books do not balance; with the loader at rest."""
+        for slot, handle in self._resident.items():
+            assert handle.slot == slot
+            assert handle.adapter is self._slots.adapter(slot), "resident without its host copy"
+        if self._pool is not None:
+            runs = [handle.run for handle in self._resident.values() if handle.run is not None]
+            assert sum(run.count for run in runs) == self._pool.adapter, "a run is nobody's"
+        self._host.check_integrity()

@@ -175,6 +175,14 @@ class Switcher:
             known = self._prepared[slot] = self._prepare(slot, adapter)
         return known
 
+    def forget(self, slot: int) -> None:
+        """The slot will be another adapter's; it must not be live."""
+        if self.live == slot:
+            raise ValueError(f"slot {slot} is live")
+        known = self._prepared.pop(slot, None)
+        if known is not None and known is self._holds:
+            self._holds = None
+
     def _forget(self, slot: int, gone: weakref.ref[Adapter]) -> None:
         """The adapter exists no more; nor do its factors, once this lets them go."""
         known = self._prepared.get(slot)

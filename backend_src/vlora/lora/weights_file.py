@@ -61,10 +61,11 @@ class WeightsFile:
             raise self._refuse(f"has NaN or Inf in '{key}'")
         return tensor
 
-    def require_room(self, keys: list[str], most: int) -> None:
-        """Refuses tensors that would need more than `most` bytes in fp32."""
+    def require_room(self, keys: list[str], most: int) -> int:
+        """Bytes of these tensors in fp32; more than `most` are refused."""
         needed = sum(4 * math.prod(self.shapes[key]) for key in keys)
         if needed > most:
             raise self._refuse(
                 f"declares weights of {needed} bytes; 'max_adapter_bytes' allows {most}"
             )
+        return needed

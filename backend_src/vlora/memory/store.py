@@ -1,13 +1,18 @@
 """The pages' bytes: keys and values of every layer, in the order in which attention reads them.
 
-Knows pages and places in them, nothing of sequences.
+An adapter's run of pages is plain memory here. Knows pages and places in them, nothing of sequences
+or adapters.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
 
 from vlora.memory import huge
+from vlora.memory.pool import Moves
 
 LANES = 16
 """Tokens of a panel: the scores of its keys fill a vector of any instruction set."""
@@ -33,11 +38,27 @@ class KVStore:
         self.block = block
         self.kv_heads = kv_heads
         self.head_dim = head_dim
-        self._padded = -(-head_dim // LANES) * LANES
-        panels = -(-block // LANES)
-        self.cache = huge.zeros(
-            pages, layers, 2, kv_heads, panels, LANES * self._padded, dtype=dtype
-        )
+        shape = page_shape(layers, block, kv_heads, head_dim)
+        self._padded = shape[-1] // LANES
+        self.cache = huge.zeros(pages, *shape, dtype=dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.cache.stride(0) * self.cache.itemsize
+
+    def address(self, page: int) -> int:
+        """Of the page's first byte, a multiple of 64."""
+        return self.cache.data_ptr() + page * self.page_bytes
+
+    def move(self, moves: Moves) -> None:
+        """Copies whole pages; none that is read is written."""
+        if moves:
+            self.cache[list(moves.values())] = self.cache[list(moves)]
+
+    def clear(self, pages: Iterable[int]) -> None:
+        """Zeros, as padding has to be, where an adapter lay."""
+        for page in pages:
+            self.cache[page].zero_()
 
     def keys(self, layer: int) -> torch.Tensor:
         """View [pages, kv_heads, panels, dim, LANES] of one layer."""
@@ -48,3 +69,15 @@ class KVStore:
         """View [pages, kv_heads, panels, LANES, dim] of one layer."""
         found = self.cache[:, layer, 1]
         return found.view(*found.shape[:3], LANES, self._padded)[..., : self.head_dim]
+
+
+def page_shape(
+    layers: int, block: int, kv_heads: int, head_dim: int
+) -> tuple[int, int, int, int, int]:
+    """A page's elements: [layers, 2, kv_heads, panels, LANES · padded dim]."""
+    padded = -(-head_dim // LANES) * LANES
+    return layers, 2, kv_heads, -(-block // LANES), LANES * padded
+
+
+def page_bytes(layers: int, block: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    return math.prod(page_shape(layers, block, kv_heads, head_dim)) * dtype.itemsize

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from vlora.atmm import op
 from vlora.atmm.types import Segment
 from vlora.kernels import ops
-from vlora.lora.adapter import LM_HEAD
+from vlora.lora.adapter import LM_HEAD, Place
 from vlora.lora.layers import LoraLinear
 from vlora.lora.slab import GROUPS
 from vlora.lora.store import AdapterStore
@@ -67,6 +67,12 @@ class Decoder:
         if segments:
             op.apply(logits, hidden, segments, self._lm_head_lora)
         return logits
+
+
+def lora_groups(layers: int) -> list[list[Place]]:
+    """The groups of projections that a decoder goes through, in the order of use."""
+    found = [[(layer, target) for target in group] for layer in range(layers) for group in GROUPS]
+    return [*found, [(-1, LM_HEAD)]]
 
 
 class DecoderLayer:

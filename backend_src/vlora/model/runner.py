@@ -33,7 +33,7 @@ class StepResult:
 
 
 class Runner:
-    """Owns the decoder and the KV pages' bytes."""
+    """Owns the decoder."""
 
     def __init__(
         self,
@@ -41,25 +41,14 @@ class Runner:
         weights: DecoderWeights,
         adapters: AdapterStore,
         switcher: Switcher,
-        pages: int,
-        block_size: int,
+        store: KVStore,
     ) -> None:
+        """store: the pages' bytes, which the engine owns."""
         self._decoder = Decoder(config, weights, adapters, switcher)
         self._switcher = switcher
         self._adapters = adapters
         self._query_heads = config.heads
-        self._store = KVStore(
-            pages,
-            config.layers,
-            block_size,
-            config.kv_heads,
-            config.head_dim,
-            weights.slab.dtype,
-        )
-
-    @property
-    def kv_bytes(self) -> int:
-        return self._store.cache.nbytes
+        self._store = store
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> StepResult:

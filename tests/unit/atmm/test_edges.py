@@ -80,6 +80,36 @@ def test_slots_are_set_and_cleared_for_the_calls_that_follow() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_slot_is_packed_into_the_callers_memory(dtype: torch.dtype) -> None:
+    group, own = LoraGroup(70, [24, 50], dtype), LoraGroup(70, [24, 50], dtype)
+    pairs = [
+        LoraPair(torch.randn(5, 70).to(dtype), torch.randn(24, 5).to(dtype)),
+        LoraPair(torch.randn(19, 70).to(dtype), torch.randn(50, 19).to(dtype)),
+    ]
+    needed = group.slot_bytes([5, 19])
+    memory = torch.full((needed + 128,), 77, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64
+    group.put(0, pairs, (memory.data_ptr() + start, needed))
+    own.put(0, pairs)
+    assert bool((memory[:start] == 77).all())
+    assert bool((memory[start + needed :] == 77).all())
+    x, segments = torch.randn(6, 70).to(dtype), [Segment(0, 6, 0)]
+    got, want = torch.zeros(6, 74, dtype=dtype), torch.zeros(6, 74, dtype=dtype)
+    op.apply(got, x, segments, group, backend="cpu")
+    op.apply(want, x, segments, own, backend="cpu")
+    assert torch.equal(got, want)
+    assert bool(want.any())
+    memory.zero_()  # it is read where it lies
+    op.apply(got.zero_(), x, segments, group, backend="cpu")
+    assert not bool(got.any())
+    assert group.slot_bytes([0, 0]) == 0
+    assert needed > group.slot_bytes([0, 19]) > 0
+    for into in [(memory.data_ptr() + start, needed - 1), (memory.data_ptr() + start + 4, needed)]:
+        with pytest.raises(ValueError, match="does not go into"):
+            group.put(0, pairs, into)
+
+
 def test_a_group_changes_while_calls_run() -> None:
     group = group_of(256, [192], [16, 32])
     replacements = [group_of(256, [192], [rank]).pairs[0][0] for rank in (8, 24, 64)]

@@ -1,0 +1,92 @@
+"""What the operator goes through, by slot: the adapters that a step can use.
+
+A slot is an index in every group of projections and in the heads; an evicted adapter's is given to
+the next. Knows nothing of names, files or who waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from vlora.atmm.groups import HeadGroup, LoraGroup
+from vlora.atmm.types import LoraPair
+from vlora.lora.adapter import Adapter, ModelShape, Place
+
+
+class Slots:
+    """Owns the groups; a slot's adapter is whole: taken, packed into all of them, then used."""
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
+        """dtype: in which the operator gets the pairs."""
+        self._model = model
+        self._dtype = dtype
+        self._groups: dict[tuple[Place, ...], LoraGroup] = {}
+        self.heads = HeadGroup(model.hidden)
+        self._adapters: list[Adapter | None] = []
+
+    def group(self, places: Sequence[Place]) -> LoraGroup:
+        """Pairs of matrices that share their input, by slot, now and later."""
+        key = tuple(places)
+        if key not in self._groups:
+            shapes = [self._model.shape_of(place) for place in key]
+            group = LoraGroup(shapes[0][1], [d_out for d_out, _ in shapes], self._dtype)
+            for adapter in self._adapters:
+                group.append([self._pair(adapter, place) for place in key])
+            self._groups[key] = group
+        return self._groups[key]
+
+    def _pair(self, adapter: Adapter | None, place: Place) -> LoraPair | None:
+        pair = None if adapter is None else adapter.pairs.get(place)
+        return pair and LoraPair(pair.a.to(self._dtype), pair.b.to(self._dtype))
+
+    def bytes_of(self, ranks: Mapping[Place, int]) -> int:
+        """Of an adapter's packed copies in all groups. Its head is the core's own beside them."""
+        return sum(
+            group.slot_bytes([ranks.get(place, 0) for place in places])
+            for places, group in self._groups.items()
+        )
+
+    def take(self, adapter: Adapter) -> int:
+        """A slot for it, empty until `pack`."""
+        if None in self._adapters:
+            slot = self._adapters.index(None)
+        else:
+            slot = len(self._adapters)
+            for group in self._groups.values():
+                group.append([None] * len(group.d_outs))
+            self.heads.append(None)
+            self._adapters.append(None)
+        self._adapters[slot] = adapter
+        return slot
+
+    def pack(self, slot: int, address: int | None = None, room: int = 0) -> None:
+        """The slot's adapter into all groups: into `room` bytes at `address`, one group after the
+        other in the order of use, or without one into memory of the core's own. On any thread,
+        while nothing uses the slot yet."""
+        adapter = self._adapters[slot]
+        assert adapter is not None, f"slot {slot} is nobody's"
+        ranks = {place: pair.rank for place, pair in adapter.pairs.items()}
+        for places, group in list(self._groups.items()):
+            pairs = [self._pair(adapter, place) for place in places]
+            if address is None:
+                group.put(slot, pairs)
+                continue
+            size = group.slot_bytes([ranks.get(place, 0) for place in places])
+            group.put(slot, pairs, (address, room))
+            address, room = address + size, room - size
+        self.heads.put(slot, adapter.head.linear if adapter.head else None)
+
+    def clear(self, slot: int) -> None:
+        """Nothing goes through the slot any more; the next may take it."""
+        for group in self._groups.values():
+            group.clear(slot)
+        self.heads.put(slot, None)
+        self._adapters[slot] = None
+
+    def adapter(self, slot: int) -> Adapter:
+        found = self._adapters[slot]
+        if found is None:
+            raise KeyError(f"slot {slot} is empty")
+        return found

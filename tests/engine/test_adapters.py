@@ -1,0 +1,297 @@
+"""Adapters in tiers and shared prefixes: answers are the same, whatever had to move."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.asking import Collector, request
+from tests.waiting import until
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.engine.loop import EngineLoop
+from vlora.errors import InvalidArgument, NotFound
+from vlora.lora import folders
+from vlora.lora.adapter import AdapterFiles
+from vlora.request import ImageFeatures, Output, Request
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def vary(folder: Path, seed: int) -> None:
+    """Other weights of the same shapes, put in place as a careful writer does."""
+    torch.manual_seed(seed)
+    weights = {k: torch.randn_like(v) * 0.3 for k, v in load_file(folder / WEIGHTS).items()}
+    save_file(weights, folder / "new")
+    (folder / "new").rename(folder / WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def many(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve adapters of different weights and ranks."""
+    root = tmp_path_factory.mktemp("many")
+    for index in range(12):
+        kind = ("attention-r4", "feed-forward-r16", "all-r8")[index % 3]
+        shutil.copytree(adapters_dir / kind, root / f"a{index:02}")
+        vary(root / f"a{index:02}", index)
+    return root
+
+
+@pytest.fixture
+def root(many: Path, tmp_path: Path) -> Path:
+    shutil.copytree(many, tmp_path / "root")
+    return tmp_path / "root"
+
+
+def engine_of(checkpoint: Path, root: Path, **more: Any) -> Engine:
+    return Engine(Options(model=checkpoint, adapters=root, max_num_seqs=8, **more))
+
+
+def run(engine: Engine, *requests: Request, check: bool = True) -> dict[str, Output]:
+    """The last output of each, with all its tokens; who waits for a load waits here."""
+    for index, asked in enumerate(requests):
+        engine.add(engine.prepare(asked), float(index))
+    return finish(engine, check=check)
+
+
+def finish(engine: Engine, *, check: bool = True) -> dict[str, Output]:
+    tokens: dict[str, list[int]] = defaultdict(list)
+    last: dict[str, Output] = {}
+    for _ in range(3000):
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+            last[output.request_id] = output
+        if engine.stalled:
+            engine.adapters.finish()
+            engine.on_news()
+        if check:
+            engine.memory.check_integrity(engine.scheduler.running)
+        if engine.idle:
+            engine.adapters.finish()
+            engine.adapters.check_integrity()
+            engine.check_integrity()
+            return {k: _with(o, tokens[k]) for k, o in last.items()}
+    raise AssertionError("not finished")
+
+
+def _with(output: Output, tokens: list[int]) -> Output:
+    return replace(output, token_ids=tuple(tokens))
+
+
+def burst(engine: Engine) -> list[Request]:
+    return [
+        request(f"r{i}", adapter=name, prompt=f"<s>what is it, {i % 5}?", max_tokens=6)
+        for i, name in enumerate(engine.adapters.names() * 2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def calm(checkpoint: Path, many: Path) -> dict[str, tuple[int, ...]]:
+    """Tokens of the burst where every adapter is resident and each request runs alone."""
+    torch.set_num_threads(1)
+    engine = engine_of(checkpoint, many, enable_prefix_caching=False)
+    assert len(engine.adapters.resident) == 12
+    return {k: o.token_ids for r in burst(engine) for k, o in run(engine, r).items()}
+
+
+@pytest.mark.parametrize("host_adapters", [2, 100])
+def test_a_burst_over_more_adapters_than_there_is_room_for_is_answered(
+    checkpoint: Path,
+    many: Path,
+    calm: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    host_adapters: int,
+) -> None:
+    one = 200_000
+    engine = engine_of(
+        checkpoint,
+        many,
+        adapter_pool_bytes=3 * one,
+        adapter_host_bytes=host_adapters * one,
+        kv_cache_tokens=1024,
+        max_model_len=256,
+    )
+    readers: set[int] = set()
+    read = AdapterFiles.read
+
+    def told(files: AdapterFiles) -> Any:
+        readers.add(threading.get_ident())
+        return read(files)
+
+    monkeypatch.setattr(AdapterFiles, "read", told)
+    outputs = run(engine, *burst(engine))
+    assert {k: o.token_ids for k, o in outputs.items()} == calm
+    assert threading.get_ident() not in readers, "a step has waited for a disk"
+    stats = engine.stats()
+    assert stats.adapter_evictions > 0
+    assert (stats.adapter_loads > 0) == (host_adapters == 2) == bool(readers)
+
+
+def test_keys_and_values_move_out_of_an_adapters_way(
+    checkpoint: Path, many: Path, calm: dict[str, tuple[int, ...]]
+) -> None:
+    engine = engine_of(checkpoint, many, block_size=4, kv_cache_tokens=400, adapter_pool_bytes=0)
+    outputs = run(engine, *burst(engine))
+    assert {k: o.token_ids for k, o in outputs.items()} == calm
+    assert engine.stats().pages_moved > 0
+
+
+def test_an_adapter_and_its_request_beyond_the_pool_are_refused_with_both_numbers(
+    checkpoint: Path, many: Path
+) -> None:
+    engine = engine_of(checkpoint, many, kv_cache_tokens=64, adapter_pool_bytes=0)
+    with pytest.raises(InvalidArgument, match=r"adapter 'a02' needs \d+ pages .* pool has 4"):
+        engine.prepare(request("r", adapter="a02"))
+
+
+def test_who_runs_ends_with_the_version_it_started_with(
+    checkpoint: Path, root: Path, calm: dict[str, tuple[int, ...]]
+) -> None:
+    engine = engine_of(checkpoint, root)
+    asked = request("old", adapter="a00", prompt="<s>what is it, 0?", max_tokens=6)
+    engine.add(engine.prepare(asked), 0.0)
+    before = engine.step()
+    vary(root / "a00", 99)
+    engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in sorted(root.iterdir())})
+    engine.add(
+        engine.prepare(request("new", adapter="a00", prompt=asked.prompt, max_tokens=6)), 1.0
+    )
+    rest = finish(engine)
+    assert (*before[0].token_ids, *rest["old"].token_ids) == calm["r0"]
+    assert rest["new"].token_ids != calm["r0"]
+    assert rest["new"].adapter_digest != rest["old"].adapter_digest
+    fresh = engine_of(checkpoint, root, enable_prefix_caching=False)
+    assert run(fresh, asked)["old"].token_ids == rest["new"].token_ids
+
+
+def test_a_removed_adapter_ends_who_waits_and_not_who_runs(checkpoint: Path, root: Path) -> None:
+    engine = Engine(Options(model=checkpoint, adapters=root, max_num_seqs=1))
+    for index, name in enumerate(("runs", "waits")):
+        engine.add(engine.prepare(request(name, adapter="a01")), float(index))
+    engine.step()
+    engine.adapters.update({})
+    rest = finish(engine)
+    assert rest["runs"].finish_reason == "length"
+    assert isinstance(rest["waits"].error, NotFound)
+    with pytest.raises(NotFound):
+        engine.prepare(request("r", adapter="a01"))
+
+
+@pytest.mark.parametrize("fault", ["truncated", "flipped", "vanished", "replaced"])
+def test_a_file_that_went_bad_since_is_an_error_of_its_requests_alone(
+    checkpoint: Path, root: Path, calm: dict[str, tuple[int, ...]], fault: str
+) -> None:
+    engine = engine_of(checkpoint, root, adapter_host_bytes=1)
+    assert not engine.adapters.resident
+    file = root / "a00" / WEIGHTS
+    content = file.read_bytes()
+    if fault == "truncated":
+        file.write_bytes(content[:-100])
+    elif fault == "flipped":
+        file.write_bytes(content[:9] + b"\xff" + content[10:])
+    elif fault == "vanished":
+        shutil.rmtree(root / "a00")
+    else:
+        vary(root / "a00", 5)
+    outputs = run(engine, *burst(engine)[:4])
+    assert isinstance(outputs["r0"].error, InvalidArgument)
+    assert "adapter 'a00'" in str(outputs["r0"].error)
+    assert [outputs[f"r{i}"].token_ids for i in (1, 2, 3)] == [calm[f"r{i}"] for i in (1, 2, 3)]
+    if fault != "vanished":
+        file.write_bytes(content)
+        engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in root.iterdir()})
+        assert run(engine, burst(engine)[0])["r0"].token_ids == calm["r0"]
+
+
+@pytest.fixture
+def serving(checkpoint: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineLoop]:
+    monkeypatch.setattr(folders, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(folders, "SETTLED_SECONDS", 0.05)
+    loop = EngineLoop(engine_of(checkpoint, root, adapter_host_bytes=400_000), max_waiting=100)
+    yield loop
+    loop.shutdown(5.0)
+
+
+def test_folders_come_change_and_go_while_serving(
+    serving: EngineLoop, root: Path, tmp_path: Path, adapters_dir: Path
+) -> None:
+    sink = Collector()
+    # A link, as in a hub's cache; then it leads elsewhere.
+    for index, name in enumerate(("one", "other")):
+        shutil.copytree(adapters_dir / "attention-r4", tmp_path / name)
+        vary(tmp_path / name, 70 + index)
+    (root / "linked").symlink_to(tmp_path / "one")
+    until(lambda: "linked" in serving.adapters.names())
+    serving.submit(request("first", adapter="linked"), sink)
+    first = sink.last("first").adapter_digest
+    (root / "elsewhere").symlink_to(tmp_path / "other")
+    (root / "elsewhere").rename(root / "linked")
+    until(lambda: serving.adapters.info("linked").digest not in ("", first))
+    serving.submit(request("second", adapter="linked"), sink)
+    assert sink.last("second").adapter_digest == serving.adapters.info("linked").digest
+    (root / "linked").unlink()
+    until(lambda: "linked" not in serving.adapters.names())
+    with pytest.raises(NotFound):
+        serving.submit(request("third", adapter="linked"), sink)
+
+
+def test_who_waits_for_a_load_is_woken_by_it(serving: EngineLoop) -> None:
+    sink = Collector()
+    names = [name for name in serving.adapters.names() if not serving.adapters.handle(name).adapter]
+    assert names
+    for name in names:
+        serving.submit(request(name, adapter=name), sink)
+    assert {sink.last(name).finish_reason for name in names} == {"length"}
+
+
+PICTURE = "<s>" + "<image>" + "what is it? " * 8
+
+
+def picture(engine: Engine, seed: int) -> ImageFeatures:
+    hidden = engine.config.hidden
+    rows = np.random.default_rng(seed).normal(size=(40, hidden)).astype(np.float32)
+    return ImageFeatures(rows, np.array([[0, 40, 1, 5, 8, 0]], np.int32))
+
+
+def test_a_prompt_that_begins_alike_is_not_computed_again(checkpoint: Path, many: Path) -> None:
+    engine = engine_of(checkpoint, many)
+    plain = engine_of(checkpoint, many, enable_prefix_caching=False)
+
+    def computed(name: str, text: str, seed: int, adapter: str | None = None) -> int:
+        before = engine.stats().rows
+        asked = request(name, prompt=text, images=picture(engine, seed), adapter=adapter)
+        got = run(engine, asked)[name].token_ids
+        assert got == run(plain, asked)[name].token_ids
+        return engine.stats().rows - before
+
+    first = computed("a", PICTURE, 1)
+    again = computed("b", PICTURE + "and why?", 1)
+    assert again < first / 2
+    assert engine.stats().cached_tokens >= 40
+    assert computed("c", PICTURE, 2) == first, "another image"
+    assert computed("d", PICTURE, 1, "a00") == first, "another adapter"
+    assert computed("e", PICTURE, 1, "a00") < first / 2
+
+
+def test_blocks_are_shared_while_their_owner_runs(checkpoint: Path, many: Path) -> None:
+    engine = engine_of(checkpoint, many)
+    text = "<s>" + "what do you see? " * 8
+    engine.add(engine.prepare(request("a", prompt=text, max_tokens=20)), 0.0)
+    engine.step()
+    pages = engine.pool.kv
+    engine.add(engine.prepare(request("b", prompt=text, max_tokens=20)), 1.0)
+    begun = engine.step()
+    assert engine.pool.kv <= pages + 2
+    (first,) = (output.token_ids for output in begun if output.request_id == "b")
+    alone = run(engine_of(checkpoint, many), request("b", prompt=text, max_tokens=20))
+    assert (*first, *finish(engine)["b"].token_ids) == alone["b"].token_ids
