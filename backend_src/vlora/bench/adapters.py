@@ -172,15 +172,23 @@ class Bench:
         return rows
 
     def burst(self) -> list[Row]:
-        """All at once over many adapters, with room for few, and for all."""
+        """All at once over many adapters: with room for all, and for few in the pool and in host
+        memory, so that most come from disk."""
         given = self._grid["burst"]
         names = self.names[: given["adapters"]]
         asked = [names[i % len(names)] for i in range(given["requests"])]
         random.Random(0).shuffle(asked)
         root = self._linked("burst", names)
         rows = []
-        for setting, room in (("resident", len(names)), ("room for few", given["room"])):
-            options = self.options(root, adapter_pool_bytes=room * self.run_bytes)
+        for setting, room, host in (
+            ("resident", len(names), len(names)),
+            ("room for few", given["room"], given["host"]),
+        ):
+            options = self.options(
+                root,
+                adapter_pool_bytes=room * self.run_bytes,
+                adapter_host_bytes=host * self.host_bytes,
+            )
             driver = Driver(Engine(options))
             outcome = driver.run(self.asks(asked, 1))
             rows.append(Row("burst", setting, outcome, _tiers(driver.engine)))
@@ -259,6 +267,7 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
         whole.end += one.end
         whole.steps += one.steps
         whole.stalled += one.stalled
+        whole.span += one.span
         whole.disk_steps += one.disk_steps
         whole.rows += one.rows
         whole.tokens += one.tokens

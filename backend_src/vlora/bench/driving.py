@@ -39,25 +39,22 @@ class Ask:
 class Outcome:
     """Seconds from the common start: first token and end of each request; of each step; stalled,
     with nothing to compute but adapters to wait for. disk_steps: steps whose thread read a file of
-    weights. rows: computed. tokens: said."""
+    weights. span: of the whole load. rows: computed. tokens: said."""
 
     first: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     stalled: float = 0.0
     disk_steps: int = 0
+    span: float = 0.0
     rows: int = 0
     tokens: int = 0
     failed: int = 0
 
     @property
-    def wall(self) -> float:
-        return max(self.end)
-
-    @property
     def throughput(self) -> float:
         """Tokens a second."""
-        return self.tokens / self.wall
+        return self.tokens / self.span
 
     @property
     def token_latency(self) -> float:
@@ -141,5 +138,6 @@ class Driver:
                     if output.finished:
                         outcome.end.append(now - began)
                         outcome.failed += output.error is not None
+        outcome.span = time.perf_counter() - began
         outcome.rows = engine.stats().rows - rows
         return outcome
