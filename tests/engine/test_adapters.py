@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.asking import Collector, request
 from tests.waiting import until
 from vlora.config import Options
+from vlora.engine import memory
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.errors import InvalidArgument, NotFound
@@ -144,6 +145,32 @@ def test_keys_and_values_move_out_of_an_adapters_way(
     outputs = run(engine, *burst(engine))
     assert {k: o.token_ids for k, o in outputs.items()} == calm
     assert engine.stats().pages_moved > 0
+
+
+def test_an_adapter_that_is_always_asked_for_keeps_no_other_out(
+    checkpoint: Path, many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "PATIENCE", 10)
+    engine = engine_of(
+        checkpoint, many, adapter_pool_bytes=520_000, kv_cache_tokens=128, max_model_len=64
+    )
+    cold_done = None
+    for step in range(200):
+        hot = request(f"hot{step}", adapter="a02", max_tokens=9)
+        engine.add(engine.prepare(hot), float(step))
+        if step == 5:
+            cold = request("cold", adapter="a05", max_tokens=2)
+            engine.add(engine.prepare(cold), float(step))
+        for output in engine.step():
+            if output.request_id == "cold" and output.finished:
+                cold_done = step
+        if engine.stalled:
+            engine.adapters.finish()
+            engine.on_news()
+        if cold_done is not None:
+            break
+    assert cold_done is not None
+    assert engine.scheduler.waiting, "the others never stopped coming"
 
 
 def test_an_adapter_and_its_request_beyond_the_pool_are_refused_with_both_numbers(

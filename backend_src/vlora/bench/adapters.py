@@ -266,6 +266,7 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
         whole.first += one.first
         whole.end += one.end
         whole.steps += one.steps
+        whole.beside += one.beside
         whole.stalled += one.stalled
         whole.span += one.span
         whole.disk_steps += one.disk_steps
@@ -289,6 +290,13 @@ def _tiers(engine: Engine) -> dict[str, Any]:
     }
 
 
+def _beside(outcome: Outcome) -> float | None:
+    """Steps while something was being loaded over all steps, medians."""
+    if not outcome.beside:
+        return None
+    return round(median(outcome.beside) / median(outcome.steps), 3)
+
+
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """The keys of the issue."""
     found = {(row.what, row.setting): row for row in rows}
@@ -307,5 +315,6 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "overcommit_throughput_ratio": ratio("burst", "room for few", "resident"),
         "overcommit_p99_s": found["burst", "room for few"].outcome.as_row()["p99_s"],
         "overcommit_failed": found["burst", "room for few"].outcome.failed,
+        "step_beside_load_over_step": _beside(found["burst", "room for few"].outcome),
         "steps_that_waited_for_disk": sum(row.outcome.disk_steps for row in rows),
     }

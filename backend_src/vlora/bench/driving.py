@@ -39,13 +39,15 @@ class Ask:
 class Outcome:
     """Seconds from the common start: first token and end of each request; of each step; stalled,
     with nothing to compute but adapters to wait for. disk_steps: steps whose thread read a file of
-    weights. span: of the whole load. rows: computed. tokens: said."""
+    weights. beside: of the steps during which
+    the loader had work. span: of the whole load. rows: computed. tokens: said."""
 
     first: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     stalled: float = 0.0
     disk_steps: int = 0
+    beside: list[float] = field(default_factory=list)
     span: float = 0.0
     rows: int = 0
     tokens: int = 0
@@ -68,6 +70,9 @@ class Outcome:
             "p99_s": round(float(np.quantile(self.end, 0.99)), 3),
             "step_ms": round(statistics.median(self.steps) * 1e3, 3),
             "step_p99_ms": round(float(np.quantile(self.steps, 0.99)) * 1e3, 3),
+            "step_beside_load_ms": round(statistics.median(self.beside) * 1e3, 3)
+            if self.beside
+            else None,
             "stalled_s": round(self.stalled, 3),
             "disk_steps": self.disk_steps,
             "failed": self.failed,
@@ -120,7 +125,7 @@ class Driver:
             for index, state in enumerate(states):
                 engine.add(state, float(index))
             while not engine.idle:
-                before, read = time.perf_counter(), reads
+                before, read, loading = time.perf_counter(), reads, engine.adapters.loading
                 outputs = engine.step()
                 now = time.perf_counter()
                 if engine.stalled:
@@ -129,6 +134,8 @@ class Driver:
                     outcome.stalled += time.perf_counter() - before
                 else:
                     outcome.steps.append(now - before)
+                    if loading and engine.adapters.loading:
+                        outcome.beside.append(now - before)
                     outcome.disk_steps += reads > read
                 for output in outputs:
                     outcome.tokens += len(output.token_ids)

@@ -88,6 +88,7 @@ class AdapterStore:
         self._unpacked: deque[tuple[AdapterHandle, int]] = deque()
         self._pool: PagePool | None = None
         self._region: Region | None = None
+        self._jobs = self._done = 0
         self._loader = ThreadPoolExecutor(1, "adapter-loader")
         self.places: set[Place] = set()
         """Matrices that any known adapter changes."""
@@ -368,11 +369,17 @@ class AdapterStore:
         """Waits until the loader has done all that it has been given."""
         self._loader.submit(lambda: None).result()
 
+    @property
+    def loading(self) -> bool:
+        """Whether the loader has work. On the engine's thread."""
+        return self._jobs > self._done
+
     def close(self) -> None:
         self._loader.shutdown()
 
     def _submit(self, handle: AdapterHandle, job: Callable[[AdapterHandle], None]) -> None:
         handle.loading = True
+        self._jobs += 1
         self._loader.submit(self._work, handle, job)
 
     def _work(self, handle: AdapterHandle, job: Callable[[AdapterHandle], None]) -> None:
@@ -387,6 +394,7 @@ class AdapterStore:
             self._fail(handle, refuse(f"does not load: {error!r}"))
         finally:
             handle.loading = False
+            self._done += 1
             self.on_news()
 
     def _fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:

@@ -333,7 +333,12 @@ class EncoderExporter(Exporter):
             for name, (field, text) in families.items()
         }
 
+        self._bytes = Level(
+            registry.gauge("vlora:feature_cache_bytes", "Of image features held.", labels)
+        )
+
     def _write(self) -> None:
         now = self._read()
+        self._bytes.set(now.bytes)
         for field, counter in self._counters.items():
             counter.raise_to(getattr(now, field))

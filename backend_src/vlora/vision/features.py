@@ -58,7 +58,7 @@ class EncodedImages:
 class Counters:
     """Since the start: images asked for = hits + misses; a miss is an image given to the tower.
 
-    batches: calls of the tower. evictions: entries that had to make room.
+    batches: calls of the tower. evictions: entries that had to make room. bytes: held now.
     """
 
     images: int = 0
@@ -66,6 +66,7 @@ class Counters:
     misses: int = 0
     batches: int = 0
     evictions: int = 0
+    bytes: int = 0
 
 
 PendingFeatures = Future[FloatArray]
@@ -145,7 +146,8 @@ class EncoderService:
 
     @property
     def counters(self) -> Counters:
-        return replace(self._counters, evictions=self._cache.evictions)
+        cache = self._cache
+        return replace(self._counters, evictions=cache.evictions, bytes=cache.used)
 
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
         """Features of each request of `batch`, which may have no images at all.
