@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence as Sequence_
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +15,8 @@ from vlora.engine.policies import make_policy
 from vlora.engine.policy import Choice, Ready
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
-from vlora.lora.adapter import AdapterInfo, Description
 from vlora.lora.handle import AdapterHandle
+from vlora.lora.segments import BASE
 from vlora.memory.kv import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.model.inputs import Prompt
@@ -28,16 +29,11 @@ def sequence(
 ) -> Sequence:
     request = Request(id=name, prompt="", sampling=SamplingParams())
     table = BlockTable(pool, block)
-    made = Sequence(request, Prompt.of_text(range(prompt)), resident(slot), 100, table)
+    made = Sequence(
+        request, Prompt.of_text(range(prompt)), AdapterHandle.imagined(slot), 100, table
+    )
     made.arrival = arrival
     return made
-
-
-def resident(slot: int) -> AdapterHandle | None:
-    """An adapter in this slot; None for the base."""
-    info = AdapterInfo(f"a{slot}", "", (), (), (), {}, (), ())
-    handle = AdapterHandle(info.name, Path(), (), Description(info, {}, 0), slot=slot)
-    return None if slot < 0 else handle
 
 
 def carry_out(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -198,3 +194,44 @@ def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
     scheduler.schedule(6.0)
     scheduler.schedule(9.0)
     assert (a.wait(9.0), b.wait(9.0)) == (6.0, 5.0)
+
+
+class Idle:
+    """An adapter in the pool that nobody runs with, unless it is to be kept."""
+
+    holds_runs = True
+
+    def __init__(self, pool: PagePool, count: int, slot: int) -> None:
+        self._pool, self._slot = pool, slot
+        self._run = pool.allocate_run(count)
+        self.kept = BASE
+        pool.reclaimers.append(self)
+
+    @property
+    def spare(self) -> int:
+        return self._run.count if self._run and self.kept != self._slot else 0
+
+    def oldest(self) -> float | None:
+        return 0.0 if self.spare else None
+
+    def give_up(self) -> None:
+        assert self._run is not None
+        self._pool.release_run(self._run)
+        self._run = None
+
+
+class Always:
+    """A policy that wants one adapter in the weights, whatever happens."""
+
+    def choose(self, ready: Sequence_[Ready], live: int, now: float) -> Choice:
+        return Choice(tuple(ready), 3)
+
+
+def test_the_adapter_in_the_weights_gives_way_where_nothing_else_could_run() -> None:
+    pool = PagePool(4)
+    idle = Idle(pool, 3, 3)
+    scheduler = Scheduler(Budgets(4, 100), Always(), keep=partial(setattr, idle, "kept"))
+    scheduler.add(sequence(pool, "big", 3, 1))
+    plan = scheduler.schedule()
+    assert [chunk.sequence_id for chunk in plan.chunks] == ["big"]
+    assert plan.live == BASE

@@ -87,9 +87,14 @@ class Scheduler:
         self.choice = self.policy.choose([_ready(s, now) for s in known.values()], live, now)
         self._keep(self.choice.live)
         step = self._allocate([known[r.id] for r in self.choice.order], self.choice)
-        if not step.rows:
+        if not step.rows and self.running:
             # Whoever was chosen finds no pages: those that have some go on.
             step = self._allocate(list(self.running), Choice((), self.choice.live))
+        elif not step.rows:
+            # Nor has anybody else: the oldest begins, whose pages the live adapter's may be.
+            self.choice = Choice((), BASE)
+            self._keep(BASE)
+            step = self._allocate([next(iter(known.values()))], self.choice)
         self._last = list(step.rows)
         for sequence in self._last:
             sequence.scheduled(now)
@@ -120,7 +125,8 @@ class Scheduler:
         """Those with pages that are not chosen, in the order in which they lose them. Not the
         oldest of all: it must end once."""
         ids = {s.id for s in chosen}
-        oldest = min((*self.running[:1], *self.waiting[:1]), key=_arrival)
+        waiting = [s for s in self.waiting if s.ready][:1]
+        oldest = min((*self.running[:1], *waiting), key=_arrival)
         credits = choice.credits or {}
         paused = [s for s in self.running if s.id not in ids and s is not oldest]
         return sorted(paused, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
