@@ -272,6 +272,18 @@ def test_folders_come_change_and_go_while_serving(
         serving.submit(request("third", adapter="linked"), sink)
 
 
+def test_a_changed_folder_is_served_within_five_seconds(checkpoint: Path, root: Path) -> None:
+    loop = EngineLoop(engine_of(checkpoint, root), max_waiting=10)
+    try:
+        before = loop.adapters.info("a00").digest
+        vary(root / "a00", 42)
+        shutil.copytree(root / "a01", root / "new")
+        until(lambda: "new" in loop.adapters.names(), seconds=5.0)
+        until(lambda: loop.adapters.info("a00").digest not in ("", before), seconds=5.0)
+    finally:
+        loop.shutdown(5.0)
+
+
 def test_who_waits_for_a_load_is_woken_by_it(serving: EngineLoop) -> None:
     sink = Collector()
     names = [name for name in serving.adapters.names() if not serving.adapters.handle(name).adapter]
