@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.asking import Collector, request
 from tests.waiting import until
 from vlora.config import Options
-from vlora.engine import memory
+from vlora.engine import calibration, memory
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.errors import InvalidArgument, NotFound
@@ -136,6 +136,22 @@ def test_a_burst_over_more_adapters_than_there_is_room_for_is_answered(
     stats = engine.stats()
     assert stats.adapter_evictions > 0
     assert (stats.adapter_loads > 0) == (host_adapters == 2) == bool(readers)
+
+
+def test_calibrating_writes_to_no_adapters_pages(
+    checkpoint: Path,
+    many: Path,
+    calm: dict[str, tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(calibration, "ROWS", (1, 2))
+    engine = engine_of(checkpoint, many)
+    engine.calibrate()
+    engine.check_integrity()
+    outputs = run(engine, *burst(engine)[:3])
+    assert {k: o.token_ids for k, o in outputs.items()} == {k: calm[k] for k in outputs}
 
 
 def test_keys_and_values_move_out_of_an_adapters_way(
