@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 
@@ -66,10 +66,23 @@ BY_CODE: dict[str, type[VLoraError]] = {
 }
 
 
+MAX_NAMES = 20
+"""Adapters that an error lists."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: `; did you mean 'x'?` where something is near, else empty."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def known_names(unknown: str, names: Sequence[str]) -> str:
+    """The end of a sentence about an unknown adapter: the nearest, and all known."""
+    if not names:
+        return " (no adapter is loaded)"
+    more = len(names) - MAX_NAMES
+    tail = f" and {more} more" if more > 0 else ""
+    return f"{nearest(unknown, names) or '.'} Known: {', '.join(names[:MAX_NAMES])}{tail}"
 
 
 def shown(value: Any) -> str:

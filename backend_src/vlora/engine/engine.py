@@ -14,6 +14,7 @@ import torch
 
 from vlora.config import Options
 from vlora.engine.calibration import AdapterSizes, Bed, calibrated
+from vlora.engine.checks import check_choices, context_of, max_tokens_of
 from vlora.engine.cost import CostModel, guess
 from vlora.engine.memory import EngineMemory
 from vlora.engine.plan import Mode, StepPlan
@@ -75,7 +76,7 @@ class Engine:
         self.adapters.load(find(), place=False)
         self.watch = FolderWatch(partial(find, quiet=True), self.adapters.update)
         tokens = options.kv_cache_tokens // options.block_size * options.block_size
-        self.max_model_len = _context(options, self.config.context, tokens)
+        self.max_model_len = context_of(options, self.config.context, tokens)
         self.memory = EngineMemory(options, self.config, dtype, self.adapters)
         self.pool = self.memory.pool
         self.pool.movers.append(lambda moves: self.memory.move(self.scheduler.running, moves))
@@ -143,13 +144,13 @@ class Engine:
                 f"'stop_token_ids' holds {beyond[0]}; ids run from 0 to"
                 f" {self.config.vocabulary - 1}"
             )
-        self._check_choices(params.choices)
+        check_choices(params.choices, self._limits)
         if not request.prompt:
             raise InvalidArgument("the prompt is empty; give a text")
         with self._tokenizing:
             prompt = self._reader.read(request.prompt, request.images)
         context = min(self.max_model_len, self.memory.capacity(handle))
-        max_tokens = _max_tokens(request, len(prompt.ids), context)
+        max_tokens = max_tokens_of(request, len(prompt.ids), context)
         sampler = TokenSampler(params, request.id, self.config.eos_tokens, self._vocabulary)
         if sampler.choices is not None and sampler.choices.least_tokens > max_tokens:
             raise InvalidArgument(
@@ -163,19 +164,6 @@ class Engine:
         table = self.memory.table()
         sequence = Sequence(request, prompt, handle, max_tokens, table, digests)
         return RequestState(sequence, sampler, self._vocabulary)
-
-    def _check_choices(self, choices: tuple[str, ...]) -> None:
-        """Their number and bytes: each token of such an answer is looked up among them."""
-        count, size = len(choices), sum(len(choice.encode()) for choice in choices)
-        limits = self._limits
-        if count > limits.max_choices:
-            raise InvalidArgument(
-                f"'choices' holds {count} choices; the limit is {limits.max_choices}"
-            )
-        if size > limits.max_choices_bytes:
-            raise InvalidArgument(
-                f"'choices' holds {size} bytes; the limit is {limits.max_choices_bytes}"
-            )
 
     # -- on the engine's thread --------------------------------------------------------------
 
@@ -429,37 +417,3 @@ class Engine:
         self._stats = replace(
             self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()}
         )
-
-
-def _context(options: Options, checkpoint: int, pool: int) -> int:
-    """The context served: asked for, the checkpoint's, and what the pool can hold of one."""
-    asked = options.max_model_len or checkpoint
-    if asked > checkpoint:
-        raise InvalidArgument(f"'max_model_len' = {asked} is above the checkpoint's {checkpoint}")
-    if pool < 1 or (options.max_model_len and asked > pool):
-        raise InvalidArgument(
-            f"'kv_cache_tokens' = {options.kv_cache_tokens} cannot hold a context of {asked}"
-        )
-    return min(asked, pool)
-
-
-def _max_tokens(request: Request, prompt: int, context: int) -> int:
-    """Tokens this answer may have; a prompt or a limit beyond the context is refused."""
-    if prompt < 1:
-        raise InvalidArgument("the prompt is empty; give a text")
-    least = 0 if request.use_head else 1
-    room = context - prompt
-    if room < least:
-        raise InvalidArgument(
-            f"the prompt has {prompt} tokens; with at least {least} for the answer"
-            f" it must fit the context of {context}"
-        )
-    if request.use_head:
-        return 0
-    asked = request.sampling.max_tokens
-    if asked is not None and asked > room:
-        raise InvalidArgument(
-            f"'max_tokens' = {asked} with a prompt of {prompt} tokens exceeds"
-            f" the context of {context}; at most {room} are left"
-        )
-    return room if asked is None else asked

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.errors import InvalidArgument, NotFound, nearest
+from vlora.errors import InvalidArgument, NotFound, known_names
 from vlora.lora.adapter import (
     MAX_ADAPTER_BYTES,
     Adapter,
@@ -42,7 +42,6 @@ __all__ = ["AdapterStore", "find_folders"]
 
 log = logging.getLogger(__name__)
 
-MAX_NAMES_IN_ERROR = 20
 PREFETCH = 8
 """Loads from disk that may be under way for the waiting queue: more would push each other out."""
 
@@ -202,22 +201,12 @@ class AdapterStore:
             if name in self._broken:
                 raise self._broken[name]
             if name not in self._current:
-                raise NotFound(f"unknown adapter '{name}'{self._known(name)}")
+                raise NotFound(f"unknown adapter '{name}'{known_names(name, list(self._current))}")
             return self._current[name]
 
     def info(self, name: str) -> AdapterInfo:
         """Raises as `handle`."""
         return self.handle(name).info
-
-    def _known(self, unknown: str) -> str:
-        """The end of the sentence about an unknown name: the nearest, and all known."""
-        names = list(self._current)
-        if not names:
-            return " (no adapter is loaded)"
-        more = len(names) - MAX_NAMES_IN_ERROR
-        tail = f" and {more} more" if more > 0 else ""
-        known = ", ".join(names[:MAX_NAMES_IN_ERROR])
-        return f"{nearest(unknown, names) or '.'} Known: {known}{tail}"
 
     # -- what steps use ------------------------------------------------------------------------
 
