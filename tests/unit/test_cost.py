@@ -119,6 +119,9 @@ def test_a_profile_is_measured_once_and_read_the_next_time(tmp_path: Path) -> No
     assert calibration.kept(("key",), lambda: PROFILE, tmp_path) == PROFILE
     again = calibration.kept(("key",), lambda: pytest.fail("measured again"), tmp_path)
     assert again == PROFILE
+    moved = replace(PROFILE, answer=2.0)
+    assert calibration.kept(("key",), lambda: moved, tmp_path, anew=True) == moved
+    assert calibration.kept(("key",), lambda: PROFILE, tmp_path) == moved
     other = replace(PROFILE, answer=5.0)
     assert calibration.kept(("another",), lambda: other, tmp_path) == other
 

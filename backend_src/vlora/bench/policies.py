@@ -122,7 +122,7 @@ class Bed:
             model=checkpoint.folder, adapters=checkpoint.adapters, dtype=NAMES[dtype], **more
         )
         self.engine = Engine(self.options)
-        self.engine.calibrate()
+        self.engine.calibrate(anew=True)
 
     def policy(self, name: str, costs: CostModel | None = None) -> Policy:
         rule = RULE_OF.get(name, name)

@@ -49,9 +49,13 @@ def cache_root() -> Path:
 
 
 def kept(
-    key: Sequence[object], measure: Callable[[], Profile], root: Path | None = None
+    key: Sequence[object],
+    measure: Callable[[], Profile],
+    root: Path | None = None,
+    *,
+    anew: bool = False,
 ) -> Profile:
-    """The profile of this machine under `key`, measured where it is not kept yet.
+    """The profile of this machine under `key`, measured where it is not kept yet, or `anew`.
 
     A cache that cannot be read or written is none: what is wrong is logged.
     """
@@ -59,7 +63,8 @@ def kept(
     name = hashlib.sha256(described.encode()).hexdigest()[:16]
     path = (root or cache_root()) / f"{name}.json"
     try:
-        return read(json.loads(path.read_text()))
+        if not anew:
+            return read(json.loads(path.read_text()))
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -112,7 +117,8 @@ def calibrated(
     size: Callable[[int], AdapterSize],
     head: float,
     most_context: int,
-    root: Path | None = None,
+    *,
+    anew: bool,
 ) -> Profile:
     """The profile of this machine for this model and these adapters, measured where it is not kept
     yet. model: what tells it from others, printed. mergeable: slots that may be merged. head: the
@@ -121,7 +127,7 @@ def calibrated(
     return kept(
         (repr(model), bed.rows, sizes),
         lambda: measure(bed, slots, mergeable, size, head, most_context),
-        root,
+        anew=anew,
     )
 
 

@@ -113,9 +113,9 @@ class Engine:
         self._news = 0
         self._stalled_at: int | None = None
 
-    def calibrate(self) -> None:
-        """Measures what the cost model predicts from, or finds it in this machine's cache; before
-        the first request."""
+    def calibrate(self, *, anew: bool = False) -> None:
+        """Measures what the cost model predicts from, or finds it in this machine's cache (not
+        where `anew`); before the first request."""
         assert self.pool.used == 0, "calibrating writes to pages"
         pages = self.pool.allocate(self.pool.free) or []
         bed = Bed(self._runner, self.switcher, pages, self.memory.block, self._most_rows)
@@ -124,7 +124,9 @@ class Engine:
         mergeable = [slot for slot in slots if self.costs.mergeable(slot)]
         head = self.costs.profile.head
         self.costs.use(
-            calibrated(bed, model, slots, mergeable, self._sizes, head, self.max_model_len)
+            calibrated(
+                bed, model, slots, mergeable, self._sizes, head, self.max_model_len, anew=anew
+            )
         )
         self.pool.release(pages)
 
