@@ -83,7 +83,8 @@ def test_a_known_image_is_not_encoded_again():
     assert encoder.calls == [2]
     np.testing.assert_array_equal(again[0].features, first[0].features[4:])
     assert first[0].digests[0] == first[1].digests[0] != first[0].digests[1]
-    assert encoders.counters == Counters(images=4, hits=2, misses=2, batches=1)
+    held = first[0].features.nbytes
+    assert encoders.counters == Counters(images=4, hits=2, misses=2, batches=1, bytes=held)
     encoders.check_integrity()
 
 
