@@ -65,9 +65,9 @@ class Options:
     max_num_seqs: requests running at once. max_num_batched_tokens: rows of one step.
     max_batch_requests: requests of one step (the paper's MaxBS); None takes max_num_seqs. Those
         that run and are not among them are paused.
-    policy: who runs next and which adapter is merged into the weights: "predictive" asks the cost
-        model; "credit" is the paper's Algorithm 1 with our departures, "paper" without;
-        "unmerge_only", "merge_only" and "dlora" are other systems'.
+    policy: who runs next and which adapter is merged into the weights: "unmerge_only" goes by
+        arrival and merges none; "predictive" asks the cost model; "credit" is the paper's Algorithm
+        1 with our departures, "paper" without; "merge_only" and "dlora" are other systems'.
     theta_min, theta_factor: of "credit" (and the first of "paper"): a request starves beyond a
         credit of so many seconds, and of so many times the median wait.
     max_wait_seconds: whoever has been ready so long without being computed goes first.
@@ -98,7 +98,7 @@ class Options:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     max_batch_requests: int | None = None
-    policy: str = "predictive"
+    policy: str = "unmerge_only"
     theta_min: float = 1.0
     theta_factor: float = 4.0
     max_wait_seconds: float = 30.0

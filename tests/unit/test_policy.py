@@ -166,6 +166,12 @@ def test_unmerge_only_is_first_come_first_served() -> None:
     assert said(UnmergeOnly(2).choose(ready, BASE, 0.0)) == (["r0", "r1"], BASE)
 
 
+def test_unmerge_only_goes_by_priority_and_lets_nobody_wait_for_ever() -> None:
+    ready = [Ready("old", 0, wait=9.0, priority=5), Ready("low", 0, priority=1), Ready("high", 1)]
+    assert said(UnmergeOnly(2).choose(ready, BASE, 0.0)) == (["high", "low"], BASE)
+    assert said(UnmergeOnly(2, 8.0).choose(ready, BASE, 0.0)) == (["old", "high"], BASE)
+
+
 def test_merge_only_serves_the_oldest_requests_adapter() -> None:
     ready = requests((2, 0.0), (1, 0.0), (2, 0.0), (1, 0.0))
     assert said(MergeOnly(4, Costs()).choose(ready, 1, 0.0)) == (["r0", "r2"], 2)

@@ -13,7 +13,7 @@ def make_policy(options: Options, costs: CostModel) -> Policy:
     """The policy of `options.policy`; each one is made for one scheduler."""
     size = options.max_batch_requests or options.max_num_seqs
     if options.policy == "unmerge_only":
-        return UnmergeOnly(size)
+        return UnmergeOnly(size, options.max_wait_seconds)
     if options.policy == "merge_only":
         return MergeOnly(size, costs)
     if options.policy == "dlora":

@@ -176,13 +176,16 @@ def _median_wait(ready: Sequence[Ready]) -> float:
 
 
 class UnmergeOnly:
-    """Punica's and S-LoRA's way: first come, first served, nothing in the weights."""
+    """Punica's and S-LoRA's way: nothing in the weights; first come, first served, among those of
+    one priority. max_wait: whoever has waited so many seconds goes first: the bound on waits."""
 
-    def __init__(self, max_batch: int) -> None:
+    def __init__(self, max_batch: int, max_wait: float = math.inf) -> None:
         self._size = max_batch
+        self._max_wait = max_wait
 
     def choose(self, ready: Sequence[Ready], live: int, now: float) -> Choice:
-        return Choice(tuple(ready[: self._size]), BASE)
+        order = sorted(ready, key=lambda r: (r.wait <= self._max_wait, r.priority))
+        return Choice(tuple(order[: self._size]), BASE)
 
 
 class MergeOnly:
