@@ -135,20 +135,26 @@ class Scheduler:
         """A place, and pages for all it knows: free ones, or those of paused newer ones."""
         if not sequence.ready:
             return False  # pages for somebody else were worth more
+        while len(self.running) >= self._budgets.sequences:
+            if not self._pause_newer(sequence, step):
+                return False
         sequence.begin()
-        while len(self.running) >= self._budgets.sequences or not sequence.table.grow(
-            sequence.known
-        ):
-            newer = [s for s in step.paused if s.arrival > sequence.arrival]
-            if not newer:
+        while not sequence.table.grow(sequence.known):
+            if not self._pause_newer(sequence, step):
                 sequence.leave()
                 return False
-            step.paused.remove(newer[0])
-            self._preempt(newer[0])
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
         step.cached += sequence.cached
         return True
+
+    def _pause_newer(self, sequence: Sequence, step: _Step) -> bool:
+        """Takes the pages of the first paused one that came later; False where there is none."""
+        newer = [s for s in step.paused if s.arrival > sequence.arrival]
+        if newer:
+            step.paused.remove(newer[0])
+            self._preempt(newer[0])
+        return bool(newer)
 
     def _grow(self, sequence: Sequence, step: _Step) -> bool:
         """Pages for the sequence's next row, at the cost of paused ones, then of the newest; False
