@@ -21,6 +21,7 @@ import torch
 from vlora import cores
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.engine.policies import PREDICTING
 from vlora.engine.request_state import RequestState
 from vlora.engine.stops import EarlyStops
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
@@ -100,7 +101,8 @@ class EngineLoop:
         """Loads checkpoint and adapters and starts. adapter_names: as in `multi_lora.json`."""
         torch.set_num_threads(cores.of(options).engine)
         engine = Engine(options, adapter_names)
-        engine.calibrate()
+        if options.policy in PREDICTING:
+            engine.calibrate()
         return cls(engine, options.max_num_waiting)
 
     @property

@@ -8,6 +8,9 @@ from vlora.engine.dlora import DLora
 from vlora.engine.policy import Credit, MergeOnly, Policy, Rule, UnmergeOnly, ours
 from vlora.engine.predictive import Predictive
 
+PREDICTING = frozenset({"predictive", "credit", "paper", "dlora"})
+"""Those that ask how long a step or a switch will take."""
+
 
 def make_policy(options: Options, costs: CostModel) -> Policy:
     """The policy of `options.policy`; each one is made for one scheduler."""
