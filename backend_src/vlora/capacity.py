@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from vlora.config import Options
 from vlora.lora.adapter import Place
+from vlora.lora.folders import find_folders
 from vlora.lora.slab import ATTENTION, GROUPS, TARGETS
-from vlora.lora.store import AdapterStore, find_folders
+from vlora.lora.store import AdapterStore
+from vlora.memory.pool import Run
 from vlora.memory.store import page_bytes
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config
@@ -90,7 +92,7 @@ def plan(options: Options, names: Mapping[str, str], memory: int) -> Capacity:
     page = page_bytes(config.layers, options.block_size, config.kv_heads, config.head_dim, dtype)
 
     def cost(name: str, packed: int, host: int) -> AdapterCost:
-        return AdapterCost(name, packed, max(1, -(-packed // page)), host)
+        return AdapterCost(name, packed, Run.length(packed, page), host)
 
     handles = [store.handle(name) for name in store.names()]
     known = [cost(h.name, store.packed_bytes(h), h.description.host_bytes) for h in handles]

@@ -175,7 +175,8 @@ def _table_of(adapters: Iterable[AdapterInfo]) -> Table:
 
 def _store(model: Path | None, adapters: Path | None) -> AdapterStore:
     """All adapters of the repository with these overrides; importing torch takes a while."""
-    from vlora.lora.store import AdapterStore, find_folders
+    from vlora.lora.folders import find_folders
+    from vlora.lora.store import AdapterStore
     from vlora.model.decoder_config import load_config
     from vlora.model.loader import adapter_shape
 

@@ -22,8 +22,9 @@ from vlora import cli
 from vlora.errors import InvalidArgument
 from vlora.lora import patterns
 from vlora.lora.adapter import ModelShape
+from vlora.lora.folders import find_folders
 from vlora.lora.peft_config import USED
-from vlora.lora.store import AdapterStore, find_folders
+from vlora.lora.store import AdapterStore
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 

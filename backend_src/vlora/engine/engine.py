@@ -23,10 +23,10 @@ from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence, scopes_of
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
-from vlora.lora.folders import FolderWatch
+from vlora.lora.folders import FolderWatch, find_folders
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.segments import BASE
-from vlora.lora.store import AdapterStore, find_folders
+from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
 from vlora.memory.prefix import BlockDigests
 from vlora.memory.room import room

@@ -18,7 +18,7 @@ from vlora.lora.handle import AdapterHandle
 from vlora.lora.segments import BASE
 from vlora.lora.store import AdapterStore
 from vlora.memory.kv import BlockTable
-from vlora.memory.pool import Moves, PagePool
+from vlora.memory.pool import Moves, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.memory.store import KVStore, page_bytes
 from vlora.model.decoder import lora_groups
@@ -69,7 +69,7 @@ class EngineMemory:
 
     def _run_of(self, handle: AdapterHandle) -> int:
         """Pages of an adapter's run."""
-        return max(1, -(-self._adapters.packed_bytes(handle) // self._page_bytes))
+        return Run.length(self._adapters.packed_bytes(handle), self._page_bytes)
 
     def attach(self) -> None:
         """Packs what is loaded, as far as the adapters' pages go."""

@@ -29,16 +29,14 @@ from vlora.lora.adapter import (
     ModelShape,
     Place,
 )
-from vlora.lora.folders import find_folders, stamp_of
+from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle, Stamp
 from vlora.lora.host import HostTier
 from vlora.lora.peft_config import Refusal, as_text
 from vlora.lora.segments import BASE
 from vlora.lora.slots import Slots
-from vlora.memory.pool import PagePool
+from vlora.memory.pool import PagePool, Run
 from vlora.metrics import TierCounters
-
-__all__ = ["AdapterStore", "find_folders"]
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +236,7 @@ class AdapterStore:
         """Pages of its run; 0 without a pool."""
         if self._region is None:
             return 0
-        return max(1, -(-self.packed_bytes(handle) // self._region.page_bytes))
+        return Run.length(self.packed_bytes(handle), self._region.page_bytes)
 
     def packed_bytes(self, handle: AdapterHandle) -> int:
         if not handle.needed:

@@ -31,6 +31,11 @@ class Run:
     first: int
     count: int
 
+    @staticmethod
+    def length(packed: int, page: int) -> int:
+        """Pages that so many bytes take, of pages of so many."""
+        return max(1, -(-packed // page))
+
     @property
     def pages(self) -> range:
         return range(self.first, self.first + self.count)
