@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -124,7 +124,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Output:
-    """One step's news of one request. The last has `finish_reason` or `error` set, never both.
+    """News of one request: a step's, or those of several that were told at once. The last has `finish_reason` or `error` set, never both.
 
     text: what is new since the last output (never split inside a UTF-8 character).
     finish_reason: None while running, else "stop" (end of text, stop string, head or choice
@@ -150,6 +150,30 @@ class Output:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    def then(self, later: Output) -> Output:
+        """Both as one: what is new in either, and how things stand after `later`, which is the
+        next of the same request and no error."""
+        logprobs = later.logprobs
+        if self.logprobs is not None:
+            logprobs = self.logprobs + (logprobs or ())
+        text, token_ids = self.text + later.text, self.token_ids + later.token_ids
+        return replace(later, text=text, token_ids=token_ids, logprobs=logprobs)
+
+
+def gathered(outputs: Iterable[Output]) -> list[Output]:
+    """The same news with one output a request, and one more for each error: it comes after the
+    text that its client has not been told yet."""
+    news: dict[str, Output] = {}
+    errors = []
+    for output in outputs:
+        if output.error is not None:
+            errors.append(output)
+        elif (before := news.get(output.request_id)) is not None:
+            news[output.request_id] = before.then(output)
+        else:
+            news[output.request_id] = output
+    return [*news.values(), *errors]
 
 
 class OutputSink(Protocol):

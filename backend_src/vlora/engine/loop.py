@@ -27,7 +27,7 @@ from vlora.engine.stops import EarlyStops
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.lora.store import AdapterStore
 from vlora.metrics import EngineStats
-from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request
+from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, gathered
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class EngineLoop:
         self._responses = threading.Thread(target=self._respond, name="responses", daemon=True)
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
         self.after_outputs: Callable[[], None] = lambda: None
-        """Called on the response thread once a step's outputs have been given to their sinks."""
+        """Called on the response thread after each round of outputs given to their sinks."""
         engine.adapters.on_news = self._on_news
         engine.watch.start(engine.adapters.stamps)
         self._responses.start()
@@ -305,8 +305,10 @@ class EngineLoop:
 
     def _respond(self) -> None:
         try:
-            while (outputs := self._outbox.get()) is not None:
-                for output in outputs:
+            going_on = True
+            while going_on:
+                news, going_on = self._news()
+                for output in news:
                     self._answer(output)
                 self.after_outputs()
         except Exception:
@@ -316,6 +318,23 @@ class EngineLoop:
             self._answer(Output(request_id, error=reason))
         if self._failed:
             self._end_process(FATAL_EXIT)
+
+    def _news(self) -> tuple[list[Output], bool]:
+        """What nobody has been told yet, once there is some, and whether more will come.
+
+        Where telling takes longer than a step (a response costs a millisecond or so on a busy
+        machine) what has gathered goes out as one response a request: otherwise answers would
+        fall further and further behind the engine.
+        """
+        found: list[Output] = []
+        steps = self._outbox.get()
+        while steps is not None:
+            found += steps
+            try:
+                steps = self._outbox.get_nowait()
+            except queue.Empty:
+                return gathered(found), True
+        return gathered(found), False
 
     def _answer(self, output: Output) -> None:
         client = self._clients.get(output.request_id)

@@ -203,7 +203,7 @@ class EngineExporter(Exporter):
         tokens = _one_two_five(max_tokens)
         self.first_token = histogram("time_to_first_token_seconds", "From acceptance.", SECONDS)
         self.per_token = histogram(
-            "time_per_output_token_seconds", "Between two tokens.", TOKEN_SECONDS
+            "time_per_output_token_seconds", "Between tokens, a response each.", TOKEN_SECONDS
         )
         self.whole = histogram(
             "e2e_request_latency_seconds", "From acceptance to the end.", SECONDS
@@ -223,7 +223,7 @@ class EngineExporter(Exporter):
                 if last is None:
                     self._note(self.first_token, output.timings.first_token)
                 else:
-                    self._note(self.per_token, total - last)
+                    self._note(self.per_token, (total - last) / len(output.token_ids))
                 last = total
             if output.finish_reason is not None:
                 self._note(self.whole, total)
