@@ -124,7 +124,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class Output:
-    """News of one request: a step's, or those of several that were told at once. The last has `finish_reason` or `error` set, never both.
+    """News of one request: a step's, or what several steps brought that were told at once.
+    The last has `finish_reason` or `error` set, never both.
 
     text: what is new since the last output (never split inside a UTF-8 character).
     finish_reason: None while running, else "stop" (end of text, stop string, head or choice

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.engine.asking import PATIENCE, Collector, endless, request
+from tests.waiting import until
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.engine.stops import PATIENCE as PATIENCE_OF_STOPS
 from vlora.engine.stops import REMEMBERED, EarlyStops
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable, VLoraError
-from vlora.request import ImageFeatures, Output, Request
+from vlora.request import ImageFeatures, Output, Request, TokenLogprob, gathered
 from vlora.sampling import SamplingParams
 
 LONG_ID = "a-client-id-of-its-own"
@@ -36,11 +38,55 @@ def test_answers_arrive_in_order_and_end_once(loop: EngineLoop) -> None:
         loop.submit(request(f"r{index}", adapter=adapter), sink)
         sink.last(f"r{index}")
     for outputs in sink.outputs.values():
-        assert [output.finished for output in outputs] == [False] * 3 + [True]
-        assert [output.num_output_tokens for output in outputs] == [1, 2, 3, 4]
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        told = list(accumulate(len(output.token_ids) for output in outputs))
+        assert [output.num_output_tokens for output in outputs] == told
+        assert told[-1] == 4
         assert outputs[-1].finish_reason == "length"
         timings = outputs[-1].timings
         assert 0 <= timings.queued <= timings.first_token <= timings.total
+
+
+def test_what_gathers_while_one_is_told_goes_out_as_one(loop: EngineLoop) -> None:
+    """Else a busy server's answers fall behind its engine, further with every step."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
+    alone, slow = Collector(), Collector()
+    loop.submit(request("r", sampling=sampling), alone)
+    whole = alone.last("r")
+    go_on = threading.Event()
+
+    def sink(output: Output) -> None:
+        slow(output)
+        assert go_on.wait(PATIENCE)
+
+    loop.submit(request("r", sampling=sampling), sink)
+    until(lambda: loop.stats().finished == 2)
+    go_on.set()
+    last = slow.last("r")
+    first, rest = slow.outputs["r"]
+    assert rest is last
+    assert slow.tokens("r") == alone.tokens("r")
+    assert last.num_output_tokens == whole.num_output_tokens == 40
+    for one, other in zip(_logprobs(slow), _logprobs(alone), strict=True):
+        assert [entry.token_id for entry in one] == [entry.token_id for entry in other]
+    assert first.text + rest.text == "".join(output.text for output in alone.outputs["r"])
+
+
+def _logprobs(told: Collector) -> list[tuple[TokenLogprob, ...]]:
+    return [token for output in told.outputs["r"] for token in output.logprobs or ()]
+
+
+def test_gathered_news_keeps_each_requests_order_and_ends_with_its_error() -> None:
+    news = [
+        Output("a", text="1", token_ids=(1,)),
+        Output("b", text="x", token_ids=(7,)),
+        Output("a", text="2", token_ids=(2,)),
+        Output("b", error=Cancelled("gone")),
+        Output("a", token_ids=(3,), finish_reason="stop"),
+    ]
+    a, b, failed = gathered(news)
+    assert (a.text, a.token_ids, a.finish_reason) == ("12", (1, 2, 3), "stop")
+    assert (b, failed) == (news[1], news[3])
 
 
 def features(rows: int, hidden: int) -> np.ndarray[Any, Any]:

@@ -33,9 +33,8 @@ def test_streaming_gives_deltas_without_the_prompt(ask: Asker) -> None:
     asked = {"text_input": "hello", "sampling_parameters": GREEDY}
     deltas = ask.stream("lmm", stream=True, **asked)
     (whole,) = ask.stream("lmm", exclude_input_in_output=True, **asked)
-    assert len(deltas) == 6
     assert "".join(delta["text_output"] for delta in deltas) == whole["text_output"]
-    assert [delta.final for delta in deltas] == [False] * 5 + [True]
+    assert [delta.final for delta in deltas] == [False] * (len(deltas) - 1) + [True]
 
 
 def test_streaming_with_the_prompt_is_an_error(ask: Asker) -> None:
@@ -50,7 +49,9 @@ def test_outputs_behind_flags_are_absent_unless_asked_for(ask: Asker) -> None:
     deltas = ask.stream("lmm", **asked, **{f"return_{name}": True for name in names})
     assert all(set(names) < set(delta.outputs) for delta in deltas)
     assert sum(delta["num_output_tokens"] for delta in deltas) == 6
-    assert [delta["finish_reason"] for delta in deltas] == ["None"] * 5 + ["length"]
+    *others, last = (delta["finish_reason"] for delta in deltas)
+    assert set(others) <= {"None"}
+    assert last == "length"
 
 
 def test_logprobs_are_those_of_the_vllm_backend(ask: Asker) -> None:

@@ -188,7 +188,8 @@ def test_metrics_are_there_when_the_answer_is(ask: Asker) -> None:
         )
         prompt = answers[0]["num_input_tokens"]
         added = [now - then for now, then in zip(figures(), before, strict=True)]
-        assert added == [prompt, 5, 1, 1, prompt, 5, 1, 4]
+        assert added[:-1] == [prompt, 5, 1, 1, prompt, 5, 1]
+        assert added[-1] == len(answers) - 1 if stream else 0 <= added[-1] <= 4
 
 
 def test_a_failed_request_is_one_error_whoever_passes_it_on(ask: Asker) -> None:

@@ -13,16 +13,18 @@ RETRIEVAL = "visual_retrieval"
 FOREVER = {"ignore_eos": True}
 
 
-def test_it_streams_one_delta_per_token_and_never_the_prompt(ask: Asker) -> None:
+def test_it_streams_deltas_as_tokens_come_and_never_the_prompt(ask: Asker) -> None:
     responses = ask.stream(
         RETRIEVAL,
         text_input="What is this?",
         image=picture(),
-        sampling_parameters={"max_tokens": 7, **FOREVER},
+        sampling_parameters={"max_tokens": 100, **FOREVER},
     )
-    assert len(responses) == 7
     assert "What is this?" not in "".join(response["text_output"] for response in responses)
-    assert [response["num_output_tokens"] for response in responses] == [1] * 7
+    new = [response["num_output_tokens"] for response in responses]
+    assert sum(new) == 100
+    assert len(new) >= 2
+    assert min(new) >= 1
 
 
 def test_every_response_carries_every_output(ask: Asker) -> None:
@@ -44,22 +46,28 @@ def test_any_subset_of_its_outputs_may_be_asked_for(ask: Asker) -> None:
     every += ("metadata_output",)
     asked = {"text_input": "What is this?", "image": picture(), "metadata": "m"}
 
-    def column(responses: list[Response], name: str) -> list[Any]:
-        return [response[name] for response in responses]
+    def total(responses: list[Response], name: str) -> Any:
+        """What all responses say together: what is new in each adds up, the rest is the last's."""
+        values = [response[name] for response in responses]
+        if name == "text_output":
+            return "".join(values)
+        return sum(values) if name == "num_output_tokens" else values[-1]
 
     whole = ask.stream(RETRIEVAL, **asked)
     for names in (n for size in range(1, 6) for n in itertools.combinations(every, size)):
         found = ask.stream(RETRIEVAL, outputs=names, **asked)
         assert all(set(response.outputs) == set(names) for response in found)
-        assert all(column(found, name) == column(whole, name) for name in names)
+        assert all(total(found, name) == total(whole, name) for name in names)
 
 
 def test_only_the_last_response_has_a_reason_to_finish(ask: Asker) -> None:
     responses = ask.stream(
         RETRIEVAL, text_input="Why?", sampling_parameters={"max_tokens": 3, **FOREVER}
     )
-    assert [response["finish_reason"] for response in responses] == ["None", "None", "length"]
-    assert [response.final for response in responses] == [False, False, True]
+    *others, last = responses
+    assert {response["finish_reason"] for response in others} <= {"None"}
+    assert not any(response.final for response in others)
+    assert (last["finish_reason"], last.final) == ("length", True)
 
 
 def test_text_only_requests_pass(ask: Asker) -> None:
@@ -72,7 +80,8 @@ def test_without_parameters_it_is_greedy_and_ends_at_the_tasks_own_limit(ask: As
     assert first == second
     for task in ("vqa", "caption"):
         responses = ask.stream(RETRIEVAL, task=task, sampling_parameters=FOREVER, **asked)
-        assert len(responses) == TASK_DEFAULT_MAX_TOKENS[task]
+        tokens = sum(response["num_output_tokens"] for response in responses)
+        assert tokens == TASK_DEFAULT_MAX_TOKENS[task]
 
 
 def test_the_default_task_is_the_adapters_own_if_it_declares_just_one(ask: Asker) -> None:

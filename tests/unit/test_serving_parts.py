@@ -163,17 +163,17 @@ def test_engine_metrics_follow_the_stats() -> None:
         registry, {"model": "lmm"}, lambda: stats, 8, max_tokens=1000, clock=lambda: 77.0
     )
     observe = exporter.request()
-    for total in (0.5, 0.75, 1.5):
+    for total, new in ((0.5, (1,)), (0.75, (2,)), (1.5, (3, 4, 5))):
         timings = Timings(first_token=0.5, total=total)
-        last = {"finish_reason": "stop", "num_output_tokens": 3, "num_input_tokens": 10}
-        observe(Output("r", token_ids=(1,), timings=timings, **(last if total == 1.5 else {})))
+        last = {"finish_reason": "stop", "num_output_tokens": 5, "num_input_tokens": 10}
+        observe(Output("r", token_ids=new, timings=timings, **(last if total == 1.5 else {})))
     assert registry["vllm:num_requests_waiting"].value == 2
     assert registry["vllm:kv_cache_usage_perc"].value == 0.25
     assert registry["vllm:prompt_tokens_total"].value == 10
     assert registry["vllm:time_to_first_token_seconds"].observed == [0.5]
-    assert registry["vllm:time_per_output_token_seconds"].observed == [0.25, 0.75]
+    assert registry["vllm:time_per_output_token_seconds"].observed == [0.25, 0.25]
     assert registry["vllm:request_prompt_tokens"].observed == [10]
-    assert registry["vllm:request_generation_tokens"].observed == [3]
+    assert registry["vllm:request_generation_tokens"].observed == [5]
     assert registry["vllm:request_params_n"].observed == [1]
     assert registry["vllm:e2e_request_latency_seconds"].observed == [1.5]
     assert registry["vllm:lora_requests_info"].value == 77.0
