@@ -5,11 +5,6 @@
 
 namespace vlora::cpu::VLORA_ISA {
 
-template <int T>
-struct At {
-  static constexpr int value = T;
-};
-
 // In assembly: the compiler's intrinsics take no register's number from a template.
 struct TileRegisters {
   template <class Shapes>

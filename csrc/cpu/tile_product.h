@@ -2,6 +2,8 @@
 // after a unit (tile_amx.h, tile_twin.h), in whose namespace all of it lies.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/tile_unit.h"
 
 namespace vlora::cpu::VLORA_ISA {
@@ -38,6 +40,9 @@ inline void configure(int upper, int lower, int steps) {
     if (lower == 0) s.rows[t] = 0, s.bytes[t] = 0;
   TileRegisters::configure(s);
 }
+
+template <int T>
+using At = std::integral_constant<int, T>;
 
 // Chunks of `steps` steps each. kLower, kSecond: there is a second tile of left, a second panel.
 template <bool kLower, bool kSecond>

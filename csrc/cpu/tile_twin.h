@@ -9,11 +9,6 @@
 
 namespace vlora::cpu::VLORA_ISA {
 
-template <int T>
-struct At {
-  static constexpr int value = T;
-};
-
 struct TileRegisters {
   struct Register {
     int rows, bytes;

@@ -12,6 +12,11 @@ constexpr int64_t kPieceBytes = 64 << 10;
 // Of W, for few rows: some microseconds of memory.
 constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
+constexpr int64_t kTileUnitRows = 4;
+// From so many on a unit that multiplies tiles takes a bf16 matrix, as ATMM's does (atmm/cpu/path.h).
+constexpr int64_t kTiledRows = 4 * cpu::kTileRows;
+// Most rows of W in a piece for it.
+static_assert(kTiledRows * kPanels * kLanes <= kScratch, "their sums must fit");
 constexpr int64_t kShareRows = 64;
 // From so many on packing x is worth being shared.
 constexpr int64_t kRowsFloats = 1 << 15;
@@ -30,9 +35,10 @@ float* block_scratch() {
   return scratch.get(kScratch);
 }
 
-// Pieces are taken one ahead, so that the next one's rows of W can be fetched.
-template <class PieceOf, class Work>
-void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work) {
+// Pieces are taken one ahead, so that the next one's rows of W can be fetched. done: after a thread's
+// last.
+template <class PieceOf, class Work, class Done>
+void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work, const Done& done) {
   cpu::Pieces pieces(count);
   auto take = [&](const cpu::Team&) {
     for (int64_t now = pieces.take(); now >= 0;) {
@@ -42,6 +48,7 @@ void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work) 
       work(piece);
       now = next;
     }
+    done();
   };
   cpu::run_late(int(std::min<int64_t>(threads, count)), take);
 }
@@ -64,7 +71,20 @@ void few(const Kernels& kernels, const Product& p, int threads) {
       [&](int64_t i) {
         return Piece{i * each, std::min(p.n, (i + 1) * each), 0, 0, -1};
       },
-      [&](const Piece& piece) { kernels.few[type](p, x, stride, piece); });
+      [&](const Piece& piece) { kernels.few[type](p, x, stride, piece); }, [] {});
+}
+
+// All panels of x, in this thread's scratch.
+float* packed(const Product& p, void (*pack)(const Product&, float*, int64_t, int64_t), int64_t floats,
+              int threads) {
+  const int64_t panels = ceil_div(p.rows, kLanes);
+  float* const x = row_scratch(floats);
+  if (p.rows < kShareRows) {
+    pack(p, x, 0, panels);
+  } else {
+    cpu::share_out(threads, panels, [&](int64_t i) { pack(p, x, i, i + 1); });
+  }
+  return x;
 }
 
 void many(const Kernels& kernels, const Product& p, int threads) {
@@ -73,12 +93,7 @@ void many(const Kernels& kernels, const Product& p, int threads) {
                                                 : p.rows < kCopyRows;
   const Many& form = (in_place ? kernels.in_place : kernels.copied)[type];
   const int64_t panels = ceil_div(p.rows, kLanes);
-  float* const x = row_scratch(panels * kLanes * p.k);
-  if (p.rows < kShareRows) {
-    form.pack(p, x, 0, panels);
-  } else {
-    cpu::share_out(threads, panels, [&](int64_t i) { form.pack(p, x, i, i + 1); });
-  }
+  const float* const x = packed(p, form.pack, panels * kLanes * p.k, threads);
   const int64_t parts = ceil_div(panels, kPanels), each = ceil_div(panels, parts);
   run(
       threads, ceil_div(p.n, kBlock) * parts,
@@ -86,7 +101,36 @@ void many(const Kernels& kernels, const Product& p, int threads) {
         const int64_t from = i / parts * kBlock, panel = i % parts * each;
         return Piece{from, std::min(p.n, from + kBlock), panel, std::min(panels - panel, each), -1};
       },
-      [&](const Piece& piece) { form.run(p, x, piece, block_scratch()); });
+      [&](const Piece& piece) { form.run(p, x, piece, block_scratch()); }, [] {});
+}
+
+// Rows of W, as they lie, are the unit's left side, and rows of x, in panels of pairs, its right one.
+void tiled(const cpu::TileUnit& unit, const Kernels& kernels, const Product& p, int threads) {
+  const int64_t panels = ceil_div(p.rows, kLanes), row = p.k * 2, panel_bytes = row * kLanes;
+  const auto* const w = static_cast<const char*>(p.w);
+  const auto* const x =
+      reinterpret_cast<const char*>(packed(p, kernels.pack_pairs, panels * kLanes * p.k / 2, threads));
+  const int64_t parts = ceil_div(panels, kPanels), each = ceil_div(panels, parts);
+  const int64_t rows =
+      std::clamp<int64_t>(kPieceBytes / row / cpu::kTileRows * cpu::kTileRows, cpu::kTileRows, kTiledRows);
+  run(
+      threads, ceil_div(p.n, rows) * parts,
+      [&](int64_t i) {
+        const int64_t from = i / parts * rows, panel = i % parts * each;
+        return Piece{from, std::min(p.n, from + rows), panel, std::min(panels - panel, each), -1};
+      },
+      [&](const Piece& piece) {
+        float* const sums = block_scratch();
+        const ptrdiff_t stride = piece.panels * kLanes;
+        for (int64_t n = piece.from; n < piece.to; n += cpu::kTileRows)
+          for (int64_t panel = 0; panel < piece.panels; panel += cpu::kTilePanels)
+            unit.multiply({w + n * row, row, int(std::min<int64_t>(cpu::kTileRows, piece.to - n)),
+                           x + (piece.panel + panel) * panel_bytes, kLanes * 4, panel_bytes,
+                           int(std::min<int64_t>(cpu::kTilePanels, piece.panels - panel)), p.k / 2,
+                           sums + (n - piece.from) * stride + panel * kLanes, stride, true});
+        kernels.store(p, piece, sums, stride, kLanes);
+      },
+      unit.release);
 }
 
 // Rows in pieces of about kRowsFloats, by the caller alone where that is all there is.
@@ -123,11 +167,14 @@ void sample(const Kernels& kernels, const Sample& sample, int threads) {
   cpu::share_out(threads, sample.count, [&](int64_t i) { kernels.sample(sample, i, i + 1); });
 }
 
-void multiply(const Kernels& kernels, const Product& product, int threads) {
+void multiply(const Kernels& kernels, const cpu::TileUnit* tiles, const Product& product, int threads) {
   if (product.rows <= 0 || product.n <= 0) return;
   const int64_t elements = product.n * product.k;
   if (elements <= kAloneElements && elements * product.rows <= kAloneProducts) threads = 1;
-  if (product.rows <= kFewRows) {
+  if (tiles && product.dtype == Dtype::kBf16 && product.k % 2 == 0 && product.k > 0 &&
+      product.rows >= kTileUnitRows) {
+    tiled(*tiles, kernels, product, threads);
+  } else if (product.rows <= kFewRows) {
     few(kernels, product, threads);
   } else {
     many(kernels, product, threads);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/dispatch.h"
+#include "cpu/tile_unit.h"
 #include "cpu/types.h"
 
 namespace vlora::linear {
@@ -90,6 +91,9 @@ struct Kernels {
   // W is read where it lies, or copied to scratch on the way, as fp32: its rows are then a constant
   // stride apart. In place: bf16 is multiplied in pairs, of which a row is a whole number.
   Many in_place[kDtypes], copied[kDtypes];
+  // For a unit that multiplies tiles: x in panels of bf16 pairs; its sums, with these strides, to y.
+  void (*pack_pairs)(const Product&, float* panels, int64_t from, int64_t until);
+  void (*store)(const Product&, const Piece&, const float* sums, ptrdiff_t row, ptrdiff_t panel);
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
   void (*gate)(const Gate&, int64_t from, int64_t until);
   void (*largest)(const Largest&, int64_t from, int64_t until);
@@ -101,7 +105,8 @@ constexpr int64_t kCopyFloats = kBlock * (256 + 16);
 // Of a block of W; two of them and its sums are the scratch of `many`.
 constexpr int64_t kScratch = 2 * kCopyFloats + int64_t(kPanels) * kBlock * kLanes;
 
-void multiply(const Kernels& kernels, const Product& product, int threads);
+// tiles: the unit that multiplies bf16, where the CPU has one; else null.
+void multiply(const Kernels& kernels, const cpu::TileUnit* tiles, const Product& product, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
 void gate(const Kernels& kernels, const Gate& gate, int threads);
 void largest(const Kernels& kernels, const Largest& largest, int threads);

@@ -42,12 +42,17 @@ struct Widening : Fp32 {
   static VLORA_INLINE void copy(const Stored* from, W* to) { R::load(from).store(to); }
 };
 
+// How x lies for products of pairs, by vectors or by a unit that multiplies tiles.
+struct Paired {
+  static constexpr int kUnits = 2;
+};
+
 #ifdef VLORA_HAS_BF16_PRODUCTS
-struct Bf16Pairs {
+struct Bf16Pairs : Paired {
   using Stored = uint16_t;
   using W = uint16_t;
   using X = uint16_t;
-  static constexpr int kUnits = 2, kDepth = 256, kBatch = 2 * R::kWidth;
+  static constexpr int kDepth = 256, kBatch = 2 * R::kWidth;
 
   template <int M, int N>
   static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x) {
@@ -187,10 +192,11 @@ void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Bloc
     panel_tile<P, 1, N, Also::kNothing>(w, stride, panel, now.depth, c, first, {});
 }
 
-// The sums of a piece, [panel][row of W][row of x], to y.
-inline void store_sums(const Product& p, const Piece& piece, const float* c) {
+// The sums of a piece, [panel][row of W][row of x] with these strides, to y.
+inline void store_sums(const Product& p, const Piece& piece, const float* c, ptrdiff_t row_stride,
+                       ptrdiff_t panel_stride) {
   const int64_t rows = piece.to - piece.from;
-  for (int64_t panel = 0; panel < piece.panels; ++panel, c += kBlock * kLanes) {
+  for (int64_t panel = 0; panel < piece.panels; ++panel, c += panel_stride) {
     const int64_t t0 = (piece.panel + panel) * kLanes;
     const int64_t count = p.rows - t0 < kLanes ? p.rows - t0 : kLanes;
     float* y = p.y + t0 * p.y_stride + piece.from;
@@ -201,7 +207,7 @@ inline void store_sums(const Product& p, const Piece& piece, const float* c) {
         float* to = y + t * p.y_stride + n;
         if (n + 4 <= rows) {
           __m128 s[4];
-          for (int i = 0; i < 4; ++i) s[i] = _mm_loadu_ps(c + (n + i) * kLanes + t);
+          for (int i = 0; i < 4; ++i) s[i] = _mm_loadu_ps(c + (n + i) * row_stride + t);
           _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);
           for (int i = 0; i < 4; ++i) {
             if (bias) s[i] = _mm_add_ps(s[i], _mm_loadu_ps(bias + n));
@@ -210,12 +216,12 @@ inline void store_sums(const Product& p, const Piece& piece, const float* c) {
         } else {
           for (int i = 0; i < 4; ++i)
             for (int64_t j = n; j < rows; ++j)
-              to[i * p.y_stride + j - n] = c[j * kLanes + t + i] + (bias ? bias[j] : 0);
+              to[i * p.y_stride + j - n] = c[j * row_stride + t + i] + (bias ? bias[j] : 0);
         }
       }
     for (; t < count; ++t)
       for (int64_t n = 0; n < rows; ++n)
-        y[t * p.y_stride + n] = c[n * kLanes + t] + (bias ? bias[n] : 0);
+        y[t * p.y_stride + n] = c[n * row_stride + t] + (bias ? bias[n] : 0);
   }
 }
 
@@ -252,7 +258,7 @@ void many(const Product& p, const float* packed, const Piece& piece, float* scra
     }
     now = next;
   }
-  store_sums(p, piece, sums);
+  store_sums(p, piece, sums, kLanes, kBlock * kLanes);
 }
 
 // Panels [from, until) of x: 16 rows (zeros where there are fewer) side by side, value by value, or

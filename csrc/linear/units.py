@@ -21,6 +21,7 @@ def body(isa: Isa) -> str:
         f"          {{{{pack_many<Fp32>, many<Fp32, false>}}, {pairs_many}}},\n"
         "          {{pack_many<Fp32>, many<Fp32, true>},"
         " {pack_many<Widening>, many<Widening, true>}},\n"
+        "          pack_many<Paired>, store_sums,\n"
         "          add_norm, gate, largest, sample};\n}\n"
     )
 

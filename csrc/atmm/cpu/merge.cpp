@@ -61,8 +61,8 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   // Past the caches where a tile writes whole lines of a row one after another. With AVX2 it writes
   // one or half of one, and then of the next row: on Zen 3 memory takes that at a half to a fifth of
   // its rate. In place, what was read is in cache and is written there.
-  const bool wide = kernels.bundle > 1;
-  const bool streaming = wide && in != out && m.d_in * size % 64 == 0 &&
+  const bool lines = kernels.bundle > 1;
+  const bool streaming = lines && in != out && m.d_in * size % 64 == 0 &&
                          reinterpret_cast<uintptr_t>(out + m.offset * size) % 64 == 0;
   Tile t{};
   t.x_stride = m.rank;
@@ -82,7 +82,7 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   w.tail = int32_t(task.columns - (panels.count - 1) * kPanel);
   w.fetch_rows = true;
   // Else a tile's rows at a time, from end to end: as many streams as the hardware follows.
-  const int64_t rows = wide ? kRows : std::min<int64_t>(kFewRows, kernels.max_rows[w.columns - 1]);
+  const int64_t rows = lines ? kRows : std::min<int64_t>(kFewRows, kernels.max_rows[w.columns - 1]);
   for (int64_t row = task.first_row; row < task.first_row + task.rows; row += rows) {
     const int64_t at = m.offset + row * m.d_in + task.first;
     t.x = m.b + row * m.rank;

@@ -178,12 +178,15 @@ void check_product(cpu::Isa isa) {
   const std::unique_ptr<char[]> stored(new char[size_t(n * k) * size_of(dtype)]);
   for (int64_t i = 0; i < n * k; ++i) put(stored.get(), i, w[size_t(i)] = rounded(w[size_t(i)], dtype), dtype);
   const bool biased = draw(0, 1);
-  linear::multiply(kernels,
+  // Tiles by the unit where there is one, and by its twin.
+  const cpu::TileUnit* tiles = cpu::tile_unit(isa == cpu::Isa::kAvx512Bf16 ? cpu::Isa::kAmx : cpu::Isa::kTwin);
+  if (draw(0, 1)) tiles = nullptr;
+  linear::multiply(kernels, tiles,
                    {dtype, stored.get(), n, k, x.data(), rows, x_stride, y.data(), y_stride,
                     biased ? bias.data() : nullptr},
                    int(draw(1, 3)));
   // Where bf16 is multiplied in pairs, x is rounded.
-  const bool exact = dtype == Dtype::kFp32 || isa != cpu::Isa::kAvx512Bf16;
+  const bool exact = dtype == Dtype::kFp32 || (isa != cpu::Isa::kAvx512Bf16 && !tiles);
   const double tolerance = (exact ? 1e-5 : 2e-2) * std::sqrt(double(k));
   for (int64_t t = 0; t < rows; ++t)
     for (int64_t i = 0; i < n; ++i) {

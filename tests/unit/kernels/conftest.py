@@ -12,9 +12,9 @@ from vlora.kernels.backends import Backend
 
 
 def implementations() -> list[str]:
-    """The twins in plain torch, and every instruction set of this CPU."""
+    """The twins in plain torch, every instruction set of this CPU, and AMX in plain C++."""
     try:
-        return ["reference", *native.kernels().cpu.isas()]
+        return ["reference", *native.kernels().cpu.isas(), "twin"]
     except ImportError:
         return ["reference"]
 

@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from vlora import native
-from vlora.kernels import ops
+from vlora.atmm import tiles
+from vlora.kernels import backends, ops
 from vlora.kernels.backends import Backend
 
-ROUNDED = "avx512_bf16"
-"""The instruction set that rounds the rows of a bf16 product."""
+ROUNDED = ("avx512_bf16", "amx", "twin")
+"""The instruction sets that round the rows of a bf16 product."""
 
 
 def _isa() -> str:
-    return str(native.kernels().cpu.isa())
+    return str(native.kernels().cpu.isa("bf16"))
 
 
 def _tolerance(dtype: torch.dtype, backend: Backend) -> float:
     """Of values of about 1."""
-    rounded = dtype == torch.bfloat16 and backend == "cpu" and _isa() == ROUNDED
+    rounded = dtype == torch.bfloat16 and backend == "cpu" and _isa() in ROUNDED
     return 2e-2 if rounded else 5e-5
 
 
@@ -161,3 +162,18 @@ def _backend_with(named: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("rows", [3, 4, 16, 33])
+@pytest.mark.parametrize("depth", [64, 65, 90])
+def test_a_unit_that_multiplies_tiles_takes_bf16_from_four_rows_on(rows: int, depth: int) -> None:
+    """It rounds x, which plain C++ without it does not, and multiplies whole pairs."""
+    if backends.default() != "cpu":
+        pytest.skip("the kernels are not compiled here")
+    x, weight = torch.randn(rows, depth), torch.randn(40, depth).bfloat16()
+    rounds = rows >= 4 and depth % 2 == 0
+    seen = x.bfloat16() if rounds else x
+    with tiles.isa("twin"):
+        found = ops.linear(x, weight)
+    wanted = seen.double() @ weight.double().T
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-4)
