@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -194,6 +196,23 @@ def test_the_time_of_each_mode_is_a_series_of_its_own() -> None:
         assert series["vlora:mode_steps_total", mode] == steps.get(mode, 0)
         assert series["vlora:mode_seconds_total", mode] == seconds.get(mode, 0.0)
     assert registry["vlora:switches_total"].value == 2
+
+
+def test_a_round_of_answers_tells_the_engines_totals_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value told is a message to the server."""
+    monkeypatch.setattr("vlora.serving.exporter.CATCH_UP_SECONDS", math.inf)
+    registry = FakeRegistry()
+    steps = itertools.count(1)
+    exporter = EngineExporter(registry, {}, lambda: EngineStats(steps=next(steps)), 8, 1000)
+    for rounds in (1, 2):
+        for number in range(3):
+            observe = exporter.request()
+            observe(Output("r", token_ids=(1,)))
+            observe(Output("r", token_ids=(2,), finish_reason="stop"))
+            told = registry["vllm:e2e_request_latency_seconds"].observed
+            assert len(told) == 3 * (rounds - 1) + number + 1
+        exporter.catch_up()
+        assert registry["vlora:engine_steps_total"].value == rounds
 
 
 def test_the_lora_metric_names_adapters_and_has_boundedly_many_label_sets() -> None:

@@ -12,6 +12,7 @@ Not known here: Triton; it is reached through `Registry`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from vlora.vision.features import Counters
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
+CATCH_UP_SECONDS = 0.1
 MAX_LORA_LABEL_SETS = 128
 MAX_OBSERVED = 65536
 """Observations kept while the server takes none; the oldest go first."""
@@ -63,9 +65,12 @@ class Exporter(ABC):
     def flush(self) -> None:
         """Bring the server's values up to date. Never raises: what fails is logged, once until it
         works again, and tried anew with the next call."""
+        self._safely(self._write)
+
+    def _safely(self, write: Callable[[], None]) -> None:
         try:
             with self._lock:
-                self._write()
+                write()
         except Exception:
             if not self._failing:
                 log.exception("metrics could not be written; this goes on until they can")
@@ -158,8 +163,8 @@ COUNTERS: dict[str, tuple[str, str]] = {
 
 
 class EngineExporter(Exporter):
-    """Metrics of the engine: brought up to date once a second, and before an answer's last
-    response is sent, so that who has the answer finds it counted."""
+    """Metrics of the engine: brought up to date between rounds of answers, once a second, and
+    before an answer's last response is sent, so that who has the answer finds it counted."""
 
     def __init__(
         self,
@@ -175,6 +180,8 @@ class EngineExporter(Exporter):
         self._stats = stats
         self._clock = clock
         self._observed: deque[tuple[Metric, float]] = deque(maxlen=MAX_OBSERVED)
+        self._written = -math.inf
+        self._told = False
         self._lora = _LoraInfo(registry, max_lora)
         self._gauges = {
             field: Level(registry.gauge(name, text, labels))
@@ -231,9 +238,16 @@ class EngineExporter(Exporter):
                 self._note(self.generation, output.num_output_tokens)
                 self._note(self.n, 1)
             if output.finished:
-                self.flush()
+                self._safely(self._write_observed if self._told else self._tell)
 
         return observe
+
+    def catch_up(self) -> None:
+        """Between two rounds of answers: what was observed, lest it become many at once, and all
+        else if it is a tenth of a second old. Every value told costs the server's attention."""
+        fresh = time.monotonic() < self._written + CATCH_UP_SECONDS
+        self._safely(self._write_observed if fresh else self._write)
+        self._told = False
 
     def _note(self, metric: Metric, value: float) -> None:
         self._observed.append((metric, value))
@@ -247,6 +261,15 @@ class EngineExporter(Exporter):
         for mode, levels in self._modes.items():
             levels.set(mode, stats)
         self._lora.update(stats.running_adapters, stats.waiting_adapters, self._clock())
+        self._written = time.monotonic()
+        self._write_observed()
+
+    def _tell(self) -> None:
+        """Once a round: all that end in it are in the engine's totals by now."""
+        self._write()
+        self._told = True
+
+    def _write_observed(self) -> None:
         while self._observed:
             metric, value = self._observed.popleft()
             metric.observe(value)

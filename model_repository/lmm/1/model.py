@@ -40,7 +40,7 @@ class TritonPythonModel:
         if exporter is not None:
             # While the next step is computed, not before the last response of a request: those
             # that end in one step shall come back, and be encoded again, together.
-            self._loop.after_outputs = exporter.flush
+            self._loop.after_outputs = exporter.catch_up
         self._service = LmmService(
             self._loop,
             ChatTemplate.from_checkpoint(options.model),
