@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from vlora.errors import BY_CODE, VLoraError
-from vlora.serving.exporter import Exporter, Level, Registry
+from vlora.serving.registry import Exporter, Level, Registry
 
 NAME = "vlora:request_errors_total"
 HELP = "Requests ended by an error that this model found, by the error's code."

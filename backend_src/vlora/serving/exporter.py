@@ -1,33 +1,25 @@
 """Counters and gauges of engine and encoder as Prometheus metrics, refreshed once a second.
 
 Names are those that the ecosystem reads (the vLLM backend's, TRT-LLM's cache blocks for the ORCA
-header, the Gateway API's LoRA metric); what has no name there begins with `vlora:`. Each change is
-a message to the server, so values that stay are not sent, and nothing here is called on the
-engine's thread.
+header, the Gateway API's LoRA metric); what has no name there begins with `vlora:`. Nothing here is
+called on the engine's thread.
 
 **Invariant:** the number of label sets is bounded, since the server never forgets one.
-Not known here: Triton; it is reached through `Registry`.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from vlora.engine.plan import Mode
 from vlora.metrics import EngineStats
 from vlora.request import Output
+from vlora.serving.registry import Exporter, Level, Metric, Registry
 from vlora.vision.features import Counters
 
-log = logging.getLogger(__name__)
-
-REFRESH_SECONDS = 1.0
 CATCH_UP_SECONDS = 0.1
 MAX_LORA_LABEL_SETS = 128
 MAX_OBSERVED = 65536
@@ -35,87 +27,6 @@ MAX_OBSERVED = 65536
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
-
-
-class Metric(Protocol):
-    """One time series. set is for gauges, increment for counters, observe for histograms."""
-
-    def set(self, value: float) -> None: ...
-    def increment(self, value: float) -> None: ...
-    def observe(self, value: float) -> None: ...
-
-
-class Registry(Protocol):
-    """Makes metrics: one family per name, one metric per label set."""
-
-    def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
-    def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
-    def histogram(
-        self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
-    ) -> Metric: ...
-
-
-class Exporter(ABC):
-    """Metrics of one model. `flush` may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._failing = False
-
-    def flush(self) -> None:
-        """Bring the server's values up to date. Never raises: what fails is logged, once until it
-        works again, and tried anew with the next call."""
-        self._safely(self._write)
-
-    def _safely(self, write: Callable[[], None]) -> None:
-        try:
-            with self._lock:
-                write()
-        except Exception:
-            if not self._failing:
-                log.exception("metrics could not be written; this goes on until they can")
-            self._failing = True
-        else:
-            self._failing = False
-
-    @abstractmethod
-    def _write(self) -> None: ...
-
-
-class Refresher:
-    """Flushes an exporter once a second on its own thread, until closed."""
-
-    def __init__(self, exporter: Exporter) -> None:
-        self._exporter = exporter
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closed.wait(REFRESH_SECONDS):
-            self._exporter.flush()
-
-
-class Level:
-    """A gauge or a counter that is brought to a value; the server hears of changes alone."""
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-        self._value = 0.0
-
-    def set(self, value: float) -> None:
-        if value != self._value:
-            self._metric.set(value)
-            self._value = value
-
-    def raise_to(self, total: float) -> None:
-        if total > self._value:
-            self._metric.increment(total - self._value)
-            self._value = total
 
 
 GAUGES: dict[str, tuple[str, str]] = {

@@ -21,8 +21,8 @@ from vlora.config import Options, load_adapter_names, load_options
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.request import ImageFeatures
 from vlora.serving.error_counts import ErrorCounts, ErrorExporter
-from vlora.serving.exporter import Metric, Refresher
 from vlora.serving.lifeline import Lifeline
+from vlora.serving.registry import Metric, Refresher
 from vlora.serving.responder import Responder, as_vlora_error, from_message, is_coded, to_message
 from vlora.serving.tensors import Array, Tensors, flag
 from vlora.serving.vision_encoder import features_from

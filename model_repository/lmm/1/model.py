@@ -8,8 +8,9 @@ from typing import Any
 
 from vlora.engine.loop import EngineLoop
 from vlora.serving import glue
-from vlora.serving.exporter import EngineExporter, Refresher
+from vlora.serving.exporter import EngineExporter
 from vlora.serving.lmm import LmmService
+from vlora.serving.registry import Refresher
 from vlora.vision.prompts import ChatTemplate
 
 log = logging.getLogger("vlora")

@@ -9,7 +9,8 @@ from vlora import cores
 from vlora.errors import Unavailable, VLoraError
 from vlora.model.decoder_config import dtype_of
 from vlora.serving import glue
-from vlora.serving.exporter import EncoderExporter, Refresher
+from vlora.serving.exporter import EncoderExporter
+from vlora.serving.registry import Refresher
 from vlora.serving.vision_encoder import encode_batch
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
