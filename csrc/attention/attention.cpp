@@ -114,7 +114,7 @@ void Plan::share(double most, int threads) {
 
 int64_t scratch_floats(const Plan& plan) {
   const int64_t padded = plan.layout.padded();
-  return plan.items() * (2 * padded + kBlockPanels * kLanes + 4) + 256;
+  return plan.items() * (2 * padded + kBlockPanels * kLanes + kLanes + 4) + 256;
 }
 
 void attend(const Kernels& kernels, const Problem& problem, int threads) {

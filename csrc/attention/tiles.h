@@ -11,6 +11,15 @@ using namespace vlora::cpu::VLORA_ISA;
 
 constexpr int kRegisters = kLanes / R::kWidth;  // of a panel
 constexpr int64_t kAhead = 8, kAheadBytes = 8192;
+constexpr int64_t kStreams = 4;
+// Panels that are read at once: the machine's own prefetching follows each of them, and brings more than
+// one stream by itself or what is asked for line by line.
+constexpr int kStreamItems = 2;
+// (row, head) pairs that meet values so read: more of a row's columns at a time.
+constexpr int64_t kChunkBytes = 512, kChunkTokens = 4;
+// Of one panel before the next one's turn.
+constexpr float kSlack = 8;
+// A new maximum is taken when it is so much over the last one: weights stay under e to this power.
 constexpr int64_t kScoreStride = kBlockPanels * kLanes;
 
 // Whether bf16 is widened by pairs of registers, those of even places and those of odd ones, which
@@ -40,33 +49,45 @@ VLORA_INLINE void in_order(R (&r)[N]) {
   }
 }
 
-// Scores of a panel's tokens: M queries (`stride` apart) times [dim][kLanes]. fetch: null, or as many
-// bytes from there are asked for meanwhile. Few queries have several sums each, since a sum waits for
-// the one before.
-template <class T, int M, bool kFetch>
-VLORA_INLINE void score(const float* q, ptrdiff_t stride, const T* keys, int64_t dim, float* scores,
-                        const char* fetch) {
-  constexpr int kSums = M == 1 ? 4 : M <= 3 ? 2 : 1;
-  R acc[kSums][M][kRegisters];
+// Scores of the tokens of P panels: M queries (`stride` apart) times [dim][kLanes], for the depths
+// from … until; later ones are added to what earlier ones left. end: these are the last. fetch: null, or
+// as many bytes as a panel has are asked for meanwhile. Where sums are few there are several of each,
+// since a sum waits for the one before.
+template <class T, int M, int P, bool kFetch>
+VLORA_INLINE void score(const float* q, ptrdiff_t stride, const T* const* keys, int64_t from,
+                        int64_t until, bool end, float* scores, const char* fetch) {
+  constexpr int kSums = M * P == 1 ? 4 : M * P <= 3 ? 2 : 1;
+  R acc[kSums][P][M][kRegisters];
 #pragma GCC unroll 4
   for (int k = 0; k < kSums; ++k)
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-      for (int n = 0; n < kRegisters; ++n) acc[k][m][n] = R::zero();
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < kRegisters; ++n)
+          acc[k][p][m][n] = k > 0 || from == 0
+                                ? R::zero()
+                                : R::load(scores + m * kScoreStride + p * kLanes + n * R::kWidth);
+  const T* at[P];
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p) at[p] = keys[p];
   constexpr int kSteps = kSums > 1 ? kSums : 2;  // of depth, at a time: whole cache lines
   const auto add = [&](int k, int64_t d) __attribute__((always_inline)) {
-    R b[kRegisters];
-    load(keys + d * kLanes, b);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const R s = R::broadcast(q + m * stride + d);
 #pragma GCC unroll 4
-      for (int n = 0; n < kRegisters; ++n) acc[k][m][n].add_product(s, b[n]);
+    for (int p = 0; p < P; ++p) {
+      R b[kRegisters];
+      load(at[p] + d * kLanes, b);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const R s = R::broadcast(q + m * stride + d);
+#pragma GCC unroll 4
+        for (int n = 0; n < kRegisters; ++n) acc[k][p][m][n].add_product(s, b[n]);
+      }
     }
   };
-  int64_t d = 0;
-  for (; d + kSteps <= dim; d += kSteps) {
+  int64_t d = from;
+  for (; d + kSteps <= until; d += kSteps) {
     constexpr ptrdiff_t kRow = kLanes * sizeof(T);
 #pragma GCC unroll 4
     for (int k = 0; k < kSteps; ++k) {
@@ -75,54 +96,71 @@ VLORA_INLINE void score(const float* q, ptrdiff_t stride, const T* keys, int64_t
       add(k % kSums, d + k);
     }
   }
-  for (; d < dim; ++d) add(0, d);
+  for (; d < until; ++d) add(0, d);
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p)
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-    R sum[kRegisters];
+    for (int m = 0; m < M; ++m) {
+      R sum[kRegisters];
 #pragma GCC unroll 4
-    for (int n = 0; n < kRegisters; ++n) {
-      sum[n] = acc[0][m][n];
+      for (int n = 0; n < kRegisters; ++n) {
+        sum[n] = acc[0][p][m][n];
 #pragma GCC unroll 4
-      for (int k = 1; k < kSums; ++k) sum[n] = sum[n] + acc[k][m][n];
+        for (int k = 1; k < kSums; ++k) sum[n] = sum[n] + acc[k][p][m][n];
+      }
+      if (end) in_order<T>(sum);
+#pragma GCC unroll 4
+      for (int n = 0; n < kRegisters; ++n)
+        sum[n].store(scores + m * kScoreStride + p * kLanes + n * R::kWidth);
     }
-    in_order<T>(sum);
-#pragma GCC unroll 4
-    for (int n = 0; n < kRegisters; ++n) sum[n].store(scores + m * kScoreStride + n * R::kWidth);
+}
+
+// Up to P panels.
+template <class T, int M, int P>
+VLORA_INLINE void score_up_to(int64_t panels, const float* q, ptrdiff_t stride, const T* const* keys,
+                              int64_t from, int64_t until, bool end, float* scores) {
+  if (panels >= P) return score<T, M, P, false>(q, stride, keys, from, until, end, scores, nullptr);
+  if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, stride, keys, from, until, end, scores);
+}
+
+// As many panels at a time as fill the registers with sums; if there are more, by turns.
+template <class T, int M>
+VLORA_INLINE void score_panels(const float* q, ptrdiff_t stride, const T* const* keys, int64_t panels,
+                               int64_t dim, float* scores, const char* fetch) {
+  constexpr int kAtOnce = M == 1 ? 4 : M <= 3 ? 2 : 1;
+  if (fetch) return score<T, M, 1, true>(q, stride, keys, 0, dim, true, scores, fetch);
+  const int64_t each = panels <= kAtOnce ? dim : kChunkBytes / (kLanes * int64_t(sizeof(T)));
+  for (int64_t d = 0; d < dim; d += each) {
+    const int64_t until = d + each < dim ? d + each : dim;
+    for (int64_t p = 0; p < panels; p += kAtOnce)
+      score_up_to<T, M, kAtOnce>(panels - p, q, stride, keys + p, d, until, until == dim,
+                                 scores + p * kLanes);
   }
 }
 
-// Panels of values with the tokens of each that count.
-template <class T>
-struct Values {
-  const T* at[kBlockPanels];
-  int count[kBlockPanels];
-  int panels;
-};
-
-// out += weights times values, M rows by N registers of columns. fetch: as of score, for one panel.
+// out += weights times values of the tokens from … until of each of some panels, M rows by N registers
+// of columns. fetch: as of score.
 template <class T, int M, int N, bool kFetch>
-VLORA_INLINE void add_values(const float* weights, const Values<T>& values, int64_t column,
-                             int64_t padded, float* out, const char* fetch) {
+VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels,
+                             int64_t from, int64_t until, int64_t column, int64_t padded, float* out,
+                             const char* fetch) {
   R acc[M][N];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) acc[m][n] = R::load(out + m * padded + column + n * R::kWidth);
-  for (int panel = 0; panel < values.panels; ++panel) {
-    const T* v = values.at[panel] + column;
-    const float* w = weights + panel * kLanes;
-#pragma GCC unroll 2
-    for (int t = 0; t < values.count[panel]; ++t, v += padded) {
-      if constexpr (kFetch) {
-        const char* const at = fetch + (t * padded + column) * ptrdiff_t(sizeof(T));
+  for (int64_t t = from; t < until; ++t) {
+    if constexpr (kFetch) {
+      const char* const at = fetch + (t * padded + column) * ptrdiff_t(sizeof(T));
 #pragma GCC unroll 8
-        for (size_t line = 0; line < N * R::kWidth * sizeof(T); line += 64) __builtin_prefetch(at + line);
-      }
+      for (size_t line = 0; line < N * R::kWidth * sizeof(T); line += 64) __builtin_prefetch(at + line);
+    }
+    for (int64_t p = 0; p < panels; ++p) {
       R b[N];
-      load(v, b);
+      load(values[p] + t * padded + column, b);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        const R s = R::broadcast(w + m * kScoreStride + t);
+        const R s = R::broadcast(weights + m * kScoreStride + p * kLanes + t);
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) acc[m][n].add_product(s, b[n]);
       }
@@ -134,38 +172,47 @@ VLORA_INLINE void add_values(const float* weights, const Values<T>& values, int6
     for (int n = 0; n < N; ++n) acc[m][n].store(out + m * padded + column + n * R::kWidth);
 }
 
-// As many columns at a time as fill the registers.
+// As many columns at a time as fill the registers; several panels by turns.
 template <class T, int M>
-VLORA_INLINE void add_all_values(const float* weights, const Values<T>& values, int64_t padded,
-                                 float* out, const char* fetch) {
+VLORA_INLINE void add_all_values(const float* weights, const T* const* values, int64_t panels,
+                                 int64_t tokens, int64_t padded, float* out, const char* fetch) {
   constexpr int kWide = (M == 1 ? 4 : M <= 3 ? 2 : 1) * kRegisters;
-  int64_t column = 0;
-  for (; column + kWide * R::kWidth <= padded; column += kWide * R::kWidth)
-    fetch ? add_values<T, M, kWide, true>(weights, values, column, padded, out, fetch)
-          : add_values<T, M, kWide, false>(weights, values, column, padded, out, nullptr);
-  for (; column < padded; column += kLanes)
-    add_values<T, M, kRegisters, false>(weights, values, column, padded, out, nullptr);
+  const int64_t each = panels > 1 ? kChunkTokens : tokens;
+  for (int64_t t = 0; t < tokens; t += each) {
+    const int64_t until = t + each < tokens ? t + each : tokens;
+    int64_t column = 0;
+    for (; column + kWide * R::kWidth <= padded; column += kWide * R::kWidth)
+      fetch ? add_values<T, M, kWide, true>(weights, values, panels, t, until, column, padded, out, fetch)
+            : add_values<T, M, kWide, false>(weights, values, panels, t, until, column, padded, out,
+                                             nullptr);
+    for (; column < padded; column += kLanes)
+      add_values<T, M, kRegisters, false>(weights, values, panels, t, until, column, padded, out,
+                                          nullptr);
+  }
 }
 
 template <class T, int M = kTileItems>
-VLORA_INLINE void score_some(int64_t items, const float* q, ptrdiff_t stride, const T* keys,
-                             int64_t dim, float* scores, const char* fetch) {
-  if (items >= M)
-    return fetch ? score<T, M, true>(q, stride, keys, dim, scores, fetch)
-                 : score<T, M, false>(q, stride, keys, dim, scores, nullptr);
-  if constexpr (M > 1) score_some<T, M - 1>(items, q, stride, keys, dim, scores, fetch);
+VLORA_INLINE void score_some(int64_t items, const float* q, ptrdiff_t stride, const T* const* keys,
+                             int64_t panels, int64_t dim, float* scores, const char* fetch) {
+  if (items >= M) return score_panels<T, M>(q, stride, keys, panels, dim, scores, fetch);
+  if constexpr (M > 1) score_some<T, M - 1>(items, q, stride, keys, panels, dim, scores, fetch);
 }
 
-template <class T, int M = kTileItems>
-VLORA_INLINE void add_some_values(int64_t items, const float* weights, const Values<T>& values,
-                                  int64_t padded, float* out, const char* fetch) {
-  if (items >= M) return add_all_values<T, M>(weights, values, padded, out, fetch);
-  if constexpr (M > 1) add_some_values<T, M - 1>(items, weights, values, padded, out, fetch);
+// Any number of items, M at a time.
+template <class T, int M>
+void add_some_values(int64_t items, const float* weights, const T* const* values,
+                                  int64_t panels, int64_t tokens, int64_t padded, float* out,
+                                  const char* fetch) {
+  for (; items >= M; items -= M, weights += M * kScoreStride, out += M * padded, fetch = nullptr)
+    add_all_values<T, M>(weights, values, panels, tokens, padded, out, fetch);
+  if constexpr (M > 1)
+    if (items > 0)
+      add_some_values<T, M - 1>(items, weights, values, panels, tokens, padded, out, fetch);
 }
 
 // One item's scores, the first `valid` of them, to weights, the others up to `slots` to zeros; its
-// earlier sums are scaled to the new maximum.
-VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& most, float& sum,
+// earlier sums are scaled to the new maximum, if it is one. sum: of each lane.
+VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& most, float* sum,
                          float* out, int64_t padded) {
   const int64_t used = ceil_div(valid, int64_t(R::kWidth)) * R::kWidth;
   for (int64_t i = used; i < slots; ++i) scores[i] = 0;
@@ -177,8 +224,14 @@ VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& mos
     for (int64_t i = 0; i < used; ++i) scores[i] = 0;
     return;
   }
-  const R level = R::all(now);
-  R total = R::zero();
+  if (!(now <= most + kSlack)) {  // a NaN is taken
+    const R factor = most == -INFINITY ? R::zero() : exponential(R::all(most - now));
+    (R::load(sum) * factor).store(sum);
+    for (int64_t d = 0; d < padded; d += R::kWidth) (R::load(out + d) * factor).store(out + d);
+    most = now;
+  }
+  const R level = R::all(most);
+  R total = R::load(sum);
   for (int64_t i = 0; i + R::kWidth <= valid; i += R::kWidth) {
     const R weight = exponential(R::load(scores + i) - level);
     weight.store(scores + i);
@@ -190,14 +243,7 @@ VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& mos
     for (int64_t i = valid; i < used; ++i) scores[i] = 0;
     total = total + R::load(rest);
   }
-  const float correction =
-      most == -INFINITY ? 0 : most == now ? 1 : exponential(R::all(most - now)).largest();
-  sum = sum * correction + sum_of(total);
-  if (correction != 1) {
-    const R factor = R::all(correction);
-    for (int64_t d = 0; d < padded; d += R::kWidth) (R::load(out + d) * factor).store(out + d);
-  }
-  most = now;
+  total.store(sum);
 }
 
 // to: x[i] and x[i + half] turned by the angle of i, times `scale`.
@@ -317,7 +363,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   const int64_t first_position = chunk.start + piece.row;
   float* const q = scratch;
   float* const scores = q + plan.items() * padded;
-  float* const own = scores + plan.items() * kScoreStride;
+  float* const sums = scores + plan.items() * kScoreStride;  // of each lane
+  float* const own = sums + plan.items() * R::kWidth;
   float* const most = partial ? partial : own;
   float* const sum = most + plan.items();
   float* const out = sum + plan.items();
@@ -328,7 +375,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
            dim / 2, p.scale, q + i * padded);
     for (int64_t d = 0; d < padded; ++d) out[i * padded + d] = 0;
     most[i] = -INFINITY;
-    sum[i] = 0;
+    R::zero().store(sums + i * R::kWidth);
   }
   const int32_t* pages = plan.pages.data() + chunk.first_page;
   const T* const base = reinterpret_cast<const T*>(p.cache) + piece.kv_head * layout.head();
@@ -339,13 +386,16 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   const int64_t tile = ceil_div(of_head, ceil_div(of_head, int64_t(kTileItems)));
   const int64_t last = piece.panel + piece.panels;
   const bool writes = chunk.length == 1 && piece.last();
-  // With several heads a panel at a time, in the order in which they lie in memory.
-  const int64_t run = heads > 1 ? 1 : kBlockPanels;
-  // So far ahead that what is asked for is there in time.
   const int64_t size = layout.panel() * int64_t(sizeof(T));
+  // Panels read at once: several where there is time left while they are read. With more products for
+  // each byte turns cost more than they bring: one panel, asked for so far ahead that it is there in time.
+  const int64_t streams = heads > 1 && of_head <= int64_t(sizeof(T)) ? kStreams : 1;
+  const int64_t run = heads > 1 ? streams : kBlockPanels;  // of values
   const int64_t ahead = size * kAhead <= kAheadBytes ? kAhead : ceil_div(kAheadBytes, size);
-  for (int64_t begin = piece.panel; begin < last; begin += kBlockPanels) {
-    const int64_t count = last - begin < kBlockPanels ? last - begin : kBlockPanels;
+  const int64_t blocks = ceil_div(piece.panels, kBlockPanels);  // all of about the same size
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = piece.panel + piece.panels * block / blocks;
+    const int64_t count = piece.panel + piece.panels * (block + 1) / blocks - begin;
     const T* keys[kBlockPanels];
     int64_t position[kBlockPanels];
     int room[kBlockPanels];
@@ -375,17 +425,25 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
       seen[t] = count;
       while (seen[t] > 0 && position[seen[t] - 1] > at[t]) --seen[t];
     }
-    for (int64_t j = 0; j < count; ++j) {
+    const auto from_head = [&](int64_t first, int64_t until, int64_t head, const T** to) {
+      for (int64_t j = first; j < until; ++j) to[j - first] = order[j * heads + head];
+    };
+    const T* panels[kBlockPanels];
+    const int64_t key_runs = ceil_div(count, streams);
+    for (int64_t r = 0; r < key_runs; ++r) {
+      const int64_t j = count * r / key_runs, until = count * (r + 1) / key_runs;
       for (int64_t h = 0; h < heads; ++h) {
-        const T* const* const step = order + j * heads + h;
-        const char* fetch = reinterpret_cast<const char*>(step[ahead]);
-        if (writes && begin + j == last - 1)
+        const char* fetch =
+            streams > 1 ? nullptr : reinterpret_cast<const char*>(order[j * heads + h + ahead]);
+        if (writes && begin + until == last)
           write_key<T>(p, chunk.row, piece.kv_head + h,
                        Slot<T>(p, chunk, chunk.start, piece.kv_head + h).key);
+        from_head(j, until, h, panels);
         for (int64_t t = 0; t * tile < of_head; ++t) {
           if (j >= seen[t]) continue;
           const int64_t i = h * of_head + t * tile, rest = of_head - t * tile;
-          score_some<T>(rest < tile ? rest : tile, q + i * padded, padded, *step, dim,
+          score_some<T>(rest < tile ? rest : tile, q + i * padded, padded, panels,
+                        (seen[t] < until ? seen[t] : until) - j, dim,
                         scores + i * kScoreStride + j * kLanes, fetch);
           fetch = nullptr;
         }
@@ -406,33 +464,41 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
             for (int64_t s = here; s < kLanes; ++s) row[j * kLanes + s] = -INFINITY;
         }
       }
-      soften(row, valid, panels * kLanes, most[i], sum[i], out + i * padded, padded);
+      soften(row, valid, panels * kLanes, most[i], sums + i * R::kWidth, out + i * padded,
+             padded);
     }
-    for (int64_t j = 0; j < count; j += run) {
+    const int64_t value_runs = ceil_div(count, run);
+    for (int64_t r = 0; r < value_runs; ++r) {
+      const int64_t j = count * r / value_runs, until = count * (r + 1) / value_runs;
       for (int64_t h = 0; h < heads; ++h) {
-        const T* const* const step = order + steps + j * heads + h;
-        const char* fetch = reinterpret_cast<const char*>(run > 1 ? order[2 * steps] : step[ahead]);
-        if (writes && begin + j + run >= last)
+        const char* fetch =
+            run > 1 ? nullptr : reinterpret_cast<const char*>(order[steps + j * heads + h + ahead]);
+        if (writes && begin + until == last)
           write_value<T>(p, chunk.row, piece.kv_head + h,
                          Slot<T>(p, chunk, chunk.start, piece.kv_head + h).value);
+        from_head(count + j, count + until, h, panels);
         for (int64_t t = 0; t * tile < of_head; ++t) {
-          if (j >= seen[t]) continue;
           const int64_t i = h * of_head + t * tile, rest = of_head - t * tile;
-          Values<T> values;
-          values.panels = int(seen[t] - j < run ? seen[t] - j : run);
-          for (int v = 0; v < values.panels; ++v) {
-            values.at[v] = step[v * heads];
-            // What the last row sees: beyond lies what may be another sequence's.
-            const int64_t until = at[t] + 1 - position[j + v];
-            values.count[v] = int(until < room[j + v] ? until : room[j + v]);
+          // What the last row sees: beyond lies what may be another sequence's.
+          const auto tokens = [&](int64_t panel) {
+            const int64_t there = at[t] + 1 - position[panel];
+            return there < room[panel] ? there : int64_t(room[panel]);
+          };
+          const int64_t end = seen[t] < until ? seen[t] : until;
+          for (int64_t k = j; k < end;) {  // those of like numbers together
+            const int64_t first = k, each = tokens(k);
+            while (++k < end && tokens(k) == each) continue;
+            const auto add = streams > 1 ? add_some_values<T, kStreamItems>
+                                         : add_some_values<T, kTileItems>;
+            add(rest < tile ? rest : tile, scores + i * kScoreStride + first * kLanes,
+                panels + (first - j), k - first, each, padded, out + i * padded, fetch);
+            fetch = nullptr;
           }
-          add_some_values<T>(rest < tile ? rest : tile, scores + i * kScoreStride + j * kLanes, values, padded,
-                             out + i * padded, fetch);
-          fetch = nullptr;
         }
       }
     }
   }
+  for (int64_t i = 0; i < items; ++i) sum[i] = sum_of(R::load(sums + i * R::kWidth));
   if (partial) return;
   for (int64_t i = 0; i < items; ++i) {
     const int64_t head = (piece.kv_head + i / of_head) * group + i % group;

@@ -110,13 +110,22 @@ def test_chunks_of_very_different_lengths_in_one_call(
     case.check(backend)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(4, 4, 64), (6, 6, 8), (8, 1, 48), (6, 2, 80)]
+    ("heads", "kv_heads", "dim"), [(4, 4, 64), (6, 6, 8), (8, 1, 48), (6, 2, 80), (8, 4, 24)]
 )
 def test_heads_shared_or_not_of_any_width(
-    backend: Backend, heads: int, kv_heads: int, dim: int
+    backend: Backend, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
-    Case(heads, kv_heads, dim, 16, torch.float32, MIXED).check(backend)
+    Case(heads, kv_heads, dim, 16, dtype, MIXED).check(backend)
+
+
+def test_scores_that_grow_and_fall_by_much(backend: Backend) -> None:
+    case = Case(4, 2, 32, 16, torch.float32, ((1, 400), (1, 37)))
+    for rows in case.rows:
+        keys = rows.unflatten(1, (-1, 32))[:, 4:6]
+        keys *= torch.linspace(0.1, 6, len(rows))[:, None, None].flip(0).roll(len(rows) // 2, 0)
+    case.check(backend)
 
 
 @pytest.mark.usefixtures("_threads")
