@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
-DIRECTORIES = ("cpu", "atmm", "linear", "attention")
+DIRECTORIES = ("cpu", "atmm", "linear", "attention", "folders")
 INCLUDE = (CSRC, CSRC / "atmm" / "include", CSRC / "atmm" / "cpu")
 
 

@@ -23,7 +23,7 @@ from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.errors import InvalidArgument, NotFound
 from vlora.lora import folders
-from vlora.lora.adapter import AdapterFiles
+from vlora.lora.recipe import Recipe
 from vlora.request import ImageFeatures, Output, Request
 
 WEIGHTS = "adapter_model.safetensors"
@@ -123,13 +123,13 @@ def test_a_burst_over_more_adapters_than_there_is_room_for_is_answered(
         max_model_len=256,
     )
     readers: set[int] = set()
-    read = AdapterFiles.read
+    read = Recipe.read
 
-    def told(files: AdapterFiles) -> Any:
+    def told(*given: Any) -> Any:
         readers.add(threading.get_ident())
-        return read(files)
+        return read(*given)
 
-    monkeypatch.setattr(AdapterFiles, "read", told)
+    monkeypatch.setattr(Recipe, "read", told)
     outputs = run(engine, *burst(engine))
     assert {k: o.token_ids for k, o in outputs.items()} == calm
     assert threading.get_ident() not in readers, "a step has waited for a disk"

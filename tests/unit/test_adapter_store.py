@@ -19,6 +19,7 @@ from vlora.lora import folders
 from vlora.lora.adapter import AdapterFiles, ModelShape
 from vlora.lora.folders import FolderWatch, find_folders, stamp_of
 from vlora.lora.handle import AdapterHandle
+from vlora.lora.recipe import Recipe
 from vlora.lora.store import AdapterStore
 from vlora.memory.pool import PagePool
 
@@ -182,14 +183,14 @@ def test_host_memory_keeps_its_budget_but_for_what_is_in_use(beds: Any) -> None:
 def test_one_load_serves_all_who_wait(beds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bed = beds(4, 0)
     gate, reads = threading.Event(), []
-    read = AdapterFiles.read
+    read = Recipe.read
 
-    def slow(files: AdapterFiles) -> Any:
-        reads.append(files.description.info.name)
+    def slow(recipe: Recipe, path: Path, refuse: Any) -> Any:
+        reads.append(path.parent.name)
         assert gate.wait(10)
-        return read(files)
+        return read(recipe, path, refuse)
 
-    monkeypatch.setattr(AdapterFiles, "read", slow)
+    monkeypatch.setattr(Recipe, "read", slow)
     for _ in range(5):
         assert bed.store.advance([bed.handle(0)] * 3) is None, "and nobody waits here"
     gate.set()
@@ -247,7 +248,7 @@ def test_a_watch_tells_of_what_has_settled_and_of_nothing_twice(root: Path) -> N
 def test_a_root_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     told: list[Any] = []
     watch = FolderWatch(lambda: find_folders(tmp_path / "gone", {}), told.append)
-    watch._told = {"a": (tmp_path, ())}
+    watch._told = {"a": (tmp_path, b"")}
     watch.look(0.0)
     assert not told
 

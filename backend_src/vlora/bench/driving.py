@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 
 from vlora.engine.engine import Engine
+from vlora.lora.recipe import Layout
 from vlora.lora.weights_file import WeightsFile
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
@@ -112,15 +113,20 @@ class Driver:
         rows = engine.stats().rows
         mine = threading.get_ident()
         reads = 0
-        opened = WeightsFile.__init__
 
-        def counted(*given: Any) -> None:
-            nonlocal reads
-            reads += threading.get_ident() == mine
-            opened(*given)
+        def counting(done: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*given: Any) -> Any:
+                nonlocal reads
+                reads += threading.get_ident() == mine
+                return done(*given)
+
+            return counted
 
         first: set[str] = set()
-        with patch.object(WeightsFile, "__init__", counted):
+        with (
+            patch.object(WeightsFile, "__init__", counting(WeightsFile.__init__)),
+            patch.object(Layout, "read", counting(Layout.read)),
+        ):
             began = time.perf_counter()
             for index, state in enumerate(states):
                 engine.add(state, float(index))

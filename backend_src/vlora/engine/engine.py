@@ -23,7 +23,7 @@ from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence, scopes_of
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
-from vlora.lora.folders import FolderWatch, find_folders
+from vlora.lora.folders import Finder, FolderWatch, find_folders
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.segments import BASE
 from vlora.lora.store import AdapterStore
@@ -72,9 +72,9 @@ class Engine:
             dtype,
             options.adapter_host_bytes,
         )
-        find = partial(find_folders, options.adapters, adapter_names or {})
-        self.adapters.load(find(), place=False)
-        self.watch = FolderWatch(partial(find, quiet=True), self.adapters.update)
+        names = adapter_names or {}
+        self.adapters.load(find_folders(options.adapters, names), place=False)
+        self.watch = FolderWatch(Finder(options.adapters, names), self.adapters.update)
         tokens = options.kv_cache_tokens // options.block_size * options.block_size
         self.max_model_len = context_of(options, self.config.context, tokens)
         self.memory = EngineMemory(options, self.config, dtype, self.adapters)
@@ -234,7 +234,7 @@ class Engine:
 
     def _advance(self) -> list[Output]:
         """Adapters come nearer to who waits for them; who waits in vain is told."""
-        failed = self.memory.advance(self.scheduler.waiting)
+        failed = self.memory.advance(self.scheduler.waiting, len(self.scheduler.running))
         return [output for name, error in failed for output in self.abort(name, error)]
 
     def _evicted(self, slot: int, handle: AdapterHandle) -> None:

@@ -93,16 +93,17 @@ class EngineMemory:
 
     # -- between steps -------------------------------------------------------------------------
 
-    def advance(self, waiting: Sequence[Live]) -> list[tuple[str, VLoraError]]:
-        """Loads, packs and makes room for what waits, in order of arrival. Requests whose adapter
-        does not load, or is gone, with the reason: they cannot be served."""
+    def advance(self, waiting: Sequence[Live], running: int = 0) -> list[tuple[str, VLoraError]]:
+        """Loads, packs and makes room for what waits, in order of arrival. running: requests that
+        hold pages. Requests whose adapter does not load, or is gone, with the reason: they cannot
+        be served."""
         self._adapters.keep = BASE
         failed = list(self._resolve(waiting))
         wanted: dict[AdapterHandle, Live] = {}
         for sequence in waiting:
             if sequence.adapter is not None:
                 wanted.setdefault(sequence.adapter, sequence)
-        stuck = self._adapters.advance(list(wanted))
+        stuck = self._adapters.advance(list(wanted), running)
         self._starved = 0 if stuck is None else self._starved + 1
         late = stuck is not None and self._starved > PATIENCE
         self.barrier = wanted[stuck].arrival if stuck is not None and late else math.inf

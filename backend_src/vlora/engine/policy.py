@@ -177,14 +177,15 @@ def _median_wait(ready: Sequence[Ready]) -> float:
 
 class UnmergeOnly:
     """Punica's and S-LoRA's way: nothing in the weights; first come, first served, among those of
-    one priority. max_wait: whoever has waited so many seconds goes first: the bound on waits."""
+    one priority. Who has pages keeps them, though an older one's adapter has come meanwhile.
+    max_wait: whoever has waited so many seconds goes first: the bound on waits."""
 
     def __init__(self, max_batch: int, max_wait: float = math.inf) -> None:
         self._size = max_batch
         self._max_wait = max_wait
 
     def choose(self, ready: Sequence[Ready], live: int, now: float) -> Choice:
-        order = sorted(ready, key=lambda r: (r.wait <= self._max_wait, r.priority))
+        order = sorted(ready, key=lambda r: (r.wait <= self._max_wait, r.priority, not r.holds))
         return Choice(tuple(order[: self._size]), BASE)
 
 

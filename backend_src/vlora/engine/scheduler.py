@@ -154,6 +154,7 @@ class Scheduler:
         if newer:
             step.paused.remove(newer[0])
             self._preempt(newer[0])
+            step.preempted.append(newer[0].id)
         return bool(newer)
 
     def _grow(self, sequence: Sequence, step: _Step) -> bool:

@@ -6,7 +6,6 @@ name, and every tensor of the file has to find its place. Knows nothing of slots
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +27,7 @@ from vlora.lora.peft_config import (
     read_config,
     read_json,
 )
+from vlora.lora.recipe import Recipe
 from vlora.lora.slab import ATTENTION, TARGETS
 from vlora.lora.weights_file import WeightsFile
 
@@ -36,9 +36,6 @@ MAX_ADAPTER_BYTES = 4 * 1024**3
 LM_HEAD = "lm_head"
 LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "")
 """Before `layers`: transformers 5, transformers 4, a decoder on its own, and bare."""
-
-Place = tuple[int, str]
-"""(layer, target), or (-1, "lm_head")."""
 
 _LAYER = re.compile(
     r"^(?:base_model\.model\.)?(?P<path>(?:(?:model|language_model)\.)*"
@@ -50,6 +47,10 @@ _HEAD = re.compile(
     r"\.(?:lora_(?P<which>[AB])(?:\.default)?|base_layer)\.weight$"
 )
 _ELSEWHERE = re.compile(r"vision_tower|visual|vision_model|multi_modal_projector|merger|connector")
+
+
+Place = tuple[int, str]
+"""(layer, target), or (-1, "lm_head")."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,12 @@ class ModelShape:
     other_modules: Callable[[], Iterable[str]]
 
     @cached_property
+    def suffixes(self) -> frozenset[str]:
+        """All that names one of these matrices, in any layout that is served."""
+        paths = (path for place in self.places for path in paths_of(place, self))
+        return frozenset(suffix for path in paths for suffix in suffixes(path))
+
+    @cached_property
     def places(self) -> frozenset[Place]:
         """All matrices that an adapter may change."""
         layers = ((layer, target) for layer in range(self.layers) for target in self.shapes)
@@ -108,11 +115,13 @@ class Adapter:
 @dataclass(frozen=True)
 class Description:
     """What an adapter's files declare, read without their weights: `info` lacks the digest.
-    ranks: of each place that it targets. host_bytes: of its weights in fp32."""
+    ranks: of each place that it targets, in their order. host_bytes: of its weights in fp32.
+    recipe: how they are read; None for one that is imagined."""
 
     info: AdapterInfo
     ranks: Mapping[Place, int]
     host_bytes: int
+    recipe: Recipe | None = None
 
 
 @dataclass
@@ -134,23 +143,25 @@ class AdapterFiles:
         reason."""
         refuse = Refusal(name)
         self._refuse = refuse.of(WEIGHTS)
+        self._folder = folder
         if as_text(name) != name:
             raise refuse.of(str(folder))("has a name that is no UTF-8; rename it")
         config = read_config(folder, refuse)
         if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
             raise self._refuse("is missing; a pickled .bin is never read, save as safetensors")
-        self._file = WeightsFile(folder / WEIGHTS, self._refuse)
-        self._halves = _sort(self._file, model, self._refuse)
-        if not self._halves:
+        file = WeightsFile(folder / WEIGHTS, self._refuse)
+        found = _sort(file, model, self._refuse)
+        if not found:
             raise self._refuse("holds no LoRA weights")
         _check_names(config, model, refuse.of("adapter_config.json"))
-        keys = [key for half in self._halves.values() for key in (half.a, half.b) if key]
-        needed = self._file.require_room(keys, max_bytes)
-        self._scales: dict[Place, float] = {}
+        keys = [key for half in found.values() for key in (half.a, half.b) if key]
+        needed = file.require_room(keys, max_bytes)
+        scales: dict[Place, float] = {}
         ranks: dict[Place, int] = {}
-        for place, half in sorted(self._halves.items()):
-            ranks[place], self._scales[place] = _check_pair(
-                place, half, self._file, config, model, self._refuse
+        halves = sorted(found.items())
+        for place, half in halves:
+            ranks[place], scales[place] = _check_pair(
+                place, half, file, config, model, self._refuse
             )
         extra = _read_extra(folder, refuse)
         self._head = load_head(folder, extra.get("head"), model.hidden, refuse)
@@ -164,25 +175,40 @@ class AdapterFiles:
             head_labels=self._head.labels if self._head else (),
             head_tasks=self._head.tasks if self._head else (),
         )
-        self.description = Description(info, ranks, needed)
+        layout = file.layout
+        index = {key: at for at, key in enumerate(layout.keys)}
+        named = [*(half.a for _, half in halves), *(half.b for _, half in halves)]
+        order = [key for key in named if key is not None]
+        recipe = Recipe(
+            layout,
+            ranks,
+            tuple(scales.values()),
+            tuple(index[key] for key in order),
+            tuple((file.shapes[key][0], file.shapes[key][1]) for key in order),
+        ).shared()
+        self.description = Description(info, recipe.ranks, needed, recipe)
 
     def read(self) -> Adapter:
         """Raises InvalidArgument where the weights cannot be read, or are not finite."""
-        pairs = {place: self._pair(place) for place in self.description.ranks}
-        info = replace(self.description.info, digest=_digest(pairs))
-        return Adapter(info, pairs, self._head)
+        return _read(self._folder, self.description, self._head, self._refuse)
 
-    def _pair(self, place: Place) -> LoraPair:
-        """A and B of one place, fp32, with the scale folded into B."""
-        half, scale = self._halves[place], self._scales[place]
-        assert half.a is not None
-        assert half.b is not None
-        b = self._file.read(half.b) * scale
-        if not bool(torch.isfinite(b).all()):
-            raise self._refuse(
-                f"has '{half.b}', which overflows {b.dtype} once scaled by {scale:g}"
-            )
-        return LoraPair(self._file.read(half.a), b)
+
+def read_adapter(name: str, folder: Path, description: Description, hidden: int) -> Adapter:
+    """The weights of files that have been described, and have not changed since. hidden: of the
+    model. Raises InvalidArgument as `AdapterFiles.read`."""
+    refuse = Refusal(name)
+    head = None
+    if description.info.head_labels:
+        head = load_head(folder, _read_extra(folder, refuse).get("head"), hidden, refuse)
+    return _read(folder, description, head, refuse.of(WEIGHTS))
+
+
+def _read(
+    folder: Path, description: Description, head: TaskHead | None, refuse: Refusal
+) -> Adapter:
+    assert description.recipe is not None
+    pairs, digest = description.recipe.read(folder / WEIGHTS, refuse)
+    return Adapter(replace(description.info, digest=digest), pairs, head)
 
 
 def load_adapter(
@@ -197,8 +223,7 @@ def _check_names(config: PeftConfig, model: ModelShape, refuse: Refusal) -> None
     here; a pattern that matches none leaves all weights over."""
     if isinstance(config.target_modules, str):
         return
-    paths = (path for place in model.places for path in paths_of(place, model))
-    unknown = config.target_modules - {suffix for path in paths for suffix in suffixes(path)}
+    unknown = config.target_modules - model.suffixes
     if unknown:
         unknown -= {suffix for path in model.other_modules() for suffix in suffixes(path)}
     if unknown:
@@ -287,16 +312,6 @@ def _check_pair(
             f" with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
         )
     return rank, config.scale_of(paths)
-
-
-def _digest(pairs: Mapping[Place, LoraPair]) -> str:
-    """SHA-256 over places, shapes and packed values (which the config's scale is part of)."""
-    state = hashlib.sha256()
-    for place, pair in sorted(pairs.items()):
-        state.update(repr((place, tuple(pair.a.shape), tuple(pair.b.shape))).encode())
-        for factor in pair:
-            state.update(factor.contiguous().numpy().data)  # without the interpreter's lock
-    return state.hexdigest()
 
 
 def _read_extra(folder: Path, refuse: Refusal) -> dict[str, Any]:

@@ -5,13 +5,18 @@ Links are followed: hub caches are made of them, and a link that leads elsewhere
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from vlora import native
 from vlora.errors import InvalidArgument
 from vlora.lora.handle import Stamp
 from vlora.lora.peft_config import as_text
@@ -37,19 +42,14 @@ def find_folders(
     file wins over a folder of the same name; a clash is logged, but not where
     `quiet`. Relative folders need a root.
     """
-    folders: dict[str, Path] = {}
-    if root is not None:
-        if not root.is_dir():
-            raise InvalidArgument(f"the adapter root {root} is not a folder")
-        try:
-            entries = sorted(root.iterdir())
-        except OSError as error:
-            raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
-        folders = {
-            entry.name: entry
-            for entry in entries
-            if _may_be_adapter(entry) and not entry.name.startswith(".")
-        }
+    found = () if root is None else folders_in(root)
+    return _named(root, found, names, quiet=quiet)
+
+
+def _named(
+    root: Path | None, found: Sequence[str], names: Mapping[str, str], *, quiet: bool
+) -> dict[str, Path]:
+    folders = {} if root is None else {name: root / name for name in found}
     for name, folder in names.items():
         path = Path(folder) if root is None else root / folder
         if not quiet and name in folders and not _same(folders[name], path):
@@ -57,6 +57,43 @@ def find_folders(
             log.warning("adapter '%s' is %s by the file, not %s", *told)
         folders[name] = path
     return folders
+
+
+class Finder:
+    """`find_folders`, again and again: the same object as long as the answer is the same."""
+
+    def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
+        self._root = root
+        self._names = names
+        self._found: Sequence[str] | None = None
+        self._folders: dict[str, Path] = {}
+
+    def __call__(self) -> Mapping[str, Path]:
+        """Raises InvalidArgument where the root cannot be read."""
+        found = () if self._root is None else folders_in(self._root)
+        if found != self._found:
+            self._folders = _named(self._root, found, self._names, quiet=True)
+            self._found = found
+        return self._folders
+
+
+def folders_in(root: Path) -> Sequence[str]:
+    """Names of what may be adapters under the root, in order."""
+    if not root.is_dir():
+        raise InvalidArgument(f"the adapter root {root} is not a folder")
+    look = _native()
+    try:
+        if look is not None:
+            return list(map(os.fsdecode, look.inside(os.fsencode(root))))
+        return _folders_in(root)
+    except OSError as error:
+        raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
+
+
+def _folders_in(root: Path) -> list[str]:
+    """The same without the core."""
+    entries = sorted(root.iterdir(), key=os.fsencode)
+    return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
 
 def _may_be_adapter(entry: Path) -> bool:
@@ -77,19 +114,45 @@ def _same(one: Path, other: Path) -> bool:
 def stamp_of(folder: Path) -> Stamp:
     """Alike for two looks between which no file of the folder has changed. Never raises: what
     cannot be looked at is a stamp of its own."""
+    return stamps_of([os.fsencode(folder)])[0]
+
+
+def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
+    """`stamp_of` each of these paths."""
+    look = _native()
+    found: list[Stamp] = map(_stamp_of, folders) if look is None else look.stamps(folders)
+    return list(found)
+
+
+def _stamp_of(folder: bytes) -> Stamp:
+    """The same without the core: each entry's name and, links followed, its device, inode, size and
+    time; or the number of the error."""
     try:
         with os.scandir(folder) as entries:
-            return tuple(sorted(_stamp(entry) for entry in entries))
-    except (OSError, ValueError) as error:
-        return (type(error).__name__, str(error))
+            return b"".join(_entry_stamp(e) for e in sorted(entries, key=lambda e: e.name))
+    except ValueError:
+        return b"!%d" % errno.EINVAL
+    except OSError as error:
+        return b"!%d" % (error.errno or 0)
 
 
-def _stamp(entry: os.DirEntry[str]) -> tuple[str, int, int, int, int]:
+def _entry_stamp(entry: os.DirEntry[bytes]) -> bytes:
+    values = (0, 0, 0, 0)
     try:
         found = entry.stat()
+        values = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
     except OSError:
-        return (entry.name, 0, 0, 0, 0)
-    return (entry.name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        pass
+    return entry.name + b"\0" + struct.pack("<QQQq", *values)
+
+
+@cache
+def _native() -> Any:
+    """Thousands of folders in one call without the interpreter's lock; None: not compiled."""
+    try:
+        return native.kernels().folders
+    except ImportError:
+        return None
 
 
 class FolderWatch:
@@ -109,6 +172,11 @@ class FolderWatch:
         self._clock = clock
         self._seen: dict[str, tuple[Path, Stamp, float]] = {}
         self._told: dict[str, tuple[Path, Stamp]] = {}
+        self._folders: Mapping[str, Path] = {}
+        self._paths: list[bytes] = []
+        self._stamps: list[Stamp] = []
+        self._settled = False
+        """Whether all of the last look was still."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -140,16 +208,26 @@ class FolderWatch:
             folders = self._find()
         except InvalidArgument:
             return  # the root cannot be read: what is known goes on serving
+        if folders is not self._folders:
+            self._folders = folders
+            self._paths = [os.fsencode(folder) for folder in folders.values()]
+            self._stamps = []
+        stamps = stamps_of(self._paths)
+        if self._settled and stamps == self._stamps:
+            return
+        self._stamps = stamps
         settled: dict[str, tuple[Path, Stamp]] = {}
         seen: dict[str, tuple[Path, Stamp, float]] = {}
-        for name, folder in folders.items():
-            stamp = stamp_of(folder)
+        self._settled = True
+        for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
             before = self._seen.get(name)
             same = before is not None and before[:2] == (folder, stamp)
             seen[name] = before if before is not None and same else (folder, stamp, now)
             if self._told.get(name) == (folder, stamp) or now - seen[name][2] >= SETTLED_SECONDS:
                 settled[name] = (folder, stamp)
-            elif name in self._told:
+                continue
+            self._settled = False
+            if name in self._told:
                 settled[name] = self._told[name]  # until then the old version serves
         self._seen = seen
         if settled != self._told:

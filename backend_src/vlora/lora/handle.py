@@ -13,7 +13,7 @@ from vlora.errors import InvalidArgument
 from vlora.lora.adapter import Adapter, AdapterInfo, Description
 from vlora.memory.pool import Run
 
-Stamp = tuple[object, ...]
+Stamp = bytes
 """What tells that a folder's files are the same: where links lead, sizes, times."""
 
 
@@ -44,7 +44,7 @@ class AdapterHandle:
     def imagined(cls, slot: int) -> AdapterHandle | None:
         """One without files, resident in this slot, for simulations; None for the base."""
         info = AdapterInfo(f"slot {slot}", "", (), (), (), {}, (), ())
-        handle = cls(info.name, Path(), (), Description(info, {}, 0), slot=slot)
+        handle = cls(info.name, Path(), b"", Description(info, {}, 0), slot=slot)
         return None if slot < 0 else handle
 
     @property

@@ -5,6 +5,8 @@ Knows neither folders nor the pool. Not thread-safe: the store's lock guards it.
 
 from __future__ import annotations
 
+import math
+
 from vlora.lora.adapter import Adapter
 from vlora.lora.handle import AdapterHandle
 
@@ -25,6 +27,14 @@ class HostTier:
 
     def room_for(self, more: int) -> bool:
         return self._budget is None or self.used + more <= self._budget
+
+    @property
+    def spare(self) -> float:
+        """Bytes that are free, or could be, whoever wants what is idle."""
+        if self._budget is None:
+            return math.inf
+        fixed = (handle.description.host_bytes for handle in self._handles if not _may_go(handle))
+        return self._budget - sum(fixed)
 
     def add(self, handle: AdapterHandle, adapter: Adapter) -> None:
         handle.adapter = adapter

@@ -13,6 +13,7 @@ import torch
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import LoraPair
 from vlora.lora.adapter import Adapter, ModelShape, Place
+from vlora.lora.recipe import cast
 
 
 class Slots:
@@ -33,13 +34,16 @@ class Slots:
             shapes = [self._model.shape_of(place) for place in key]
             group = LoraGroup(shapes[0][1], [d_out for d_out, _ in shapes], self._dtype)
             for adapter in self._adapters:
-                group.append([self._pair(adapter, place) for place in key])
+                pairs = {} if adapter is None else self._pairs(adapter)
+                group.append([pairs.get(place) for place in key])
             self._groups[key] = group
         return self._groups[key]
 
-    def _pair(self, adapter: Adapter | None, place: Place) -> LoraPair | None:
-        pair = None if adapter is None else adapter.pairs.get(place)
-        return pair and LoraPair(pair.a.to(self._dtype), pair.b.to(self._dtype))
+    def _pairs(self, adapter: Adapter) -> Mapping[Place, LoraPair]:
+        """In the operator's type."""
+        if self._dtype == torch.float32:
+            return adapter.pairs
+        return cast(adapter.pairs, self._dtype)
 
     def bytes_of(self, ranks: Mapping[Place, int]) -> int:
         """Of an adapter's packed copies in all groups. Its head is the core's own beside them."""
@@ -67,14 +71,14 @@ class Slots:
         while nothing uses the slot yet."""
         adapter = self._adapters[slot]
         assert adapter is not None, f"slot {slot} is nobody's"
-        ranks = {place: pair.rank for place, pair in adapter.pairs.items()}
+        pairs = self._pairs(adapter)
         for places, group in list(self._groups.items()):
-            pairs = [self._pair(adapter, place) for place in places]
+            row = [pairs.get(place) for place in places]
             if address is None:
-                group.put(slot, pairs)
+                group.put(slot, row)
                 continue
-            size = group.slot_bytes([ranks.get(place, 0) for place in places])
-            group.put(slot, pairs, (address, room))
+            size = group.slot_bytes([0 if pair is None else pair.rank for pair in row])
+            group.put(slot, row, (address, room))
             address, room = address + size, room - size
         self.heads.put(slot, adapter.head.linear if adapter.head else None)
 

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,7 @@ from vlora.lora.adapter import (
     AdapterInfo,
     ModelShape,
     Place,
+    read_adapter,
 )
 from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle, Stamp
@@ -41,7 +42,7 @@ from vlora.metrics import TierCounters
 log = logging.getLogger(__name__)
 
 PREFETCH = 8
-"""Loads from disk that may be under way for the waiting queue: more would push each other out."""
+"""Adapters, from the oldest request's on, that may be on their way into the pool at once."""
 
 
 class Region(Protocol):
@@ -87,6 +88,7 @@ class AdapterStore:
         self._region: Region | None = None
         self._jobs = self._done = 0
         self._loader = ThreadPoolExecutor(1, "adapter-loader")
+        self._packer = ThreadPoolExecutor(1, "adapter-packer")  # not behind what a disk does
         self.places: set[Place] = set()
         """Matrices that any known adapter changes."""
         self.version = 0
@@ -95,7 +97,7 @@ class AdapterStore:
         """Slot that is not evicted, whoever asks: the one in the weights of the next step."""
         self.counters = TierCounters()
         self.on_news: Callable[[], None] = lambda: None
-        """Called on the loader's thread: something that was waited for may be there."""
+        """Called on their threads: something that was waited for may be there."""
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
         """Called on the engine's thread before a slot's adapter is gone."""
 
@@ -259,23 +261,32 @@ class AdapterStore:
                 self._place(handle)
         self.finish()
 
-    def advance(self, wanted: Sequence[AdapterHandle]) -> AdapterHandle | None:
+    def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
         """Brings what waiting requests need nearer. wanted: their adapters, the oldest request's
-        first. The first that is loaded and found no room in the pool; None: all did.
+        first. running: requests that need a page each soon, which nobody who waits may take: what
+        they have computed would be lost. The first that is loaded and found no room in the pool;
+        None: all did.
 
         A resident adapter that an older request waits for makes no room for a newer one's.
         """
         self._give_back()
         stuck: AdapterHandle | None = None
-        loads = 0
+        coming, room = 0, None
         for handle in wanted:
-            if not (handle.resident or handle.loading or handle.error):
-                if handle.adapter is None:
-                    loads += 1
-                    if loads <= PREFETCH:
-                        self._submit(handle, self._load)
+            if not (handle.resident or handle.error):
+                coming += 1
+                if room is None:
+                    room = self._host.spare
+                room -= handle.description.host_bytes
+                # More than the host has room for would push each other out before they are packed.
+                ahead = coming == 1 or (coming <= PREFETCH and room >= 0)
+                if handle.loading:
+                    pass
+                elif handle.adapter is None:
+                    if ahead:
+                        self._submit(self._loader, handle, self._load)
                 # Nobody newer takes the room that an older one waits for.
-                elif stuck is None and not self._place(handle):
+                elif stuck is None and not self._place(handle, running):
                     stuck = handle
             self._older.add(handle)
         self._older.clear()
@@ -293,18 +304,22 @@ class AdapterStore:
         else:
             self._count(misses=1)
 
-    def _place(self, handle: AdapterHandle) -> bool:
-        """Takes a run and a slot and has it packed; False where there is no room."""
+    def _place(self, handle: AdapterHandle, beside: int = 0) -> bool:
+        """Takes a run and a slot and has it packed; False where there is no room for it and so many
+        pages beside it."""
         assert self._pool is not None
+        pages = self.pages_of(handle)
+        if not self._pool.has_room(pages + beside):
+            return False
         handle.loading = True  # so that its host copy stays
         adapter = handle.adapter
-        run = None if adapter is None else self._pool.allocate_run(self.pages_of(handle))
+        run = None if adapter is None else self._pool.allocate_run(pages)
         if adapter is None or run is None:
             handle.loading = False
             return adapter is None
         handle.run = run
         slot = self._slots.take(adapter)
-        self._submit(handle, lambda one: self._pack(one, slot))
+        self._submit(self._packer, handle, lambda one: self._pack(one, slot))
         return True
 
     def _give_back(self) -> None:
@@ -350,24 +365,28 @@ class AdapterStore:
     def give_up(self) -> None:
         self._evict(min(self._idle(), key=lambda handle: handle.used))
 
-    # -- the loader's thread -------------------------------------------------------------------
+    # -- the loader's and the packer's thread --------------------------------------------------
 
     def finish(self) -> None:
-        """Waits until the loader has done all that it has been given."""
-        self._loader.submit(lambda: None).result()
+        """Waits until both have done all that they have been given."""
+        for one in (self._loader, self._packer):
+            one.submit(lambda: None).result()
 
     @property
     def loading(self) -> bool:
-        """Whether the loader has work. On the engine's thread."""
+        """Whether they have work. On the engine's thread."""
         return self._jobs > self._done
 
     def close(self) -> None:
-        self._loader.shutdown()
+        for one in (self._loader, self._packer):
+            one.shutdown()
 
-    def _submit(self, handle: AdapterHandle, job: Callable[[AdapterHandle], None]) -> None:
+    def _submit(
+        self, thread: Executor, handle: AdapterHandle, job: Callable[[AdapterHandle], None]
+    ) -> None:
         handle.loading = True
         self._jobs += 1
-        self._loader.submit(self._work, handle, job)
+        thread.submit(self._work, handle, job)
 
     def _work(self, handle: AdapterHandle, job: Callable[[AdapterHandle], None]) -> None:
         """Whatever fails is the adapter's error."""
@@ -381,7 +400,8 @@ class AdapterStore:
             self._fail(handle, refuse(f"does not load: {error!r}"))
         finally:
             handle.loading = False
-            self._done += 1
+            with self._lock:
+                self._done += 1
             self.on_news()
 
     def _fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
@@ -392,7 +412,7 @@ class AdapterStore:
             self.version += 1
 
     def _load(self, handle: AdapterHandle) -> None:
-        adapter = AdapterFiles(handle.name, handle.folder, self._model, self._max_bytes).read()
+        adapter = read_adapter(handle.name, handle.folder, handle.description, self._model.hidden)
         if stamp_of(handle.folder) != handle.stamp:
             raise Refusal(handle.name, str(handle.folder))("has changed while it was being loaded")
         with self._lock:

@@ -1,4 +1,4 @@
-"""The safetensors files of an adapter's folder: what they declare, then tensor by tensor.
+"""The safetensors files of an adapter's folder: what they declare, and small ones tensor by tensor.
 
 Nothing is read before it is known to fit: a file may declare more than the machine has.
 """
@@ -13,9 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlora.lora.peft_config import Refusal, require_file
-
-FLOATS = ("F32", "F16", "BF16", "F64")
-"""Stored types that are served; 8-bit ones mean nothing without scales."""
+from vlora.lora.recipe import FLOATS, Layout
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 """An adapter of 80 layers needs 0.2 MB."""
@@ -34,12 +32,15 @@ class WeightsFile:
         self._refuse = refuse
         require_file(path, refuse)
         try:
-            with path.open("rb") as start:
-                header = int.from_bytes(start.read(8), "little")
-            if header > MAX_HEADER_BYTES:
-                raise refuse(
-                    f"cannot be read: a header of {header} bytes; the limit is {MAX_HEADER_BYTES}"
-                )
+            with path.open("rb") as opened:
+                start = opened.read(8)
+                header = int.from_bytes(start, "little")
+                if header > MAX_HEADER_BYTES:
+                    raise refuse(
+                        f"cannot be read: a header of {header} bytes;"
+                        f" the limit is {MAX_HEADER_BYTES}"
+                    )
+                self._header = start + opened.read(header)
             self._opened = _open(path)
         except (SafetensorError, OSError) as error:
             raise refuse(f"cannot be read: {error}") from error
@@ -49,10 +50,27 @@ class WeightsFile:
         }
         self._types = {key: str(declared.get_dtype()) for key, declared in slices.items()}
 
-    def read(self, key: str) -> torch.Tensor:
-        """The tensor as fp32, contiguous; refused where it is no float, or is NaN or Inf there."""
+    @property
+    def layout(self) -> Layout:
+        """How all of the file is read at once. Refused where a tensor is no float."""
+        keys = tuple(self._opened.offset_keys())
+        for key in keys:
+            self._require_float(key)
+        return Layout(
+            start=len(self._header),
+            header=hash(self._header),
+            keys=keys,
+            types=tuple(self._types[key] for key in keys),
+            sizes=tuple(math.prod(self.shapes[key]) for key in keys),
+        )
+
+    def _require_float(self, key: str) -> None:
         if self._types[key] not in FLOATS:
             raise self._refuse(f"holds '{key}' as {self._types[key]}; served: {', '.join(FLOATS)}")
+
+    def read(self, key: str) -> torch.Tensor:
+        """The tensor as fp32, contiguous; refused where it is no float, or is NaN or Inf there."""
+        self._require_float(key)
         try:
             tensor: torch.Tensor = self._opened.get_tensor(key).to(torch.float32).contiguous()
         except (SafetensorError, OSError) as error:

@@ -106,6 +106,10 @@ class PagePool:
         """Pages that are not there for the asking: keys and values of running sequences."""
         return self.kv
 
+    def has_room(self, count: int) -> bool:
+        """Whether so many pages are free, or would be for the asking."""
+        return count <= self.free or count <= self.free + sum(one.spare for one in self.reclaimers)
+
     def tick(self) -> int:
         """The pool's clock: each use is later than all before."""
         self._ticks += 1
@@ -224,7 +228,7 @@ class PagePool:
 
     def _make_room(self, count: int) -> bool:
         """`count` free pages, at the cost of what has been unused for longest."""
-        if count > self.free + sum(one.spare for one in self.reclaimers):
+        if not self.has_room(count):
             return False
         while self.free < count:
             if not self._reclaim(self.reclaimers):
