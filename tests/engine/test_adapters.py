@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from collections import defaultdict
@@ -21,8 +23,9 @@ from vlora.config import Options
 from vlora.engine import calibration, memory
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
+from vlora.engine.policy import MergeOnly, UnmergeOnly
 from vlora.errors import InvalidArgument, NotFound
-from vlora.lora import folders
+from vlora.lora import folders, recipe
 from vlora.lora.recipe import Recipe
 from vlora.request import ImageFeatures, Output, Request
 
@@ -256,6 +259,73 @@ def test_a_file_that_went_bad_since_is_an_error_of_its_requests_alone(
         assert run(engine, burst(engine)[0])["r0"].token_ids == calm["r0"]
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("stage", ["open", "first read", "second read", "close", "stamp", "memory"])
+def test_a_load_that_fails_at_any_stage_is_its_requests_error_and_costs_no_page(
+    checkpoint: Path,
+    many: Path,
+    calm: dict[str, tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    number: int,
+) -> None:
+    engine = engine_of(checkpoint, many, adapter_host_bytes=1)
+    opened, reads = {}, []
+    real_open, real_read, real_close, stamps = os.open, os.preadv, os.close, folders.stamps_of
+
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    def open_file(path: Any, flags: int, *more: Any) -> int:
+        mine = Path(path).parent.name == "a00"
+        if mine and stage == "open":
+            fail()
+        found = real_open(path, flags, *more)
+        opened[found] = mine
+        return found
+
+    def read(file: int, parts: list[memoryview], at: int) -> int:
+        if opened[file]:
+            reads.append(at)
+            if stage == ("first read" if len(reads) == 1 else "second read"):
+                fail()
+            parts = [parts[0][:100]] if len(reads) == 1 else parts
+        return real_read(file, parts, at)
+
+    def close(file: int) -> None:
+        real_close(file)
+        if opened.pop(file, False) and stage == "close":
+            fail()
+
+    def stamps_of(paths: list[bytes]) -> list[bytes]:
+        if stage == "stamp" and paths[0].endswith(b"a00"):
+            return [b"!%d" % number]  # what a look tells of an error
+        return stamps(paths)
+
+    def cat(tensors: Any, **more: Any) -> Any:
+        if stage == "memory" and reads:
+            reads.clear()
+            raise MemoryError
+        return real_cat(tensors, **more)
+
+    real_cat = torch.cat
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_file)
+        patch.setattr(os, "preadv", read)
+        patch.setattr(os, "close", close)
+        patch.setattr(folders, "stamps_of", stamps_of)
+        patch.setattr(recipe.torch, "cat", cat)
+        outputs = run(engine, *burst(engine)[:3])
+    assert not any(opened.values()), "the file is closed"
+    assert isinstance(outputs["r0"].error, InvalidArgument)
+    assert "adapter 'a00'" in str(outputs["r0"].error)
+    assert [outputs[f"r{i}"].token_ids for i in (1, 2)] == [calm[f"r{i}"] for i in (1, 2)]
+    engine.adapters.update({})  # and found again
+    engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in many.iterdir()})
+    assert run(engine, burst(engine)[0])["r0"].token_ids == calm["r0"]
+    assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
+
+
 @pytest.fixture
 def serving(checkpoint: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineLoop]:
     monkeypatch.setattr(folders, "LOOK_SECONDS", 0.02)
@@ -350,3 +420,28 @@ def test_blocks_are_shared_while_their_owner_runs(checkpoint: Path, many: Path) 
     (first,) = (output.token_ids for output in begun if output.request_id == "b")
     alone = run(engine_of(checkpoint, many), request("b", prompt=text, max_tokens=20))
     assert (*first, *finish(engine)["b"].token_ids) == alone["b"].token_ids
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_of_merged_and_unmerged_weights_are_shared_in_float32_alone(
+    checkpoint: Path, many: Path, dtype: str
+) -> None:
+    engine = engine_of(checkpoint, many, dtype=dtype)
+    merged = MergeOnly(8, engine.costs)
+    text = "<s>" + "what do you see? " * 8
+    found = {}
+    for name, policy in (
+        ("unmerged", UnmergeOnly(8)),
+        ("merged after unmerged", merged),
+        ("merged again", merged),
+        ("unmerged again", UnmergeOnly(8)),
+    ):
+        engine.scheduler.policy = policy
+        before = engine.stats().cached_tokens
+        run(engine, request(name, adapter="a01", prompt=text, max_tokens=2))
+        assert (engine.switcher.live != -1) == (policy is merged)
+        found[name] = engine.stats().cached_tokens - before
+    assert found["unmerged"] == 0
+    assert found["merged again"] > 0
+    assert found["unmerged again"] > 0
+    assert (found["merged after unmerged"] > 0) == (dtype == "float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,37 @@ def test_rslora_and_alpha_patterns_change_the_scale(folder: Path, model: ModelSh
     for layer, alpha in ((0, 8), (1, 6)):
         scale = alpha / RANK**0.5
         torch.testing.assert_close(pairs[layer, "q_proj"].b, tensors[key(layer, "B")] * scale)
+
+
+def test_types_that_are_mixed_and_scales_that_differ_are_read_as_matrix_by_matrix(
+    folder: Path, model: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    types = (torch.float16, torch.float64, torch.bfloat16, torch.float32)
+
+    def cast(tensors: dict[str, torch.Tensor]) -> None:
+        for index, name in enumerate(list(tensors)):
+            tensors[name] = tensors[name].to(types[index % len(types)])
+
+    edit_tensors(folder, cast)
+    edit_config(folder, alpha_pattern={r"layers\.1\..*": 3, r"up_proj": 5})
+    read = load_adapter("x", folder, model)
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == set(types)
+    for (layer, target), pair in read.pairs.items():
+        block = "self_attn" if target == "q_proj" else "mlp"
+        a, b = (
+            stored[f"{PREFIX}.{layer}.{block}.{target}.lora_{which}.weight"].float()
+            for which in "AB"
+        )
+        scale = (3 if layer == 1 else 5 if target == "up_proj" else 8) / RANK
+        assert torch.equal(pair.a, a)
+        assert torch.equal(pair.b, b * scale)
+    preadv = os.preadv
+    # Files give as much at once as they like.
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: preadv(file, [parts[0][:7]], at))
+    again = load_adapter("x", folder, model)
+    assert again.info == read.info
+    assert all(torch.equal(again.pairs[p].b, pair.b) for p, pair in read.pairs.items())
 
 
 @pytest.mark.parametrize(

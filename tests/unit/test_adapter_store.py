@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -182,21 +183,70 @@ def test_host_memory_keeps_its_budget_but_for_what_is_in_use(beds: Any) -> None:
 
 def test_one_load_serves_all_who_wait(beds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bed = beds(4, 0)
-    gate, reads = threading.Event(), []
-    read = Recipe.read
-
-    def slow(recipe: Recipe, path: Path, refuse: Any) -> Any:
-        reads.append(path.parent.name)
-        assert gate.wait(10)
-        return read(recipe, path, refuse)
-
-    monkeypatch.setattr(Recipe, "read", slow)
+    gate = Gate(monkeypatch)
     for _ in range(5):
         assert bed.store.advance([bed.handle(0)] * 3) is None, "and nobody waits here"
-    gate.set()
+    gate.open.set()
     bed.want(0)
     assert bed.resident() == {"a0"}
-    assert reads == ["a0"]
+    assert gate.reads == ["a0"]
+
+
+class Gate:
+    """Holds every read of weights until it is opened; names in `reads`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reads: list[str] = []
+        self.open = threading.Event()
+        read = Recipe.read
+
+        def held(recipe: Recipe, path: Path, refuse: Any) -> Any:
+            self.reads.append(path.parent.name)
+            assert self.open.wait(10)
+            return read(recipe, path, refuse)
+
+        monkeypatch.setattr(Recipe, "read", held)
+
+
+def test_no_more_is_loaded_ahead_than_the_host_keeps_and_nothing_twice(
+    beds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = beds(1, 3 * ONE)  # a0 to a2
+    bed.want(0)
+    gate = Gate(monkeypatch)
+    bed.handle(0).pin()
+    for _ in range(4):
+        bed.store.advance([bed.handle(i) for i in (3, 4, 5, 1)])
+    gate.open.set()
+    bed.store.finish()
+    assert gate.reads == ["a3", "a4"], "a0 is in use"
+    bed.handle(0).unpin()
+    for index in (3, 4):
+        assert bed.want(index) is None
+    assert gate.reads == ["a3", "a4"]
+
+
+def test_what_is_in_host_memory_is_packed_while_a_disk_is_slow(
+    beds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = beds(2, 2 * ONE)
+    gate = Gate(monkeypatch)
+    packed = threading.Event()
+    bed.store.on_news = packed.set
+    bed.store.advance([bed.handle(5), bed.handle(0)])
+    assert packed.wait(10)
+    assert bed.resident() == {"a0"}
+    gate.open.set()
+    bed.want(5)
+    assert bed.resident() == {"a0", "a5"}
+
+
+def test_who_waits_takes_no_page_that_who_runs_will_need(beds: Any) -> None:
+    bed = beds(3)
+    bed.want(0)
+    bed.pool.allocate(1)
+    assert bed.store.advance([bed.handle(0), bed.handle(1)], 1) is bed.handle(1)
+    assert bed.want(0, 1) is None, "once it has ended"
 
 
 def test_a_pack_that_fails_gives_its_pages_back(beds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +293,39 @@ def test_a_watch_tells_of_what_has_settled_and_of_nothing_twice(root: Path) -> N
     (root / "a2").rmdir()
     watch.look(10.0)
     assert "a2" not in told[-1]
+
+
+@pytest.mark.skipif(folders._native() is None, reason="the core is not compiled")
+def test_a_look_by_the_core_sees_what_a_look_without_it_sees(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "dangling").symlink_to(root / "nowhere")
+    (root / "linked").symlink_to(root / "a1")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "file").write_text("no folder")
+    (root / ".hidden").mkdir()
+    (root / os.fsdecode(b"\xff\xfe")).mkdir()
+    (root / "a2" / "dangling").symlink_to(root / "nowhere")
+    (root / "a2" / "b").mkdir()
+    paths = [*map(os.fsencode, root.iterdir()), b"/none/such", b"a\0b"]
+    stamps, names = folders.stamps_of(paths), folders.folders_in(root)
+    assert {"a0", "dangling", "linked", "loop", "\udcff\udcfe"} <= set(names)
+    assert not {"file", ".hidden"} & set(names)
+    assert len(set(stamps)) == len(paths) - 3, (
+        "links are what they lead to: a1, twice nowhere; two are empty"
+    )
+    monkeypatch.setattr(folders, "_native", lambda: None)
+    assert folders.stamps_of(paths) == stamps
+    assert folders.folders_in(root) == names
+
+
+def test_a_finder_says_the_same_until_something_comes_or_goes(root: Path) -> None:
+    find = folders.Finder(root, {"alias": "a1"})
+    first = find()
+    assert first == find_folders(root, {"alias": "a1"})
+    assert find() is first
+    write(root / "a9", 9)
+    assert set(find()) == {*first, "a9"}
 
 
 def test_a_root_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:

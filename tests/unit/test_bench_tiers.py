@@ -22,6 +22,7 @@ GRID = {
     "burst": {"adapters": 6, "room": 2, "host": 2, "requests": 12},
     "traces": {"registered": 4, "requests": 8, "room": [2], "host": 3, "kinds": ["zipf"]},
     "repeats": 1,
+    "rounds": 2,
 }
 
 
@@ -41,12 +42,13 @@ def test_more_adapters_than_fit_are_answered_and_no_step_reads_a_file(
     assert few.more["loads"] > 0
     assert few.more["evictions"] > 0
     resident = [row for row in rows if row.what == "registered"]
-    rows += [type(row)("resident", row.setting, row.outcome, {}) for row in resident]
+    rows += [type(row)("resident", row.setting, row.outcome, row.more) for row in resident]
     rows += [type(rows[0])("distinct", "1", rows[0].outcome, {"over_predicted": 1.0})]
     assert {
         "registered_2000_vs_5",
         "resident_64_vs_8",
         "overcommit_throughput_ratio",
+        "overcommit_limit",
         "steps_that_waited_for_disk",
     } <= set(summarize(rows))
 

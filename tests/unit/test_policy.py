@@ -172,6 +172,15 @@ def test_unmerge_only_goes_by_priority_and_lets_nobody_wait_for_ever() -> None:
     assert said(UnmergeOnly(2, 8.0).choose(ready, BASE, 0.0)) == (["old", "high"], BASE)
 
 
+def test_who_has_pages_keeps_them_when_an_older_ones_adapter_comes() -> None:
+    older, runs = Ready("older", 0), Ready("runs", 1, arrival=1.0, holds=True)
+    assert said(UnmergeOnly(1).choose([older, runs], BASE, 0.0)) == (["runs"], BASE)
+    urgent = older._replace(priority=-1)
+    assert said(UnmergeOnly(1).choose([urgent, runs], BASE, 0.0)) == (["older"], BASE)
+    late = older._replace(wait=9.0)
+    assert said(UnmergeOnly(1, 8.0).choose([late, runs], BASE, 0.0)) == (["older"], BASE)
+
+
 def test_merge_only_serves_the_oldest_requests_adapter() -> None:
     ready = requests((2, 0.0), (1, 0.0), (2, 0.0), (1, 0.0))
     assert said(MergeOnly(4, Costs()).choose(ready, 1, 0.0)) == (["r0", "r2"], 2)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from vlora.bench.driving import Ask, Driver, Outcome
 from vlora.bench.limits import Limits
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.lora.adapter import read_adapter
 from vlora.lora.slab import ATTENTION
 from vlora.model.decoder_config import DecoderConfig, load_config
 
@@ -154,13 +156,13 @@ class Bench:
         """More and more distinct adapters in a batch of 32, and what their bytes predict."""
         most = max(self._grid["distinct"])
         root = self._linked("distinct", self.names[:most])
-        driver = Driver(Engine(self.options(root, max_num_seqs=most)), watch=False)
+        driver = Driver(Engine(self.options(root, max_num_seqs=most)))
         rate = limits.measure_bandwidth(most * self.packed_bytes, 0.2)
         found: dict[int, list[Outcome]] = {count: [] for count in self._grid["distinct"]}
         for repeat in range(self._grid["repeats"]):
             for count, outcomes in found.items():
                 asked = [self.names[i % count] for i in range(most)]
-                outcomes.append(driver.run(self.asks(asked, repeat)))
+                outcomes.append(driver.run(self.asks(asked, repeat), watch=False))
         driver.close()
         rows = []
         base = _middle(found[min(found)])
@@ -179,7 +181,7 @@ class Bench:
         asked = [names[i % len(names)] for i in range(given["requests"])]
         random.Random(0).shuffle(asked)
         root = self._linked("burst", names)
-        rows = []
+        rows: list[Row] = []
         for setting, room, host in (
             ("resident", len(names), len(names)),
             ("room for few", given["room"], given["host"]),
@@ -191,8 +193,14 @@ class Bench:
             )
             driver = Driver(Engine(options))
             outcome = driver.run(self.asks(asked, 1))
-            rows.append(Row("burst", setting, outcome, _tiers(driver.engine)))
             driver.close()
+            more = _tiers(driver.engine)
+            if rows:
+                load = median(_load_seconds(driver.engine, name) for name in names)
+                needed = (len(names) - given["host"]) * load
+                more |= {"load_ms": round(load * 1e3, 3)}
+                more |= {"limit": round(min(1.0, rows[0].outcome.span / needed), 3)}
+            rows.append(Row("burst", setting, outcome, more))
         return rows
 
     def traces(self, told: Callable[[str], None]) -> list[Row]:
@@ -227,20 +235,42 @@ class Bench:
         settings: Sequence[tuple[str, Path, Mapping[str, Any]]],
         asked: Sequence[str],
     ) -> list[Row]:
-        """The same load on one engine after the other, again and again."""
+        """The same load on one engine after the other, round by round, the first of a round the
+        second of the next. The second's row has the medians of its ratios to the first, by round.
+        """
         drivers = [Driver(Engine(self.options(root, **more))) for _, root, more in settings]
         found: list[list[Outcome]] = [[] for _ in settings]
-        for repeat in range(-1, self._grid["repeats"]):
-            for driver, outcomes in zip(drivers, found, strict=True):
-                outcome = driver.run(self.asks(asked, repeat))
-                if repeat >= 0:
+        for number in range(-1, self._grid["rounds"]):
+            sides = list(zip(drivers, found, strict=True))
+            for driver, outcomes in sides if number % 2 else sides[::-1]:
+                outcome = driver.run(self.asks(asked, number))
+                if number >= 0:
                     outcomes.append(outcome)
         for driver in drivers:
             driver.close()
+        pairs = list(zip(*found, strict=True))
+        over = {
+            "throughput_over_first": median(b.throughput / a.throughput for a, b in pairs),
+            "latency_over_first": median(b.token_latency / a.token_latency for a, b in pairs),
+        }
+        rows = zip(settings, found, drivers, ({}, over), strict=True)
         return [
-            Row(what, setting, _middle(outcomes), _tiers(driver.engine))
-            for (setting, _, _), outcomes, driver in zip(settings, found, drivers, strict=True)
+            Row(
+                what,
+                setting,
+                _middle(outcomes),
+                _tiers(driver.engine) | {key: round(ratio, 3) for key, ratio in more.items()},
+            )
+            for (setting, _, _), outcomes, driver, more in rows
         ]
+
+
+def _load_seconds(engine: Engine, name: str) -> float:
+    """From its files to host memory, with nothing beside it."""
+    handle = engine.adapters.handle(name)
+    began = perf_counter()
+    read_adapter(name, handle.folder, handle.description, engine.config.hidden)
+    return perf_counter() - began
 
 
 def draw(kind: str, names: Sequence[str], count: int) -> list[str]:
@@ -305,14 +335,17 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         a, b = found[what, one].outcome, found[what, other].outcome
         return round(a.throughput / b.throughput, 3)
 
-    registered = [row.setting for row in rows if row.what == "registered"]
-    resident = [row.outcome for row in rows if row.what == "resident"]
+    registered, resident = (
+        next(row.more for row in rows if row.what == what and "latency_over_first" in row.more)
+        for what in ("registered", "resident")
+    )
     distinct = [row.more["over_predicted"] for row in rows if row.what == "distinct"]
     return {
-        "registered_2000_vs_5": ratio("registered", registered[1], registered[0]),
-        "resident_64_vs_8": round(resident[1].token_latency / resident[0].token_latency, 3),
+        "registered_2000_vs_5": registered["throughput_over_first"],
+        "resident_64_vs_8": resident["latency_over_first"],
         "distinct_over_predicted": max(distinct),
         "overcommit_throughput_ratio": ratio("burst", "room for few", "resident"),
+        "overcommit_limit": found["burst", "room for few"].more["limit"],
         "overcommit_p99_s": found["burst", "room for few"].outcome.as_row()["p99_s"],
         "overcommit_failed": found["burst", "room for few"].outcome.failed,
         "step_beside_load_over_step": _beside(found["burst", "room for few"].outcome),

@@ -83,24 +83,30 @@ class Outcome:
 class Driver:
     """One engine, and the ids of its requests."""
 
-    def __init__(self, engine: Engine, *, watch: bool = True) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._count = 0
         self._news = threading.Event()
         engine.adapters.on_news = self._on_news
-        if watch:
-            engine.watch.start(engine.adapters.stamps)
 
     def _on_news(self) -> None:
         self.engine.on_news()
         self._news.set()
 
     def close(self) -> None:
-        self.engine.watch.close()
         self.engine.adapters.close()
 
-    def run(self, asks: Sequence[Ask]) -> Outcome:
-        """All at once."""
+    def run(self, asks: Sequence[Ask], *, watch: bool = True) -> Outcome:
+        """All at once, beside the watch on the folders."""
+        if not watch:
+            return self._run(asks)
+        self.engine.watch.start(self.engine.adapters.stamps)
+        try:
+            return self._run(asks)
+        finally:
+            self.engine.watch.close()
+
+    def _run(self, asks: Sequence[Ask]) -> Outcome:
         engine, outcome = self.engine, Outcome()
         states = []
         for ask in asks:

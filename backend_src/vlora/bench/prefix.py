@@ -41,9 +41,7 @@ class Round:
 def run(model: Path, grid: Mapping[str, Any]) -> list[Round]:
     """The same conversations with and without the cache, side by side; the first is not counted."""
     drivers = {
-        cached: Driver(
-            Engine(Options(model=model, enable_prefix_caching=cached, merging="off")), watch=False
-        )
+        cached: Driver(Engine(Options(model=model, enable_prefix_caching=cached, merging="off")))
         for cached in (True, False)
     }
     found = []
@@ -69,7 +67,7 @@ def converse(driver: Driver, grid: Mapping[str, Any], seed: int) -> list[Outcome
     for _ in range(grid["rounds"]):
         said += " " + " ".join(rng.choices(WORDS, k=grid["question"] // 2))
         # One token of this answer, to see when it comes; what is said next is ours.
-        outcomes.append(driver.run([Ask(said, None, 1, images)]))
+        outcomes.append(driver.run([Ask(said, None, 1, images)], watch=False))
         said += " " + " ".join(rng.choices(WORDS, k=grid["output"] // 2))
     return outcomes
 

@@ -21,7 +21,7 @@ from vlora.engine.plan import Mode, StepPlan
 from vlora.engine.policies import make_policy
 from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
-from vlora.engine.sequence import Sequence, scopes_of
+from vlora.engine.sequence import Sequence, mode_of, scopes_of
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
 from vlora.lora.folders import Finder, FolderWatch, find_folders
 from vlora.lora.handle import AdapterHandle
@@ -164,7 +164,9 @@ class Engine:
             digests = BlockDigests(self.memory.block, prompt.feature_row, prompt.features)
             digests.upto(prompt.ids, len(prompt.ids))  # now, and not on the engine's thread
         table = self.memory.table()
-        sequence = Sequence(request, prompt, handle, max_tokens, table, digests)
+        sequence = Sequence(
+            request, prompt, handle, max_tokens, table, digests, rounded=self._rounded
+        )
         return RequestState(sequence, sampler, self._vocabulary)
 
     # -- on the engine's thread --------------------------------------------------------------
@@ -359,7 +361,9 @@ class Engine:
         outputs: list[Output] = []
         for chunk in plan.chunks:
             state = self._live[chunk.sequence_id]
-            state.sequence.advance(chunk.length, self._mode_of(plan, chunk.slot))
+            state.sequence.advance(
+                chunk.length, mode_of(chunk.slot, plan.live, rounded=self._rounded)
+            )
             if not chunk.completes:
                 continue
             answer = (
@@ -383,12 +387,6 @@ class Engine:
             cached_tokens=plan.cached,
         )
         return outputs
-
-    def _mode_of(self, plan: StepPlan, slot: int) -> str:
-        """What a mode does to keys and values: nothing in fp32, else merged weights are rounded."""
-        if plan.live == BASE or not self._rounded:
-            return ""
-        return (Mode.MERGED if slot == plan.live else Mode.MIXTURE).value
 
     def _row_output(self, state: RequestState, answer: Callable[[], Output], now: float) -> Output:
         """A row's own news; whatever goes wrong with it is its request's end, not the step's."""

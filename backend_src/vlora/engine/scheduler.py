@@ -138,7 +138,7 @@ class Scheduler:
         while len(self.running) >= self._budgets.sequences:
             if not self._pause_newer(sequence, step):
                 return False
-        sequence.begin()
+        sequence.begin(self.choice.live)
         while not sequence.table.grow(sequence.known):
             if not self._pause_newer(sequence, step):
                 sequence.leave()

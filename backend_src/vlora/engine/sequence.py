@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from vlora.engine.plan import Mode
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.segments import BASE
 from vlora.memory.kv import BlockTable
@@ -38,8 +39,11 @@ class Sequence:
         max_tokens: int,
         table: BlockTable,
         digests: BlockDigests | None = None,
+        *,
+        rounded: bool = False,
     ) -> None:
-        """digests: of its blocks, where they are to be shared."""
+        """digests: of its blocks, where they are to be shared. rounded: whether merged weights
+        are."""
         self.request = request
         self.prompt = prompt
         self.tokens = list(prompt.ids)
@@ -47,6 +51,7 @@ class Sequence:
         self._pinned: AdapterHandle | None = None
         self._held: AdapterHandle | None = None
         self._digests = digests
+        self._rounded = rounded
         self._mode: str | None = ""
         self.max_tokens = max_tokens
         self.arrival = 0.0
@@ -81,20 +86,20 @@ class Sequence:
         """Whether it has started with this version of its adapter, and will end with it."""
         return self._held is not None
 
-    def begin(self) -> None:
-        """It gets pages: its adapter stays where it is, and blocks that are known are computed."""
+    def begin(self, live: int = BASE) -> None:
+        """It gets pages: its adapter stays where it is, and blocks that are known are computed:
+        those of the mode in which it is to run. live: the adapter in the weights of its step."""
         if self.adapter is not None:
             self.adapter.pin()
             self._pinned = self.adapter
             if self._held is None:
                 self.adapter.hold()
                 self._held = self.adapter
-        best = max(
-            SHARED_MODES, key=lambda mode: self.table.matches(self._keys(mode, self.known - 1))
-        )
-        self.cached = self.table.begin(self._keys(best, self.known - 1))
+        mode = mode_of(self.slot, live, rounded=self._rounded)
+        keys = self._keys(mode, self.known - 1) if mode in SHARED_MODES else []
+        self.cached = self.table.begin(keys)
         if self.cached:
-            self.computed, self._mode = self.cached, best
+            self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
         """So many more are computed. mode: of the weights, where it changes keys and values."""
@@ -174,6 +179,14 @@ class Sequence:
     def ran(self, now: float) -> None:
         """The step that it was part of has ended."""
         self._since = now
+
+
+def mode_of(slot: int, live: int, *, rounded: bool) -> str:
+    """What a mode does to a row's keys and values: nothing in fp32, else merged weights are
+    rounded. slot: the row's adapter."""
+    if live == BASE or not rounded:
+        return ""
+    return (Mode.MERGED if slot == live else Mode.MIXTURE).value
 
 
 def scopes_of(adapter: AdapterHandle) -> list[str]:

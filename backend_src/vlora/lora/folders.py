@@ -120,8 +120,10 @@ def stamp_of(folder: Path) -> Stamp:
 def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
     """`stamp_of` each of these paths."""
     look = _native()
-    found: list[Stamp] = map(_stamp_of, folders) if look is None else look.stamps(folders)
-    return list(found)
+    if look is None:
+        return list(map(_stamp_of, folders))
+    found: list[Stamp] = look.stamps(folders)
+    return found
 
 
 def _stamp_of(folder: bytes) -> Stamp:
@@ -183,6 +185,7 @@ class FolderWatch:
     def start(self, known: Mapping[str, tuple[Path, Stamp]]) -> None:
         """known: what has been read already."""
         self._told = dict(known)
+        self._closed.clear()
         self._thread = threading.Thread(target=self._run, name="adapter-folders", daemon=True)
         self._thread.start()
 

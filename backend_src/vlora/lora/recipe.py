@@ -137,13 +137,15 @@ class Recipe:
         shapes and values. Refused where the file cannot be read, or holds NaN or Inf."""
         stored = self.layout.read(path, refuse)
         tensors = [stored[index] for index in self.order]
-        flat = torch.empty(sum(map(len, tensors)), dtype=torch.float32)
+        sizes = [self.layout.sizes[index] for index in self.order]
+        flat = torch.empty(sum(sizes), dtype=torch.float32)
         torch.cat(tensors, out=flat)
-        at = sum(map(len, tensors[: len(self.ranks)]))
+        places = len(self.ranks)
+        at = sum(sizes[:places])
         for scale, run in groupby(
-            zip(self.scales, tensors[len(self.ranks) :], strict=True), key=lambda one: one[0]
+            zip(self.scales, sizes[places:], strict=True), key=lambda one: one[0]
         ):
-            size = sum(len(tensor) for _, tensor in run)
+            size = sum(size for _, size in run)
             if scale != 1.0:
                 flat[at : at + size].mul_(scale)
             at += size

@@ -21,10 +21,6 @@ class BlockTable:
         self._known = 0
         self.pages: list[int] = []
 
-    def matches(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these first blocks are cached."""
-        return 0 if self._prefix is None else self._prefix.matches(keys)
-
     def begin(self, keys: Sequence[BlockKey]) -> int:
         """An empty table takes the cached pages of the first blocks: positions that are computed
         so. keys: of whole blocks, in order."""
