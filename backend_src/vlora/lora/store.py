@@ -12,8 +12,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +36,7 @@ from vlora.lora.host import HostTier
 from vlora.lora.peft_config import Refusal, as_text
 from vlora.lora.segments import BASE
 from vlora.lora.slots import Slots
+from vlora.lora.workers import Workers
 from vlora.memory.pool import PagePool, Run
 from vlora.metrics import TierCounters
 
@@ -86,9 +87,7 @@ class AdapterStore:
         self._unpacked: deque[tuple[AdapterHandle, int]] = deque()
         self._pool: PagePool | None = None
         self._region: Region | None = None
-        self._jobs = self._done = 0
-        self._loader = ThreadPoolExecutor(1, "adapter-loader")
-        self._packer = ThreadPoolExecutor(1, "adapter-packer")  # not behind what a disk does
+        self._workers = Workers()
         self.places: set[Place] = set()
         """Matrices that any known adapter changes."""
         self.version = 0
@@ -263,9 +262,8 @@ class AdapterStore:
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
         """Brings what waiting requests need nearer. wanted: their adapters, the oldest request's
-        first. running: requests that need a page each soon, which nobody who waits may take: what
-        they have computed would be lost. The first that is loaded and found no room in the pool;
-        None: all did.
+        first. running: requests that will need a page each, which nobody who waits may take. The
+        first that is loaded and found no room in the pool; None: all did.
 
         A resident adapter that an older request waits for makes no room for a newer one's.
         """
@@ -276,18 +274,17 @@ class AdapterStore:
             if not (handle.resident or handle.error):
                 coming += 1
                 if room is None:
-                    room = self._host.spare
+                    with self._lock:
+                        room = self._host.spare
                 room -= handle.description.host_bytes
                 # More than the host has room for would push each other out before they are packed.
                 ahead = coming == 1 or (coming <= PREFETCH and room >= 0)
-                if handle.loading:
-                    pass
-                elif handle.adapter is None:
-                    if ahead:
-                        self._submit(self._loader, handle, self._load)
+                if not handle.loading and handle.adapter is None and ahead:
+                    handle.loading = True
+                    self._workers.load(partial(self._work, handle, self._load))
                 # Nobody newer takes the room that an older one waits for.
-                elif stuck is None and not self._place(handle, running):
-                    stuck = handle
+                elif not handle.loading and handle.adapter is not None and stuck is None:
+                    stuck = None if self._place(handle, running) else handle
             self._older.add(handle)
         self._older.clear()
         assert self._pool is not None
@@ -319,7 +316,7 @@ class AdapterStore:
             return adapter is None
         handle.run = run
         slot = self._slots.take(adapter)
-        self._submit(self._packer, handle, lambda one: self._pack(one, slot))
+        self._workers.pack(partial(self._work, handle, lambda one: self._pack(one, slot)))
         return True
 
     def _give_back(self) -> None:
@@ -365,28 +362,19 @@ class AdapterStore:
     def give_up(self) -> None:
         self._evict(min(self._idle(), key=lambda handle: handle.used))
 
-    # -- the loader's and the packer's thread --------------------------------------------------
+    # -- on the workers' threads ---------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits until both have done all that they have been given."""
-        for one in (self._loader, self._packer):
-            one.submit(lambda: None).result()
+        """Waits until all that was asked for is loaded and packed."""
+        self._workers.finish()
 
     @property
     def loading(self) -> bool:
-        """Whether they have work. On the engine's thread."""
-        return self._jobs > self._done
+        """Whether something is being loaded or packed."""
+        return self._workers.busy
 
     def close(self) -> None:
-        for one in (self._loader, self._packer):
-            one.shutdown()
-
-    def _submit(
-        self, thread: Executor, handle: AdapterHandle, job: Callable[[AdapterHandle], None]
-    ) -> None:
-        handle.loading = True
-        self._jobs += 1
-        thread.submit(self._work, handle, job)
+        self._workers.close()
 
     def _work(self, handle: AdapterHandle, job: Callable[[AdapterHandle], None]) -> None:
         """Whatever fails is the adapter's error."""
@@ -400,8 +388,6 @@ class AdapterStore:
             self._fail(handle, refuse(f"does not load: {error!r}"))
         finally:
             handle.loading = False
-            with self._lock:
-                self._done += 1
             self.on_news()
 
     def _fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
