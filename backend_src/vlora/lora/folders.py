@@ -180,6 +180,7 @@ class FolderWatch:
         self._settled = False
         """Whether all of the last look was still."""
         self._closed = threading.Event()
+        self._pause = LOOK_SECONDS
         self._thread: threading.Thread | None = None
 
     def start(self, known: Mapping[str, tuple[Path, Stamp]]) -> None:
@@ -195,15 +196,21 @@ class FolderWatch:
             self._thread.join()
 
     def _run(self) -> None:
-        pause = LOOK_SECONDS
-        while not self._closed.wait(pause):
+        while not self._closed_before_next():
             began = self._clock()
             try:
                 self.look(began)
             except Exception:
                 log.exception("looking at the adapters' folders failed; it goes on")
             took = self._clock() - began
-            pause = min(max(LOOK_SECONDS, took / SHARE), LONGEST_LOOK_SECONDS)
+            self._pause = min(max(LOOK_SECONDS, took / SHARE), LONGEST_LOOK_SECONDS)
+
+    def _closed_before_next(self) -> bool:
+        """Waits until a look is due, or the watch is closed; started again, it waits for the rest."""
+        began = self._clock()
+        closed = self._closed.wait(self._pause)
+        self._pause = max(0.0, self._pause - (self._clock() - began))
+        return closed
 
     def look(self, now: float) -> None:
         """One look; tells of what is new and still, or gone."""
