@@ -206,7 +206,7 @@ class FolderWatch:
             self._pause = min(max(LOOK_SECONDS, took / SHARE), LONGEST_LOOK_SECONDS)
 
     def _closed_before_next(self) -> bool:
-        """Waits until a look is due, or the watch is closed; started again, it waits for the rest."""
+        """Waits until a look is due or the watch is closed; started again, for the rest."""
         began = self._clock()
         closed = self._closed.wait(self._pause)
         self._pause = max(0.0, self._pause - (self._clock() - began))
