@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,3 +86,37 @@ def test_a_calibrated_engine_predicts_its_steps_and_tells_how_well(
     assert stats.step_seconds > 0
     assert stats.predicted_seconds > 0
     assert stats.prediction_error > 0
+
+
+def test_what_a_step_takes_is_all_from_the_end_of_the_one_before(options: Options) -> None:
+    """On a clock that ticks whenever it is asked: nothing of the time of a busy engine is left out
+    but the switches, and none of an idle one's is counted."""
+    ticks = itertools.count()
+    engine = Engine(replace(options, policy="credit"), clock=lambda: float(next(ticks)))
+    spent = 0.0
+    for turn in range(2):
+        for one in batch(engine):
+            engine.add(engine.prepare(replace(one, id=f"{turn}-{one.id}")), 0.0)
+        began = float(next(ticks)) + 1
+        while not engine.idle:
+            engine.step()
+            next(ticks)  # what the loop does between steps
+        spent += float(next(ticks)) - 2 - began
+    stats = engine.stats()
+    assert stats.switches > 0
+    assert stats.step_seconds + stats.switch_seconds == pytest.approx(spent, abs=4)
+    assert stats.step_seconds > 5 * stats.steps
+
+
+def test_deadlines_are_kept_of_live_requests_alone(options: Options) -> None:
+    engine = Engine(options)
+    engine.add(engine.prepare(request("undated", max_tokens=2)), 0.0)
+    for i in range(3):
+        params = replace(request("x", max_tokens=2).sampling, deadline_ms=1e9 * (3 - i))
+        engine.add(engine.prepare(replace(request(f"dated{i}"), sampling=params)), 0.0)
+    engine.check_integrity()
+    assert engine.abort("dated1")
+    engine.check_integrity()
+    while not engine.idle:
+        engine.step()
+    engine.check_integrity()

@@ -81,6 +81,28 @@ def test_predictions_come_to_what_steps_alike_take_and_the_errors_are_told() -> 
     assert costs.median_error < 0.01 < max(costs.recent_errors)
 
 
+def test_a_step_is_its_forward_pass_and_what_comes_beside_it_by_requests() -> None:
+    costs = model()
+    assert costs.beside(4) == 0.0
+    for turn in range(300):
+        parts = [Part(BASE, 1, 10, True)] * (1 + turn % 8)
+        costs.record(parts, BASE, 0.01, 1e-3 + 2e-4 * len(parts))
+    for count in (1, 4, 8, 16):
+        beside = costs.beside(count) * costs.correction
+        assert beside == pytest.approx(1e-3 + 2e-4 * count, rel=0.01)
+    assert costs.predict([Part(BASE, 1, 10, True)] * 8, BASE) == pytest.approx(0.0126, rel=0.01)
+    before = costs.beside(8)
+    costs.record([Part(BASE, 1, 10, True)] * 8, BASE, 0.01, 5.0)
+    assert costs.beside(8) < 1.25 * before, "the machine was held up once"
+
+
+def test_what_comes_beside_steps_of_one_size_is_known_for_all() -> None:
+    costs = model()
+    for _ in range(30):
+        costs.record([Part(BASE, 1, 10, True)] * 4, BASE, 0.01, 3e-3)
+    assert costs.beside(1) == costs.beside(8) == pytest.approx(3e-3 / costs.correction)
+
+
 def test_a_model_set_apart_learns_by_itself() -> None:
     costs = model()
     parts = [Part(0, 4, 0, True)]

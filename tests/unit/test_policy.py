@@ -29,6 +29,7 @@ class Costs:
     """A row takes a millisecond beyond what rides along, an adapter two to bring."""
 
     unmergeable: frozenset[int] = frozenset()
+    around = 0.0
 
     def step(self, ready: Sequence[Ready], live: int) -> float:
         return STEP
@@ -41,6 +42,9 @@ class Costs:
 
     def products(self, rows: int, answers: int) -> float:
         return 1e-3 * max(8, rows)
+
+    def beside(self, requests: int) -> float:
+        return self.around
 
     def attention(self, rows: int, context: int) -> float:
         return 0.0
@@ -237,6 +241,17 @@ def test_an_adapter_waits_for_company_where_its_bytes_cost_more_than_it_brings()
     assert "lone" not in {r.id for r in choice.order}
     alone = policy.choose([lone], BASE, 0.0)
     assert [r.id for r in alone.order] == ["lone"]
+
+
+def test_what_a_step_costs_beside_its_forward_pass_keeps_requests_together() -> None:
+    rows = [Ready(f"a{i}", 1, left=3) for i in range(7)]
+    costs = Costs()
+    costs.unmergeable = frozenset({1, 2})
+    policy = Predictive(16, 64, math.inf, costs)
+    ready = [*rows, Ready("lone", 2, left=60)]
+    assert "lone" not in {r.id for r in policy.choose(ready, BASE, 0.0).order}
+    costs.around = 0.5
+    assert "lone" in {r.id for r in policy.choose(ready, BASE, 0.0).order}
 
 
 def test_urgent_deadlines_go_first_then_priorities() -> None:

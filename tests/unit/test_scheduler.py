@@ -12,7 +12,7 @@ from vlora.config import Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
 from vlora.engine.policies import make_policy
-from vlora.engine.policy import Choice, Ready
+from vlora.engine.policy import Choice, Ready, UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.lora.handle import AdapterHandle
@@ -235,3 +235,77 @@ def test_the_adapter_in_the_weights_gives_way_where_nothing_else_could_run() -> 
     plan = scheduler.schedule()
     assert [chunk.sequence_id for chunk in plan.chunks] == ["big"]
     assert plan.live == BASE
+
+
+class Asked:
+    """`unmerge_only` as any other policy: shown everyone, asked every step."""
+
+    def __init__(self, rule: UnmergeOnly) -> None:
+        self.choose = rule.choose
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=14),
+    sequences=st.integers(1, 4),
+    batch=st.integers(1, 5),
+    pages=st.integers(0, 12),
+    max_wait=st.sampled_from([0.5, 3.5, 1e9]),
+    barrier=st.sampled_from([6.0, 1e9]),
+    unready=st.integers(0, 2),
+)
+def test_who_is_picked_without_being_shown_is_who_would_be_picked_by_the_policy(
+    asked: list[tuple[int, int]],
+    sequences: int,
+    batch: int,
+    pages: int,
+    max_wait: float,
+    barrier: float,
+    unready: int,
+) -> None:
+    """Whatever is preempted, overdue, late to be ready, or behind the barrier for a while."""
+    rule = UnmergeOnly(batch, max_wait)
+    made = []
+    for policy in (rule, Asked(rule)):
+        pool = PagePool(8 + pages)
+        scheduler = Scheduler(Budgets(sequences, 12), policy)
+        todo = [
+            (at, sequence(pool, f"s{i}", words, 2, i % 3 - 1, at + i / 100))
+            for i, (at, words) in enumerate(sorted(asked))
+        ]
+        late = [s.adapter for _, s in todo if s.adapter is not None][:unready]
+        plans = []
+        for now in range(60):
+            while todo and todo[0][0] <= now:
+                scheduler.add(todo.pop(0)[1])
+            for adapter in late:
+                adapter.slot = 0 if now > 8 else None
+            plan = scheduler.schedule(now, barrier=barrier if now < 20 else 1e9)
+            carry_out(scheduler, plan)
+            chunks = [(c.sequence_id, c.length) for c in plan.chunks]
+            plans.append((chunks, plan.preempted, scheduler.paused))
+            for s in [s for s in scheduler.running if s.output_length >= 4]:
+                scheduler.remove(s)
+        made.append(plans)
+    assert made[0] == made[1]
+
+
+def test_a_step_of_first_come_first_served_looks_at_no_more_of_the_queue_than_a_batch() -> None:
+    looked: list[str] = []
+
+    class Watched(Sequence):
+        @property
+        def ready(self) -> bool:
+            looked.append(self.id)
+            return super().ready
+
+    scheduler = Scheduler(Budgets(8, 64), UnmergeOnly(8, 30.0))
+    pool = PagePool(64)
+    for i in range(2000):
+        one = sequence(pool, f"s{i}", 5, arrival=float(i))
+        one.__class__ = Watched
+        scheduler.add(one)
+    for now in range(20):
+        carry_out(scheduler, scheduler.schedule(2000.0 + now))
+    assert len(set(looked)) < 30
+    assert len(looked) < 20 * 30

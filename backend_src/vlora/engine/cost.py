@@ -22,6 +22,11 @@ REMEMBERED = 512
 """Predictions whose errors are kept."""
 LEARNED = 0.1
 """Weight of a new measurement in a correction, once the first few have made it."""
+FORGOTTEN = 0.02
+"""Of what is known of a step beside its forward pass, with each new one."""
+HELD_UP, LEAST = 3.0, 1e-3
+"""A step that took more than so many times what was expected beside its forward pass, and more than
+LEAST seconds, counts as one that took that: the machine was busy with something else."""
 
 
 class Part(NamedTuple):
@@ -78,12 +83,41 @@ class _Correction:
 
 
 @dataclass
+class _Beside:
+    """What a step takes beside its forward pass (scheduling, sampling, telling the outputs, threads
+    that share the interpreter): a line over its requests, by least squares that forget."""
+
+    weight: float = 0.0
+    sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    """Of requests, their squares, seconds, and requests × seconds."""
+    fixed: float = 0.0
+    each: float = 0.0
+
+    def seconds(self, requests: int) -> float:
+        return self.fixed + self.each * requests
+
+    def learn(self, requests: int, seconds: float) -> None:
+        if self.weight > 0.0:
+            seconds = min(seconds, max(LEAST, HELD_UP * self.seconds(requests)))
+        news = (requests, requests**2, seconds, requests * seconds)
+        kept = 1.0 - FORGOTTEN
+        self.weight = kept * self.weight + 1.0
+        self.sums = tuple(kept * old + new for old, new in zip(self.sums, news, strict=True))
+        n, squares, mean, product = (value / self.weight for value in self.sums)
+        spread = squares - n * n
+        slope = (product - n * mean) / spread if spread > 1e-6 * squares else 0.0
+        self.each = min(max(0.0, slope), mean / n)
+        self.fixed = mean - self.each * n
+
+
+@dataclass
 class CostModel:
     """Predictions of one engine. sizes: of an adapter by slot. held: the slot whose weights are
     merged already, live or not. mergeable: whether a slot may be merged.
 
-    A step's correction is that of steps alike: with as many rows (by powers of two), with prompts
-    or without, with the LM head or adapters or not; until one has come, that of all.
+    A step is its forward pass and what comes beside it. The correction of the first is that of
+    steps alike: with as many rows (by powers of two), with prompts or without, with the LM head or
+    adapters or not; until one has come, that of all. The second is known from steps alone.
     """
 
     profile: Profile
@@ -93,6 +127,7 @@ class CostModel:
     _steps: dict[tuple[int, ...], _Correction] = field(default_factory=dict)
     _all: _Correction = field(default_factory=_Correction)
     _merges: _Correction = field(default_factory=_Correction)
+    _beside: _Beside = field(default_factory=_Beside)
     _lines: dict[int, float] = field(default_factory=dict)
     _errors: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
@@ -104,17 +139,21 @@ class CostModel:
     # -- what a plan takes -------------------------------------------------------------------
 
     def predict(self, parts: Sequence[Part], live: int) -> float:
-        """Seconds of a step of these parts."""
-        return self._raw(parts, live) * self._correction(parts, live).factor
+        """Seconds of a whole step of these parts, from the end of the one before."""
+        forward = self._raw(parts, live) * self._correction(parts, live).factor
+        return forward + self._beside.seconds(len(parts))
 
-    def record(self, parts: Sequence[Part], live: int, seconds: float) -> float:
-        """What a step took; what was predicted."""
+    def record(
+        self, parts: Sequence[Part], live: int, forward: float, beside: float = 0.0
+    ) -> float:
+        """Seconds that a step took in its forward pass and beside it; what was predicted."""
+        predicted = self.predict(parts, live)
         raw = self._raw(parts, live)
-        predicted = raw * self._correction(parts, live).factor
-        if raw > 0.0 and seconds > 0.0:
-            self._errors.append(abs(predicted / seconds - 1.0))
-            self._all.learn(seconds / raw)
-            self._steps.setdefault(_kind(parts, live), _Correction()).learn(seconds / raw)
+        if raw > 0.0 and forward > 0.0:
+            self._errors.append(abs(predicted / (forward + beside) - 1.0))
+            self._all.learn(forward / raw)
+            self._steps.setdefault(_kind(parts, live), _Correction()).learn(forward / raw)
+            self._beside.learn(len(parts), beside)
         return predicted
 
     def record_switch(self, predicted: float, seconds: float) -> None:
@@ -132,6 +171,11 @@ class CostModel:
         """0 before any step."""
         return statistics.median(self._errors) if self._errors else 0.0
 
+    @property
+    def correction(self) -> float:
+        """Of all steps: forward passes over what the calibration says of them."""
+        return self._all.factor
+
     def alone(self, held: Callable[[], int]) -> CostModel:
         """The same predictions in a world where `held` says what is merged."""
         return replace(self, held=held)
@@ -143,6 +187,7 @@ class CostModel:
             _steps={kind: replace(one) for kind, one in self._steps.items()},
             _all=replace(self._all),
             _merges=replace(self._merges),
+            _beside=replace(self._beside),
             _errors=deque(maxlen=REMEMBERED),
         )
 
@@ -170,6 +215,11 @@ class CostModel:
         part = self.profile.head / (1.0 + self.profile.head)
         heads = part * self._line(answers) if answers else 0.0
         return self._line(rows) - part * self._line(1) + heads + answers * self.profile.answer
+
+    def beside(self, requests: int) -> float:
+        """Seconds beside the forward pass, as the calibration's would be: where the machine is
+        slower than it was then, all of a step is."""
+        return self._beside.seconds(requests) / self.correction
 
     def _line(self, rows: int) -> float:
         """`_between`, remembered: policies ask it for every request of every step."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -108,6 +110,10 @@ class Engine:
             keep=partial(setattr, self.adapters, "keep"),
         )
         self._live: dict[str, RequestState] = {}
+        self._dated: list[tuple[float, str]] = []
+        """Live requests that have a deadline, by it."""
+        self._busy_since: float | None = None
+        """When the last step ended, if nothing but the next one has been waited for since."""
         self._stats = EngineStats(pages_total=self.pool.total, page_tokens=options.block_size)
         self._rounded = dtype != torch.float32
         self._news = 0
@@ -180,6 +186,8 @@ class Engine:
         ended = self._supersede(sequence.request.sampling)
         sequence.arrival = arrival
         self._live[sequence.id] = state
+        if sequence.deadline < math.inf:
+            bisect.insort(self._dated, (sequence.deadline, sequence.id))
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
             self.adapters.asked(sequence.adapter)
@@ -207,6 +215,8 @@ class Engine:
         bookkeeping, after which the engine must not be used.
         """
         now = self._clock()
+        began = now if self._busy_since is None else self._busy_since
+        self._busy_since = None
         seen = self._news
         ended = self._expire(now) + self._advance()
         plan = self.scheduler.schedule(now, self.switcher.live, self.memory.barrier)
@@ -215,9 +225,10 @@ class Engine:
             return ended
         self._stalled_at = None
         try:
-            self._switch(plan.live)
-            began = self._clock()
+            began += self._switch(plan.live)
+            computing = self._clock()
             result = self._forward(plan)
+            computed = self._clock() - computing
         except Exception:
             log.exception("a step failed; its requests are ended")
             return ended + [
@@ -226,13 +237,16 @@ class Engine:
                 for output in self.abort(chunk.sequence_id, Internal("the engine failed on a step"))
             ]
         outputs = self._update(plan, result)
-        self._learn(plan, self._clock() - began)
+        done = self._clock()
+        if not self.idle:
+            self._busy_since = done
+        self._learn(plan, computed, done - began - computed)
         return ended + outputs
 
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """What a step took, beside what was predicted."""
-        predicted = self.costs.record(plan.parts, plan.live, seconds)
-        self._count(step_seconds=seconds, predicted_seconds=predicted)
+    def _learn(self, plan: StepPlan, computed: float, beside: float) -> None:
+        """What a step took, from the end of the one before, in its forward pass and beside it."""
+        predicted = self.costs.record(plan.parts, plan.live, computed, beside)
+        self._count(step_seconds=computed + beside, predicted_seconds=predicted)
 
     def _advance(self) -> list[Output]:
         """Adapters come nearer to who waits for them; who waits in vain is told."""
@@ -259,18 +273,14 @@ class Engine:
 
     def _expire(self, now: float) -> list[Output]:
         """Ends what is past its deadline: nobody wants the answer any more."""
-        late = [s for state in self._live.values() if (s := state.sequence).deadline <= now]
-        self._count(expired=len(late))
-        return [
-            output
-            for sequence in late
-            for output in self.abort(
-                sequence.id,
-                Cancelled(
-                    f"past its deadline: 'deadline_ms' = {sequence.request.sampling.deadline_ms:g}"
-                ),
-            )
-        ]
+        outputs: list[Output] = []
+        while self._dated and self._dated[0][0] <= now:
+            _, request_id = self._dated[0]
+            asked = self._live[request_id].sequence.request.sampling.deadline_ms
+            self._count(expired=1)
+            late = Cancelled(f"past its deadline: 'deadline_ms' = {asked:g}")
+            outputs += self.abort(request_id, late)
+        return outputs
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> list[Output]:
         """Ends a request; its last output carries `reason` (Cancelled by default). An unknown id
@@ -302,7 +312,7 @@ class Engine:
         tiers = self.adapters.counters
         return replace(
             self._stats,
-            paused=max(0, len(running) - len(self.scheduler.choice.order)),
+            paused=self.scheduler.paused,
             highest_credit=credits[-1] if credits else 0.0,
             median_credit=credits[len(credits) // 2] if credits else 0.0,
             running=len(running),
@@ -330,11 +340,13 @@ class Engine:
         assert all(not sequence.table.pages for sequence in self.scheduler.waiting)
         known = {s.id for s in (*self.scheduler.running, *self.scheduler.waiting)}
         assert known == set(self._live), known ^ set(self._live)
+        dated = (s for state in self._live.values() if (s := state.sequence).deadline < math.inf)
+        assert self._dated == sorted((s.deadline, s.id) for s in dated)
 
-    def _switch(self, live: int) -> None:
-        """`live` becomes the adapter in the active weights."""
+    def _switch(self, live: int) -> float:
+        """`live` becomes the adapter in the active weights; how many seconds that took."""
         if live == self.switcher.live:
-            return
+            return 0.0
         merges = live not in (BASE, self.switcher.merged)
         predicted = self.costs.switch(self.switcher.live, live)
         began = self._clock()
@@ -343,6 +355,7 @@ class Engine:
         if merges:
             self.costs.record_switch(predicted, seconds)
         self._count(switches=1, merges=merges, switch_seconds=seconds)
+        return seconds
 
     def _forward(self, plan: StepPlan) -> StepResult:
         began = self._clock()
@@ -399,10 +412,13 @@ class Engine:
             return state.ended(Internal("the engine failed on this request"), now)
 
     def _forget(self, state: RequestState) -> None:
-        self.scheduler.remove(state.sequence)
-        if state.sequence.adapter is not None:
-            state.sequence.adapter.used = self.pool.tick()
-        del self._live[state.sequence.id]
+        sequence = state.sequence
+        self.scheduler.remove(sequence)
+        if sequence.adapter is not None:
+            sequence.adapter.used = self.pool.tick()
+        del self._live[sequence.id]
+        if sequence.deadline < math.inf:
+            del self._dated[bisect.bisect_left(self._dated, (sequence.deadline, sequence.id))]
 
     def _count_mode(self, mode: Mode, seconds: float) -> None:
         name, stats = mode.value, self._stats

@@ -178,15 +178,17 @@ def _median_wait(ready: Sequence[Ready]) -> float:
 class UnmergeOnly:
     """Punica's and S-LoRA's way: nothing in the weights; first come, first served, among those of
     one priority. Who has pages keeps them, though an older one's adapter has come meanwhile.
-    max_wait: whoever has waited so many seconds goes first: the bound on waits."""
+    max_wait: whoever has waited so many seconds goes first: the bound on waits.
+
+    The scheduler does the same by itself where all have one priority, and shows it nobody."""
 
     def __init__(self, max_batch: int, max_wait: float = math.inf) -> None:
-        self._size = max_batch
-        self._max_wait = max_wait
+        self.size = max_batch
+        self.max_wait = max_wait
 
     def choose(self, ready: Sequence[Ready], live: int, now: float) -> Choice:
-        order = sorted(ready, key=lambda r: (r.wait <= self._max_wait, r.priority, not r.holds))
-        return Choice(tuple(order[: self._size]), BASE)
+        order = sorted(ready, key=lambda r: (r.wait <= self.max_wait, r.priority, not r.holds))
+        return Choice(tuple(order[: self.size]), BASE)
 
 
 class MergeOnly:

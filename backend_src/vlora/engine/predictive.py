@@ -3,7 +3,8 @@
 Beyond the paper. A request's lateness grows with every second until it ends (from its arrival, or
 beyond its deadline), so that the requests with the least work left go first, and a step takes
 whatever makes it end more of them per second: rows that ride along for nothing while the weights
-are read, then those whose share of a request is worth their time. An adapter that the step has not
+are read (and while the step is scheduled and told), then those whose share of a request is worth
+their time. An adapter that the step has not
 read yet costs its bytes, which gathers requests of the same adapters in the same steps.
 """
 
@@ -38,6 +39,10 @@ class StepCosts(Costs, Protocol):
 
     def products(self, rows: int, answers: int) -> float:
         """Of all that has no adapter and no context: `rows` rows, `answers` of them answered."""
+        ...
+
+    def beside(self, requests: int) -> float:
+        """Of what a step of so many requests has beside its forward pass."""
         ...
 
     def attention(self, rows: int, context: int) -> float:
@@ -122,7 +127,7 @@ class _Step:
         self._read: set[int] = set()
         self._needs: dict[int, tuple[tuple[int, float, float], ...]] = {}
         self._count = self._answers = 0
-        self._value = self._beside = self._earning = 0.0
+        self._value = self._added = self._earning = 0.0
         self.order: list[Ready] = []
         self.rows: dict[str, int] = {}
 
@@ -146,7 +151,7 @@ class _Step:
         if rows == 0:
             return
         self._earning = self._earns(r, rows)
-        self._beside += self._more(r, rows)
+        self._added += self._more(r, rows)
         self._value += _share(r, rows)
         self._count += rows
         self._answers += rows == r.missing
@@ -158,8 +163,9 @@ class _Step:
     def _earns(self, r: Ready, rows: int) -> float:
         """Value per second of the step with these rows as well."""
         answers = self._answers + (rows == r.missing)
-        seconds = self._costs.products(self._count + rows, answers) + self._beside
-        return (self._value + _share(r, rows)) / (seconds + self._more(r, rows))
+        seconds = self._costs.products(self._count + rows, answers) + self._added
+        seconds += self._costs.beside(len(self.order) + 1) + self._more(r, rows)
+        return (self._value + _share(r, rows)) / seconds
 
     def _more(self, r: Ready, rows: int) -> float:
         """Seconds beside the products: attention, adapters that nobody has brought, their rows."""

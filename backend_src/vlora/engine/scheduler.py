@@ -10,8 +10,9 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from vlora.engine.plan import StepPlan
 from vlora.engine.policy import Choice, Policy, Ready, UnmergeOnly
@@ -52,15 +53,26 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Those that hold pages. Both in order of arrival."""
         self._last: list[Sequence] = []
+        self._set_back: dict[Sequence, None] = {}
+        """Those that wait and have run before: they have waited less than their arrival says."""
+        self._ranked = 0
+        """Requests with a priority of their own."""
+        self._chosen = 0
         self.choice = Choice((), BASE)
-        """What the policy said last."""
+        """What the policy said last; its order is not kept where nobody had to be asked."""
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def paused(self) -> int:
+        """How many hold pages and were not chosen for the last step."""
+        return max(0, len(self.running) - self._chosen)
+
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_arrival)
+        self._ranked += sequence.priority != 0
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is, and frees its pages."""
@@ -68,6 +80,8 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+            self._set_back.pop(sequence, None)
+        self._ranked -= sequence.priority != 0
         sequence.end()
 
     def schedule(self, now: float = 0.0, live: int = BASE, barrier: float = math.inf) -> StepPlan:
@@ -77,16 +91,18 @@ class Scheduler:
             return StepPlan(())
         for sequence in self._last:
             sequence.ran(now)
-        known = {
-            s.id: s
-            for s in heapq.merge(self.running, self.waiting, key=_arrival)
-            if s.table.pages or (s.ready and s.arrival <= barrier)
-        }
-        if not known:
+        if isinstance(self.policy, UnmergeOnly) and not self._ranked:
+            able = self._foremost(self.policy.size, barrier)
+            self.choice = Choice((), BASE)
+            chosen = _in_turn(able, self.policy, now)
+        else:
+            able = list(_able(heapq.merge(self.running, self.waiting, key=_arrival), barrier))
+            chosen = self._asked(able, live, now) if able else []
+        if not able:
             return StepPlan(())
-        self.choice = self.policy.choose([_ready(s, now) for s in known.values()], live, now)
+        self._chosen = len(chosen)
         self._keep(self.choice.live)
-        step = self._allocate([known[r.id] for r in self.choice.order], self.choice)
+        step = self._allocate(chosen, self.choice)
         if not step.rows and self.running:
             # Whoever was chosen finds no pages: those that have some go on.
             step = self._allocate(list(self.running), Choice((), self.choice.live))
@@ -94,19 +110,34 @@ class Scheduler:
             # Nor has anybody else: the oldest begins, whose pages the live adapter's may be.
             self.choice = Choice((), BASE)
             self._keep(BASE)
-            step = self._allocate([next(iter(known.values()))], self.choice)
+            step = self._allocate(able[:1], self.choice)
         self._last = list(step.rows)
         for sequence in self._last:
             sequence.scheduled(now)
         live = self.choice.live
         return StepPlan(_chunks(step.rows, live), tuple(step.preempted), live, step.cached)
 
+    def _foremost(self, size: int, barrier: float) -> list[Sequence]:
+        """Of those that a step could compute, in order of arrival, all but who is sure not to be
+        among the first `size` by arrival, nor among those that have waited longest: a step's work
+        does not grow with the queue."""
+        fresh = (s for s in self.waiting if s not in self._set_back)
+        able = [*_able((*self.running, *self._set_back), barrier)]
+        able += islice(_able(fresh, barrier), size)
+        return sorted(able, key=_arrival)
+
+    def _asked(self, able: list[Sequence], live: int, now: float) -> list[Sequence]:
+        """Whom the policy chooses."""
+        known = {s.id: s for s in able}
+        self.choice = self.policy.choose([_ready(s, now) for s in able], live, now)
+        return [known[r.id] for r in self.choice.order]
+
     def _allocate(self, chosen: list[Sequence], choice: Choice) -> _Step:
         """Rows that continue an answer first, so that no prompt holds them up, then prompts."""
         step = _Step(self._budgets.rows, choice, self._paused(chosen, choice))
         continuing = [s for s in chosen if s.table.pages and s.missing == 1]
         for sequence in continuing:
-            if sequence in self.running and self._grow(sequence, step):
+            if sequence.table.pages and self._grow(sequence, step):
                 step.give(sequence)
         prompts = [s for s in chosen if s not in step.rows and s.id not in step.preempted]
         # Nobody may take the pages that one before waits for; and whoever was just preempted would
@@ -115,9 +146,9 @@ class Scheduler:
         for sequence in prompts:
             if step.room == 0:
                 break
-            if sequence not in self.running:
+            if not sequence.table.pages:
                 full = full or not self._admit(sequence, step)
-            if sequence in self.running:
+            if sequence.table.pages:
                 step.give(sequence)
         return step
 
@@ -125,11 +156,14 @@ class Scheduler:
         """Those with pages that are not chosen, in the order in which they lose them. Not the
         oldest of all: it must end once."""
         ids = {s.id for s in chosen}
-        waiting = [s for s in self.waiting if s.ready][:1]
-        oldest = min((*self.running[:1], *waiting), key=_arrival)
+        paused = [s for s in self.running if s.id not in ids]
+        if not paused:
+            return []
+        waiting = islice((s for s in self.waiting if s.ready), 1)
+        oldest = min((self.running[0], *waiting), key=_arrival)
         credits = choice.credits or {}
-        paused = [s for s in self.running if s.id not in ids and s is not oldest]
-        return sorted(paused, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
+        yielding = (s for s in paused if s is not oldest)
+        return sorted(yielding, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
 
     def _admit(self, sequence: Sequence, step: _Step) -> bool:
         """A place, and pages for all it knows: free ones, or those of paused newer ones."""
@@ -144,6 +178,7 @@ class Scheduler:
                 sequence.leave()
                 return False
         self.waiting.remove(sequence)
+        self._set_back.pop(sequence, None)
         bisect.insort(self.running, sequence, key=_arrival)
         step.cached += sequence.cached
         return True
@@ -173,6 +208,7 @@ class Scheduler:
         sequence.leave()
         sequence.preemptions += 1
         bisect.insort(self.waiting, sequence, key=_arrival)
+        self._set_back[sequence] = None
 
 
 class _Step:
@@ -203,6 +239,21 @@ def _arrival(sequence: Sequence) -> float:
     return sequence.arrival
 
 
+def _able(sequences: Iterable[Sequence], barrier: float) -> Iterable[Sequence]:
+    """Those that a step could compute."""
+    return (s for s in sequences if s.table.pages or (s.ready and s.arrival <= barrier))
+
+
+def _in_turn(able: list[Sequence], policy: UnmergeOnly, now: float) -> list[Sequence]:
+    """What `policy` says of requests of one priority, in order of arrival."""
+    late = bool(able) and now - able[0].arrival > policy.max_wait  # else nobody has waited so long
+
+    def turn(s: Sequence) -> tuple[bool, bool]:
+        return not late or s.wait(now) <= policy.max_wait, not s.table.pages
+
+    return sorted(able, key=turn)[: policy.size]
+
+
 def _ready(sequence: Sequence, now: float) -> Ready:
     return Ready(
         sequence.id,
@@ -214,7 +265,7 @@ def _ready(sequence: Sequence, now: float) -> Ready:
         sequence.left,
         bool(sequence.table.pages),
         sequence.deadline,
-        sequence.request.sampling.priority,
+        sequence.priority,
     )
 
 

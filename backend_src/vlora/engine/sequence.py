@@ -163,6 +163,10 @@ class Sequence:
         return max(0, most - self.output_length)
 
     @property
+    def priority(self) -> int:
+        return self.request.sampling.priority
+
+    @property
     def deadline(self) -> float:
         """On the engine's clock; infinite where there is none."""
         asked = self.request.sampling.deadline_ms
