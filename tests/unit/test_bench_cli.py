@@ -94,6 +94,7 @@ def test_switch_writes_the_keys_of_the_issue(
     grid, out = tmp_path / "grid.json", tmp_path / "figures.json"
     grid.write_text(json.dumps(given))
     arguments = ["switch", "--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
+    arguments += ["--plot", str(tmp_path)]
     done = CliRunner().invoke(
         bench_app, [*arguments, "--root", str(tmp_path)], catch_exceptions=False
     )
@@ -108,6 +109,8 @@ def test_switch_writes_the_keys_of_the_issue(
         for starved in (2, 4, 6):
             assert summary[f"delora_{phase}_{starved}_of_16"] > 0
         assert summary[f"delora_error_{phase}"] >= 0
+        assert summary[f"delora_error_{phase}_by_peak"] >= 0
+    assert (tmp_path / "figure-20-delora.png").is_file()
 
 
 def test_what_a_merge_copies_counts_in_its_limit() -> None:

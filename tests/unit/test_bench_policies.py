@@ -119,7 +119,8 @@ def measured(policy: str, latency: float, **more: Any) -> dict[str, Any]:
     at = {"application": "retrieval", "adapters": 16, "arrivals": "poisson"}
     at |= {"skew": 0.6, "load": 0.8, "seed": 1} | more
     figures = {"token_latency_ms": latency, "simulated_ms": latency, "prediction_error": 0.05}
-    return {"kind": "measured", "policy": policy, **at, **figures, "free_adapters_ms": None}
+    figures |= {"free_adapters_ms": latency * 0.9, "adapter_share": 0.08}
+    return {"kind": "measured", "policy": policy, **at, **figures}
 
 
 def test_ratios_are_of_the_same_traces_and_the_worst_is_over_all_places() -> None:
@@ -137,6 +138,45 @@ def test_ratios_are_of_the_same_traces_and_the_worst_is_over_all_places() -> Non
     assert summary["worst_vs_best_baseline"] == 1.25
     assert summary["step_prediction_median_error"] == 0.05
     assert summary["simulation_median_error"] == 0.0
+    assert (summary["adapter_share"], summary["most_to_win"]) == (0.08, 0.9)
+
+
+def test_what_there_was_to_win_stands_beside_what_each_policy_won() -> None:
+    rows = [measured("unmerge_only", 10.0), measured("predictive", 9.5), measured("credit", 11.0)]
+    (found,) = policies.to_win([*rows, measured("punica", 40.0)])
+    assert (found["adapter_share"], found["most"]) == (0.08, 0.9)
+    assert (found["predictive"], found["credit"]) == (0.95, 1.1)
+
+
+def test_time_that_is_short_goes_to_every_place_before_another_seed() -> None:
+    path = Path(policies.__file__).parent / "grids" / "policies.json"
+    grid = Grid.load(path, quick=False)
+    cells = [cell for cell in grid.cells() if cell.kind == "measured"]
+    first = cells[:18]
+    assert {cell.seed for cell in first} == {1}
+    assert len({(c.workload.application, c.load, c.workload.skew) for c in first}) == 18
+    assert len({cell.policies[0] for cell in first}) >= 5, "another one goes first in each"
+    assert {c.load for c in cells if "slora" in c.policies} == {0.8}
+
+
+def test_whoever_stops_a_run_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = json.loads((Path(policies.__file__).parent / "grids" / "policies.json").read_text())
+    grid, out = tmp_path / "grid.json", tmp_path / "out.json"
+    grid.write_text(json.dumps(given))
+
+    def stopped(grid: Any, bed: Any, rows: list[Any], *, kept: Any, **_: Any) -> None:
+        rows.append({"kind": "capacity", "application": "retrieval", "requests_per_s": 2.0})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(policies, "Bed", lambda *_: None)
+    monkeypatch.setattr(policies, "checkpoint_of", lambda *_: None)
+    monkeypatch.setattr(policies, "run", stopped)
+    command = ["policies", "--grid", str(grid), "--json", str(out)]
+    result = CliRunner().invoke(bench_app, command)
+    assert result.exit_code == 0, result.output
+    assert [row["requests_per_s"] for row in json.loads(out.read_text())["rows"]] == [2.0]
 
 
 def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
@@ -145,7 +185,9 @@ def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
     monkeypatch.setattr(policies, "MODELS", {"tiny": TINY})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     given = json.loads((Path(policies.__file__).parent / "grids" / "policies.json").read_text())
-    given |= given["quick"] | {"model": "tiny", "own": ["punica"], "capacity_count": 3}
+    given |= given["quick"] | {"model": "tiny", "capacity_count": 3}
+    given["own"] = {"policies": ["punica"], "seeds": [1], "at": {"load": 0.8, "skew": 0.6}}
+    given["few"] = {"policies": ["unmerge_only", "paper"], "seeds": [1], "adapters": 2}
     given["workloads"] = [{"application": "retrieval", "scale": 0.02, "count": 4}]
     given["simulated"] |= {"count": 4}
     grid, out = tmp_path / "grid.json", tmp_path / "out.json"
@@ -166,9 +208,14 @@ def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
     assert second.exit_code == 0, second.output
     found = json.loads(out.read_text())
     done = {row["policy"] for row in found["rows"] if row["kind"] == "measured"}
-    assert done == {*policies.BASELINES, "predictive", "punica"}
-    assert {row["kind"] for row in found["rows"]} == {"capacity", "measured", "simulated"}
-    assert all(found["summary"][key] > 0 for key in ("vs_dlora", "vs_own_operators"))
+    assert done == {*policies.BASELINES, "predictive", "credit", "punica"}
+    kinds = [row["kind"] for row in found["rows"]]
+    assert set(kinds) == {"capacity", "measured", "few adapters", "simulated"}
+    assert kinds.count("few adapters") == 2
+    keys = ("vs_dlora", "vs_own_operators", "worst_vs_best_baseline", "adapter_share")
+    assert all(found["summary"][key] > 0 for key in keys)
+    drawn = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert {f"figure-{n}.png" for n in ("19-policies", "21-two-adapters", "22-systems")} <= drawn
     assert Grid.load(grid, quick=True).given["model"] == "tiny"
     third = CliRunner().invoke(bench_app, [*command, "--dtype", "fp32"])
     assert third.exit_code != 0

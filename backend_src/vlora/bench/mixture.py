@@ -2,7 +2,8 @@
 
 `starved` of the step's requests ask for other adapters than the rest. Unmerged, all rows go through
 their own; in mixture mode the starved go through theirs and have the live one taken out. Both are
-calls of the operator for all layers, beside what their flops and bytes predict.
+calls of the operator for all layers, beside what their flops and bytes predict: flops at the rate
+at which the operator multiplies so many rows when nothing waits for memory, and at the peak.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
-from vlora.atmm.types import Segments
+from vlora.atmm.types import Segment, Segments
 from vlora.bench.atmm import Beside
 from vlora.bench.bed import TestBed
 from vlora.bench.limits import Limits
@@ -26,17 +27,21 @@ from vlora.lora.slab import ATTENTION, GROUPS
 READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 5_000_000
 UNMERGED, MIXTURE = "unmerged", "mixture"
+HOT_CALLS = 64
+"""In a row, so that all but the first find the adapter in the caches."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """timings and predicted seconds of LoRA in one step, by mode."""
+    """timings and predicted seconds of LoRA in one step, by mode. by_peak: predicted with flops at
+    the peak."""
 
     phase: str
     requests: int
     starved: int
     timings: Mapping[str, Timing]
     predicted: Mapping[str, float]
+    by_peak: Mapping[str, float]
 
     @property
     def ratio(self) -> float:
@@ -51,6 +56,10 @@ class Result:
     def error(self) -> float:
         return self.ratio / self.predicted_ratio - 1
 
+    @property
+    def error_by_peak(self) -> float:
+        return self.ratio * self.by_peak[UNMERGED] / self.by_peak[MIXTURE] - 1
+
     def as_row(self) -> dict[str, Any]:
         return {
             "phase": self.phase,
@@ -61,28 +70,53 @@ class Result:
             "noise": {name: round(t.noise, 3) for name, t in self.timings.items()},
             "ratio": round(self.ratio, 3),
             "predicted_ratio": round(self.predicted_ratio, 3),
+            "predicted_ratio_by_peak": round(self.by_peak[MIXTURE] / self.by_peak[UNMERGED], 3),
         }
 
 
-def seconds(segments: Segments, group: LoraGroup, limits: Callable[..., float]) -> float:
+def seconds(
+    segments: Segments,
+    group: LoraGroup,
+    multiplying: Callable[[int, int], float],
+    moving: Callable[[int, int], float],
+) -> float:
     """As flops and bytes have it, segment by segment: an adapter's matrices from memory, its rows
     of x read and of y read and written, as often as a segment touches them, in the caches.
 
     Their sum, not the larger: a core that waits for a panel multiplies nothing meanwhile, which the
-    limit of one call may leave out, the ratio of two modes may not (decision 40)."""
+    limit of one call may leave out, the ratio of two modes may not (decision 40).
+
+    multiplying: seconds of (rows, elements of an adapter); moving: of bytes (cold, in the caches).
+    """
     size = group.dtype.itemsize
     found = 0.0
     for segment in segments:
-        pairs = [column[segment.slot] for column in group.pairs]
-        elements = sum(
-            pair.rank * (group.d_in + d_out)
-            for pair, d_out in zip(pairs, group.d_outs, strict=True)
-            if pair is not None
-        )
+        elements = _elements(group, segment.slot)
         rows = segment.length * (group.d_in + 2 * group.width) * 4
-        found += limits(2 * segment.length * elements, ())
-        found += limits(0, ((elements * size, True), (rows, False)))
+        found += multiplying(segment.length, elements) + moving(elements * size, rows)
     return found
+
+
+def _elements(group: LoraGroup, slot: int) -> int:
+    """Of an adapter's factors in one group."""
+    pairs = [column[slot] for column in group.pairs]
+    return sum(
+        pair.rank * (group.d_in + d_out)
+        for pair, d_out in zip(pairs, group.d_outs, strict=True)
+        if pair is not None
+    )
+
+
+def _hot(group: LoraGroup, slot: int, rows: int) -> Callable[[], None]:
+    """Calls for so many rows of one adapter that stays in the caches; 0: what a call costs."""
+    x, y = torch.randn(max(1, rows), group.d_in), torch.randn(max(1, rows), group.width)
+    segments = Segments([Segment(0, rows, slot, +1)])
+
+    def again() -> None:
+        for _ in range(HOT_CALLS):
+            op.apply(y, x, segments, group)
+
+    return again
 
 
 @torch.inference_mode()
@@ -139,24 +173,41 @@ def _measure(
 
         return all_layers
 
+    lengths = sorted({segment.length for one in modes.values() for segment in one})
     beside = Beside("fp32", MULTIPLY_ROUNDS, READ_BYTES)
     calls = {name: call(segments) for name, segments in modes.items()}
-    timings = interleaved(calls | beside.calls(), rounds=rounds, warm=False, budget=5.0)
+    narrow = min(groups, key=lambda group: group.width)
+    slot = modes[UNMERGED][0].slot
+    hot = {f"hot {n}": _hot(narrow, slot, n) for n in (0, *lengths)}
+    timings = interleaved(calls | hot | beside.calls(), rounds=rounds, warm=False, budget=5.0)
     rate, peak = beside.rates(timings)
+    once = timings["hot 0"].median / HOT_CALLS
+    of_rows = {n: max(0.0, timings[f"hot {n}"].median / HOT_CALLS - once) for n in lengths}
+    whole = _elements(narrow, slot)
 
-    def limit(flops: float, parts: Any) -> float:
-        return limits.seconds(flops, parts, "fp32", rate, peak)
+    def moving(cold: int, warm: int) -> float:
+        return limits.seconds(0, ((cold, True), (warm, False)), "fp32", rate, peak)
 
-    predicted = {
-        name: sum(seconds(segments, group, limit) for group in groups)
-        for name, segments in modes.items()
-    }
-    return Result(*named, {name: timings[name] for name in modes}, predicted)
+    def at_peak(rows: int, elements: int) -> float:
+        return limits.seconds(2 * rows * elements, (), "fp32", rate, peak)
+
+    def as_measured(rows: int, elements: int) -> float:
+        return of_rows[rows] * elements / whole
+
+    predicted, by_peak = (
+        {
+            name: sum(seconds(segments, group, multiplying, moving) for group in groups)
+            for name, segments in modes.items()
+        }
+        for multiplying in (as_measured, at_peak)
+    )
+    predicted = {name: once * len(groups) + found for name, found in predicted.items()}
+    return Result(*named, {name: timings[name] for name in modes}, predicted, by_peak)
 
 
 def summarize(results: Sequence[Result]) -> dict[str, Any]:
     """delora_<phase>_<starved>_of_<requests>: measured ratio; delora_error_<phase>: the largest
-    difference of a measured ratio from the predicted one."""
+    difference of a measured ratio from the predicted one, with flops as measured and at the peak."""
     summary: dict[str, Any] = {}
     for result in results:
         key = f"delora_{result.phase}_{result.starved}_of_{result.requests}"
@@ -164,4 +215,6 @@ def summarize(results: Sequence[Result]) -> dict[str, Any]:
     for phase in dict.fromkeys(result.phase for result in results):
         errors = [abs(result.error) for result in results if result.phase == phase]
         summary[f"delora_error_{phase}"] = round(max(errors), 3)
+        errors = [abs(result.error_by_peak) for result in results if result.phase == phase]
+        summary[f"delora_error_{phase}_by_peak"] = round(max(errors), 3)
     return summary

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -29,24 +29,31 @@ from vlora.engine.policies import make_policy
 from vlora.engine.policy import Policy
 from vlora.engine.scheduler import Budgets
 
-OURS = "predictive"
-BASELINES = ("unmerge_only", "merge_only", "dlora")
+OURS, PLAIN = "predictive", "unmerge_only"
+BASELINES = (PLAIN, "merge_only", "dlora")
 RULE_OF = {"punica": "unmerge_only", "slora": "unmerge_only", "dlora_einsum": "dlora"}
 """The policies of the systems that are measured with their own operator."""
 PAPER = {"vs_unmerge_only": 0.41, "vs_merge_only": 0.67, "vs_dlora": 0.79}
 """The paper's ratios (figure 19: −59 %, −33 %, −21 %), for the table."""
-AT = {"load": 0.8, "skew": 0.6}
+AT: Mapping[str, Any] = {"load": 0.8, "skew": 0.6}
 """Where the summary's ratios are taken."""
+MEASURED, FEW, SIMULATED = "measured", "few adapters", "simulated"
+"""Kinds of rows: of the grid; of figure 21's two adapters; of the cost model alone."""
+SIMULATING = 0.06
+"""Of the time: for traces that are simulated alone."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One trace at one rate. load: over the capacity of unmerge_only."""
+    """One trace at one rate. load: over the capacity of unmerge_only. policies: that it is for.
+    kind: of its rows."""
 
     workload: Workload
     count: int
     seed: int
     load: float
+    policies: tuple[str, ...]
+    kind: str = MEASURED
 
     @property
     def name(self) -> str:
@@ -81,20 +88,24 @@ class Grid:
         return cls(given | (given["quick"] if quick else {}))
 
     def cells(self) -> Iterator[Cell]:
-        """Seed by seed, so that whatever has been measured when time runs out is whole."""
+        """Seed by seed, so that whatever has been measured when time runs out is whole; in each
+        cell another policy goes first."""
         given = self.given
-        for seed, load, skew, one in itertools.product(
-            given["seeds"], given["loads"], given["skews"], given["workloads"]
-        ):
-            yield Cell(self.workload(one, skew=skew), one["count"], seed, load)
-
-    def contenders(self, cell: Cell) -> list[str]:
-        """Names of policies, another one first in each cell."""
-        at = self.given["own_at"]
-        there = (cell.load, cell.workload.skew) == (at["load"], at["skew"])
-        names = [*self.given["policies"], *(self.given["own"] if there else [])]
-        turn = cell.seed % len(names)
-        return names[turn:] + names[:turn]
+        own, few = given["own"], given["few"]
+        turn = 0
+        for seed in given["seeds"]:
+            for load, skew, one in itertools.product(
+                given["loads"], given["skews"], given["workloads"]
+            ):
+                there = own["at"] == {"load": load, "skew": skew} and seed in own["seeds"]
+                names = (*given["policies"], *(own["policies"] if there else ()))
+                workload = self.workload(one, skew=skew)
+                yield Cell(workload, one["count"], seed, load, _turned(names, turn))
+                turn += 1
+            for one in given["workloads"] if seed in few["seeds"] else ():
+                workload = self.workload(one, skew=AT["skew"], adapters=few["adapters"])
+                names = _turned(few["policies"], turn)
+                yield Cell(workload, one["count"], seed, AT["load"], names, FEW)
 
     def simulated(self) -> Iterator[Cell]:
         given = self.given["simulated"]
@@ -106,7 +117,7 @@ class Grid:
             given["skews"],
         ):
             workload = self.workload(one, skew=skew, adapters=adapters, arrivals=arrivals)
-            yield Cell(workload, given["count"], 1, load)
+            yield Cell(workload, given["count"], 1, load, tuple(given["policies"]), SIMULATED)
 
     def workload(self, one: Mapping[str, Any], **more: Any) -> Workload:
         values = {"adapters": self.given["adapters"], "scale": one["scale"], **more}
@@ -167,39 +178,52 @@ def run(
     """Adds rows until all are there or the time is over. kept: called after each. told: what is
     being done, and how much of all of it."""
     capacities = _capacities(grid, bed, rows, kept, told)
+    began = time.monotonic() - 1e-3
+    last = deadline - SIMULATING * max(0.0, deadline - began)
     todo = list(grid.cells())
-    steps = sum(len(grid.contenders(cell)) for cell in todo)
+    steps = sum(len(cell.policies) for cell in todo)
     done = 0
     for cell in todo:
-        capacity = capacities[cell.workload.application]
-        trace = cell.trace(capacity)
-        for name in grid.contenders(cell):
+        trace = cell.trace(capacities[cell.workload.application])
+        for name in cell.policies:
             done += 1
-            key = {"kind": "measured", "policy": name, **cell.as_row()}
-            if _known(rows, key) is not None:
-                continue
-            if time.monotonic() > deadline:
-                return
-            told(f"{cell.name}: {name}", done / steps)
-            found = bed.measure(name, trace)
-            beside = None if name in OWN else bed.simulate(name, trace).token_latency
-            free = bed.simulate(name, trace, free=True).token_latency if name == OURS else None
-            rows.append(
-                key
-                | found.as_row()
-                | {"simulated_ms": beside and round(beside * 1e3, 3)}
-                | {"free_adapters_ms": free and round(free * 1e3, 3)}
-            )
-            kept()
+            key = {"kind": cell.kind, "policy": name, **cell.as_row()}
+            now = time.monotonic()
+            if _known(rows, key) is None and now <= last:
+                told(f"{cell.name}: {name}", max(done / steps, (now - began) / (last - began)))
+                found = bed.measure(name, trace)
+                rows.append(key | found.as_row() | _beside(bed, name, trace))
+                kept()
     for cell in grid.simulated():
-        capacity = capacities[cell.workload.application]
-        trace = cell.trace(capacity)
-        for name in grid.given["simulated"]["policies"]:
-            key = {"kind": "simulated", "policy": name, **cell.as_row()}
+        trace = cell.trace(capacities[cell.workload.application])
+        for name in cell.policies:
+            key = {"kind": cell.kind, "policy": name, **cell.as_row()}
             if _known(rows, key) is None and time.monotonic() <= deadline:
                 told(f"simulated: {cell.name}, {cell.workload.adapters} adapters: {name}", 1.0)
                 rows.append(key | bed.simulate(name, trace).as_row())
                 kept()
+
+
+def _beside(bed: Bed, name: str, trace: Sequence[Asked]) -> dict[str, Any]:
+    """Simulated: the same, the share of steps that adapters take, and the same where they take
+    nothing, which is the most that modes could win."""
+    if name in OWN:
+        return {"simulated_ms": None}
+    found = bed.simulate(name, trace)
+    row: dict[str, Any] = {"simulated_ms": round(found.token_latency * 1e3, 3)}
+    if name in (OURS, PLAIN):
+        free = bed.simulate(name, trace, free=True).token_latency
+        share = found.adapter_share
+        row |= {
+            "free_adapters_ms": round(free * 1e3, 3),
+            "adapter_share": share and round(share, 4),
+        }
+    return row
+
+
+def _turned(names: Sequence[str], turn: int) -> tuple[str, ...]:
+    turn %= len(names)
+    return (*names[turn:], *names[:turn])
 
 
 def _capacities(
@@ -234,38 +258,70 @@ def _known(rows: Sequence[Mapping[str, Any]], key: Mapping[str, Any]) -> dict[st
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The keys of the issue; null for what was not run. Ratios below 1: ours is faster."""
-    done = [row for row in rows if row["kind"] == "measured"]
+    """The keys of the issue, and what there is to win; null for what was not run. Ratios below 1:
+    ours is faster."""
+    done = [row for row in rows if row["kind"] == MEASURED]
+    places = _places(done)
     summary: dict[str, Any] = {}
     for name in BASELINES:
         summary[f"vs_{name}"] = _rounded(_ratios(done, name, **AT))
-    summary["vs_own_operators"] = max(
-        (found for name in OWN if (found := _rounded(_ratios(done, name, **AT))) is not None),
-        default=None,
-    )
-    worst = [ratio for at in _places(done) if (ratio := _vs_best(done, at)) is not None]
-    summary["worst_vs_best_baseline"] = max(worst, default=None)
-    high = [at for at in _places(done) if at["skew"] >= AT["skew"]]
+    summary["vs_own_operators"] = _largest(_rounded(_ratios(done, name, **AT)) for name in OWN)
+    summary["worst_vs_best_baseline"] = _largest(_vs_best(done, at) for at in places)
+    high = [at for at in places if at["skew"] >= AT["skew"]]
     for name in BASELINES:
-        there = [found for at in high if (found := _rounded(_ratios(done, name, **at)))]
-        summary[f"worst_vs_{name}_at_high_skew"] = max(there, default=None)
+        found = (_rounded(_ratios(done, name, **at)) for at in high)
+        summary[f"worst_vs_{name}_at_high_skew"] = _largest(found)
+    for name in ("credit", "paper"):
+        summary[f"{name}_vs_{PLAIN}"] = _rounded(_ratios(done, PLAIN, name, **AT))
     errors = [row["prediction_error"] for row in done if row["policy"] not in OWN]
     summary["step_prediction_median_error"] = round(median(errors), 4) if errors else None
     beside = [(row["token_latency_ms"], row["simulated_ms"]) for row in done if row["simulated_ms"]]
     apart = [abs(predicted / came - 1) for came, predicted in beside]
     summary["simulation_median_error"] = round(median(apart), 4) if apart else None
-    free = [
-        row["free_adapters_ms"] / row["simulated_ms"]
-        for row in done
-        if row["policy"] == OURS and row["free_adapters_ms"]
-    ]
-    summary["most_to_win"] = _rounded(free)
+    summary["adapter_share"] = _rounded(_shares(done))
+    summary["most_to_win"] = _rounded(_free(done, PLAIN))
+    summary["most_to_win_of_ours"] = _rounded(_free(done, OURS))
+    summary["seeds"] = len({row["seed"] for row in done})
     return summary
 
 
-def _ratios(rows: Sequence[Mapping[str, Any]], name: str, **at: Any) -> list[float]:
+def _largest(found: Iterable[float | None]) -> float | None:
+    return max((ratio for ratio in found if ratio is not None), default=None)
+
+
+def _shares(rows: Sequence[Mapping[str, Any]], **at: Any) -> list[float]:
+    """What adapters take of the steps of first come, first served."""
+    mine = (row for row in rows if row["policy"] == PLAIN and at.items() <= row.items())
+    return [row["adapter_share"] for row in mine if row["adapter_share"]]
+
+
+def _free(rows: Sequence[Mapping[str, Any]], name: str, **at: Any) -> list[float]:
+    """Simulated: a policy's latency where adapters take nothing over that where they do."""
+    mine = (row for row in rows if row["policy"] == name and at.items() <= row.items())
+    return [row["free_adapters_ms"] / row["simulated_ms"] for row in mine]
+
+
+def to_win(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By place: what adapters take of a step, what merging could save of latency at most, and each
+    policy's latency over first come, first served."""
+    done = [row for row in rows if row["kind"] == MEASURED]
+    names = [name for name in dict.fromkeys(row["policy"] for row in done) if name not in OWN]
+    return [
+        at
+        | {
+            "adapter_share": _rounded(_shares(done, **at)),
+            "most": _rounded(_free(done, PLAIN, **at)),
+        }
+        | {name: _rounded(_ratios(done, PLAIN, name, **at)) for name in sorted(names)}
+        for at in sorted(_places(done), key=lambda at: tuple(at.values()))
+    ]
+
+
+def _ratios(
+    rows: Sequence[Mapping[str, Any]], name: str, ours: str = OURS, **at: Any
+) -> list[float]:
     """Our average token latency over this policy's, on each trace that both have run."""
-    mine = {_trace(row): row for row in rows if row["policy"] == OURS and at.items() <= row.items()}
+    mine = {_trace(row): row for row in rows if row["policy"] == ours and at.items() <= row.items()}
     theirs = [row for row in rows if row["policy"] == name and _trace(row) in mine]
     return [mine[_trace(row)]["token_latency_ms"] / row["token_latency_ms"] for row in theirs]
 
@@ -285,9 +341,7 @@ def _places(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _vs_best(rows: Sequence[Mapping[str, Any]], at: Mapping[str, Any]) -> float | None:
     """Over the seeds of one place: ours over the baseline that is best there."""
-    found = [_rounded(_ratios(rows, name, **at)) for name in BASELINES]
-    known = [ratio for ratio in found if ratio is not None]
-    return max(known) if known else None
+    return _largest(_rounded(_ratios(rows, name, **at)) for name in BASELINES)
 
 
 def _rounded(values: Sequence[float]) -> float | None:

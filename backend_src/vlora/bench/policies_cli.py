@@ -33,7 +33,7 @@ def policies(
     from vlora.bench import policies as bench
     from vlora.bench.cells import GRIDS
     from vlora.bench.options import types
-    from vlora.bench.policies_report import draw, policies_table
+    from vlora.bench.policies_report import draw, policies_table, to_win_table
     from vlora.config import Options
     from vlora.cores import of
 
@@ -55,17 +55,20 @@ def policies(
 
     with Progress(console=shown, transient=True) as progress:
         task = progress.add_task("loading and calibrating", total=1.0)
-        bed = bench.Bed(bench.checkpoint_of(chosen, root), kind)
 
         def told(what: str, share: float) -> None:
             progress.update(task, description=what, completed=share)
+            if not shown.is_terminal:
+                shown.print(f"{time.monotonic() - began:5.0f} s {share:4.0%}  {what}")
 
         try:
+            bed = bench.Bed(bench.checkpoint_of(chosen, root), kind)
             bench.run(chosen, bed, rows, deadline=began + seconds, kept=keep, told=told)
         except KeyboardInterrupt:
             shown.print("stopped; what was measured is kept")
     summary = bench.summarize(rows)
     shown.print(policies_table(rows))
+    shown.print(to_win_table(bench.to_win(rows)))
     shown.print(report.summary_table(summary, "average token latency, ours over theirs"))
     if json is not None:
         keep()

@@ -40,13 +40,31 @@ def policies_table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def to_win_table(places: Sequence[Row]) -> Table:
+    """Over first come, first served, unmerged."""
+    names = [name for name in (places[0] if places else ()) if name not in PLACE]
+    table = Table(
+        *("trace", *(name.replace("_", " ") for name in names)),
+        title="adapters' share of a step; the latency that merging could leave at the least, and"
+        " each policy's, over that of unmerge only",
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in places:
+        cells = ("–" if row[name] is None else f"{row[name]:.3f}" for name in names)
+        table.add_row("{} {:g} {:g}".format(*(row[key] for key in PLACE)), *cells)
+    return table
+
+
+PLACE = ("application", "load", "skew")
 MODES = ("merged", "mixture", "unmerged")
 SECONDS = ("p50_s", "p95_s", "p99_s", "first_token_s", "requests_per_s")
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """As the paper's figures 19 (policies by skewness) and 22 (systems with their own operators),
-    21 (time in each mode, and switches) and the simulated ones by number of adapters."""
+    """As the paper's figures 19 (policies by skewness), 21 (policies with two adapters) and 22
+    (systems with their own operators), and by load and number of adapters; `vlora bench switch
+    --plot` draws figure 20."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,6 +73,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     own = {"punica", "slora", "dlora_einsum"}
     figures = {
         "figure-19-policies": ([r for r in done if r["policy"] not in own], "skew"),
+        "figure-21-two-adapters": ([r for r in rows if r["kind"] == "few adapters"], "application"),
         "figure-22-systems": ([r for r in done if r["policy"] in own | {"predictive"}], "skew"),
         "by-load": ([r for r in done if r["policy"] not in own], "load"),
         "by-adapters-simulated": ([r for r in rows if r["kind"] == "simulated"], "adapters"),
@@ -80,7 +99,7 @@ def _bars(rows: Sequence[Row], axis: str, path: Path) -> Path | None:
         ]
         places = [at + (i - (len(names) - 1) / 2) * width for at in range(len(values))]
         plot.bar(places, heights, width, label=name.replace("_", " "))
-    plot.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+    plot.set_xticks(range(len(values)), [f"{v:g}" if axis != "application" else v for v in values])
     plot.set_xlabel(axis)
     plot.set_ylabel("average token latency, ms")
     plot.legend(fontsize=7)

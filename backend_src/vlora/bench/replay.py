@@ -36,7 +36,8 @@ _numbers = itertools.count()
 @dataclass
 class Replay:
     """Seconds from the trace's start: when each request came, first answered, ended; by request.
-    tokens: of all answers. modes: seconds of steps by mode. errors: of predicted steps."""
+    tokens: of all answers. modes: seconds of steps by mode. errors: of predicted steps.
+    adapter_share: simulated: what adapters take of all steps."""
 
     came: dict[str, float] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Replay:
     switch_seconds: float = 0.0
     modes: dict[str, float] = field(default_factory=dict)
     errors: list[float] = field(default_factory=list)
+    adapter_share: float | None = None
 
     @property
     def token_latency(self) -> float:
@@ -79,7 +81,8 @@ class Replay:
 def measured(
     engine: Engine, checkpoint: Checkpoint, trace: Sequence[Asked], policy: Policy
 ) -> Replay:
-    """In real time, one thread; prompts are read before the clock starts."""
+    """In real time, one thread; prompts are read before the clock starts. While nobody is there the
+    clock goes straight to the next request: nothing would happen meanwhile."""
     names, sizes = checkpoint.adapter_names, checkpoint.sizes
     due = []
     for asked in trace:
@@ -105,7 +108,7 @@ def measured(
             engine.add(state, start + came)
             at += 1
         if engine.idle:
-            time.sleep(max(0.0, due[at][0] - (time.monotonic() - start)))
+            start -= max(0.0, due[at][0] - now)
             continue
         outputs = engine.step()
         now = time.monotonic() - start
@@ -143,6 +146,7 @@ def simulated(
     scheduler = Scheduler(budgets, policy(mine))
     found = Replay()
     live, now, at = BASE, 0.0, 0
+    adapters = 0.0
     outputs: dict[str, int] = {}
     while at < len(trace) or not scheduler.idle:
         while at < len(trace) and trace[at].at <= now:
@@ -165,6 +169,7 @@ def simulated(
             held[0] = held[0] if live == BASE else live
         seconds = mine.predict(plan.parts, live)
         now += seconds
+        adapters += mine.adapters(plan.parts, live)
         found.steps += 1
         mode = plan.mode.value
         found.modes[mode] = found.modes.get(mode, 0.0) + seconds
@@ -180,6 +185,7 @@ def simulated(
             if sequence.output_length == outputs[sequence.id]:
                 found.end[sequence.id] = now
                 scheduler.remove(sequence)
+    found.adapter_share = adapters / sum(found.modes.values())
     return found
 
 

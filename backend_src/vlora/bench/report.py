@@ -38,12 +38,15 @@ def meta(command: str, quick: bool) -> dict[str, Any]:
 def write_json(
     path: Path, described: Mapping[str, Any], rows: Sequence[Any], summary: Mapping[str, Any]
 ) -> None:
-    """One line a row: committed figures are then read, and compared, line by line."""
+    """One line a row: committed figures are then read, and compared, line by line. Whoever is
+    stopped here leaves the file as it was."""
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     head = json.dumps(described, indent=1).replace("\n", "\n ")
     tail = json.dumps(summary, indent=1).replace("\n", "\n ")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{\n "meta": {head},\n "rows": [\n{lines}\n ],\n "summary": {tail}\n}}\n')
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(f'{{\n "meta": {head},\n "rows": [\n{lines}\n ],\n "summary": {tail}\n}}\n')
+    part.replace(path)
 
 
 def kernel_table() -> Table:

@@ -30,6 +30,7 @@ ROUNDS, QUICK_ROUNDS = 7, 3
 def switch(
     threads: ThreadsOption = "1,2",
     dtypes: TypesOption = "fp32,bf16",
+    plot: Annotated[Path | None, typer.Option(help="Draw figure 20 into this folder.")] = None,
     quick: QuickOption = False,
     json: JsonOption = None,
     grid: Annotated[Path | None, typer.Option(help="Another grid file.")] = None,
@@ -40,7 +41,7 @@ def switch(
     from vlora.bench import atmm, mixture, modes, report
     from vlora.bench import switch as bench
     from vlora.bench.cells import GRIDS
-    from vlora.bench.switch_report import changes_table, drift_table, mixture_table
+    from vlora.bench.switch_report import changes_table, draw, drift_table, mixture_table
 
     shown = console()
     path = grid or GRIDS / "switch.json"
@@ -82,3 +83,5 @@ def switch(
         rows += [row for found in changes for row in found.as_rows()] + drifts
         report.write_json(json, described, rows, summary)
         shown.print(f"written: {json}", soft_wrap=True)
+    if plot is not None and mixed:
+        shown.print(f"written: {draw(mixed, plot)}", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -26,7 +27,7 @@ def changes_table(changes: Sequence[Changes]) -> Table:
 
 def mixture_table(results: Sequence[Result]) -> Table:
     table = _table(
-        ("phase", "starved", "unmerged ms", "mixture ms", "ratio", "predicted"),
+        ("phase", "starved", "unmerged ms", "mixture ms", "ratio", "predicted", "by peak"),
         "LoRA of one step: deLoRA's extra work over unmerged's",
     )
     for result in results:
@@ -36,8 +37,35 @@ def mixture_table(results: Sequence[Result]) -> Table:
             *(f"{result.timings[name].median * 1e3:.2f}" for name in (UNMERGED, MIXTURE)),
             f"{result.ratio:.2f}",
             f"{result.predicted_ratio:.2f}",
+            f"{result.by_peak[MIXTURE] / result.by_peak[UNMERGED]:.2f}",
         )
     return table
+
+
+def draw(results: Sequence[Result], folder: Path) -> Path:
+    """The paper's figure 20: deLoRA's extra work over unmerged's, measured and predicted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, plot = pyplot.subplots(figsize=(6, 3.5))
+    for phase in dict.fromkeys(result.phase for result in results):
+        mine = [result for result in results if result.phase == phase]
+        shares = [result.starved / result.requests for result in mine]
+        (line,) = plot.plot(shares, [result.ratio for result in mine], "o-", label=phase)
+        predicted = [result.predicted_ratio for result in mine]
+        plot.plot(shares, predicted, "x--", color=line.get_color(), label=f"{phase}, predicted")
+    plot.set_xlabel("starved requests, of all")
+    plot.set_ylabel("deLoRA's extra work over unmerged's")
+    plot.set_ylim(0, 1.1)
+    plot.legend(fontsize=7)
+    figure.tight_layout()
+    path = folder / "figure-20-delora.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
 
 
 def drift_table(rows: Sequence[Mapping[str, Any]]) -> Table:

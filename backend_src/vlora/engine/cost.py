@@ -143,6 +143,10 @@ class CostModel:
         forward = self._raw(parts, live) * self._correction(parts, live).factor
         return forward + self._beside.seconds(len(parts))
 
+    def adapters(self, parts: Sequence[Part], live: int) -> float:
+        """Seconds of such a step that its adapters take."""
+        return self._lora(parts, live) * self._correction(parts, live).factor
+
     def record(
         self, parts: Sequence[Part], live: int, forward: float, beside: float = 0.0
     ) -> float:
@@ -243,8 +247,11 @@ class CostModel:
     def _raw(self, parts: Sequence[Part], live: int) -> float:
         total = self.products(sum(p.rows for p in parts), sum(p.answered for p in parts))
         total += sum(self.attention(p.rows, p.context) for p in parts)
+        return total + self._lora(parts, live)
+
+    def _lora(self, parts: Sequence[Part], live: int) -> float:
         rows = rows_by_adapter(parts, live)
-        return total + sum(self.adapter(s) + self.lora(s, n) for s, n in rows.items())
+        return sum(self.adapter(s) + self.lora(s, n) for s, n in rows.items())
 
     def _correction(self, parts: Sequence[Part], live: int) -> _Correction:
         return self._steps.get(_kind(parts, live), self._all)
