@@ -1,5 +1,5 @@
-"""The bound on waits (decision 41), proved at a small size: every state that any adversary can bring
-a policy to, whatever it sends and however long it goes on."""
+"""The bound on waits (decision 41), proved at a small size: every state that any adversary brings a
+policy to, whatever it sends and however long it goes on."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from vlora.lora.slab import ATTENTION, GROUPS
 READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 5_000_000
 UNMERGED, MIXTURE = "unmerged", "mixture"
-HOT_CALLS = 64
-"""In a row, so that all but the first find the adapter in the caches."""
+HOT_ROWS, FEWEST_CALLS, MOST_CALLS = 512, 4, 64
+"""Of calls in a row, so that all but the first find the adapter in the caches."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """Of deLoRA's extra work to unmerged's, as measured."""
-        return self.timings[MIXTURE].median / self.timings[UNMERGED].median
+        """Of deLoRA's extra work to unmerged's, as measured: of the two in the same round."""
+        mixture, unmerged = (self.timings[name].samples for name in (MIXTURE, UNMERGED))
+        return median(m / u for m, u in zip(mixture, unmerged, strict=True))
 
     @property
     def predicted_ratio(self) -> float:
@@ -113,10 +115,14 @@ def _hot(group: LoraGroup, slot: int, rows: int) -> Callable[[], None]:
     segments = Segments([Segment(0, rows, slot, +1)])
 
     def again() -> None:
-        for _ in range(HOT_CALLS):
+        for _ in range(_hot_calls(rows)):
             op.apply(y, x, segments, group)
 
     return again
+
+
+def _hot_calls(rows: int) -> int:
+    return min(max(FEWEST_CALLS, HOT_ROWS // max(1, rows)), MOST_CALLS)
 
 
 @torch.inference_mode()
@@ -179,10 +185,10 @@ def _measure(
     narrow = min(groups, key=lambda group: group.width)
     slot = modes[UNMERGED][0].slot
     hot = {f"hot {n}": _hot(narrow, slot, n) for n in (0, *lengths)}
-    timings = interleaved(calls | hot | beside.calls(), rounds=rounds, warm=False, budget=5.0)
+    timings = interleaved(calls | hot | beside.calls(), rounds=rounds, warm=False, budget=60.0)
     rate, peak = beside.rates(timings)
-    once = timings["hot 0"].median / HOT_CALLS
-    of_rows = {n: max(0.0, timings[f"hot {n}"].median / HOT_CALLS - once) for n in lengths}
+    once = timings["hot 0"].median / _hot_calls(0)
+    of_rows = {n: max(0.0, timings[f"hot {n}"].median / _hot_calls(n) - once) for n in lengths}
     whole = _elements(narrow, slot)
 
     def moving(cold: int, warm: int) -> float:
@@ -207,7 +213,7 @@ def _measure(
 
 def summarize(results: Sequence[Result]) -> dict[str, Any]:
     """delora_<phase>_<starved>_of_<requests>: measured ratio; delora_error_<phase>: the largest
-    difference of a measured ratio from the predicted one, with flops as measured and at the peak."""
+    difference of a measured ratio from the predicted one, flops as measured and at the peak."""
     summary: dict[str, Any] = {}
     for result in results:
         key = f"delora_{result.phase}_{result.starved}_of_{result.requests}"
