@@ -38,8 +38,8 @@ PAPER = {"vs_unmerge_only": 0.41, "vs_merge_only": 0.67, "vs_dlora": 0.79}
 AT: Mapping[str, Any] = {"load": 0.8, "skew": 0.6}
 """Where the summary's ratios are taken."""
 MEASURED, FEW, AGAIN, SIMULATED = "measured", "few adapters", "simulated again", "simulated"
-"""Kinds of rows: of the grid; of figure 21's two adapters; the grid in the time of one cost model, as
-it is when all has been measured; larger traces likewise."""
+"""Kinds of rows: of the grid; of figure 21's two adapters; the grid in the time of one cost model,
+as it is when all has been measured; larger traces likewise."""
 SIMULATING = 0.06
 """Of the time: for traces that are simulated alone."""
 
