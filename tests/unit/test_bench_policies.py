@@ -142,6 +142,7 @@ def test_ratios_are_of_the_same_traces_and_the_worst_is_over_all_places() -> Non
     assert summary["vs_own_operators"] == 0.5
     assert summary["worst_vs_best_baseline"] == 1.25
     assert summary["simulated_worst_vs_best_baseline"] == 0.85
+    assert summary["level_vs_unmerge_only"] == 0.85, "each was simulated as fast as it was"
     assert summary["step_prediction_median_error"] == 0.05
     assert summary["simulation_median_error"] == 0.0
     assert (summary["adapter_share"], summary["most_to_win"]) == (0.08, 0.9)
