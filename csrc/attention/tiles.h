@@ -139,8 +139,8 @@ VLORA_INLINE void score_panels(const float* q, ptrdiff_t stride, const T* const*
 }
 
 // out += weights times values of the tokens from … until of each of some panels, M rows by N registers
-// of columns. fetch: as of score.
-template <class T, int M, int N, bool kFetch>
+// of columns. kTurns: token by token of all panels. fetch: as of score, for the first panel.
+template <class T, int M, int N, bool kTurns, bool kFetch>
 VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels,
                              int64_t from, int64_t until, int64_t column, int64_t padded, float* out,
                              const char* fetch) {
@@ -149,20 +149,30 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) acc[m][n] = R::load(out + m * padded + column + n * R::kWidth);
-  for (int64_t t = from; t < until; ++t) {
-    if constexpr (kFetch) {
-      const char* const at = fetch + (t * padded + column) * ptrdiff_t(sizeof(T));
+  const auto add = [&](int64_t p, int64_t t) __attribute__((always_inline)) {
+    R b[N];
+    load(values[p] + t * padded + column, b);
 #pragma GCC unroll 8
-      for (size_t line = 0; line < N * R::kWidth * sizeof(T); line += 64) __builtin_prefetch(at + line);
+    for (int m = 0; m < M; ++m) {
+      const R s = R::broadcast(weights + m * kScoreStride + p * kLanes + t);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) acc[m][n].add_product(s, b[n]);
     }
+  };
+  if constexpr (kTurns) {
+    for (int64_t t = from; t < until; ++t)
+      for (int64_t p = 0; p < panels; ++p) add(p, t);
+  } else {
     for (int64_t p = 0; p < panels; ++p) {
-      R b[N];
-      load(values[p] + t * padded + column, b);
+#pragma GCC unroll 2
+      for (int64_t t = from; t < until; ++t) {
+        if constexpr (kFetch) {
+          const char* const at = fetch + (t * padded + column) * ptrdiff_t(sizeof(T));
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const R s = R::broadcast(weights + m * kScoreStride + p * kLanes + t);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) acc[m][n].add_product(s, b[n]);
+          for (size_t line = 0; line < N * R::kWidth * sizeof(T); line += 64)
+            __builtin_prefetch(at + line);
+        }
+        add(p, t);
       }
     }
   }
@@ -172,22 +182,23 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
     for (int n = 0; n < N; ++n) acc[m][n].store(out + m * padded + column + n * R::kWidth);
 }
 
-// As many columns at a time as fill the registers; several panels by turns.
-template <class T, int M>
+// As many columns at a time as fill the registers.
+template <class T, int M, bool kTurns>
 VLORA_INLINE void add_all_values(const float* weights, const T* const* values, int64_t panels,
                                  int64_t tokens, int64_t padded, float* out, const char* fetch) {
   constexpr int kWide = (M == 1 ? 4 : M <= 3 ? 2 : 1) * kRegisters;
-  const int64_t each = panels > 1 ? kChunkTokens : tokens;
+  const int64_t each = kTurns && panels > 1 ? kChunkTokens : tokens;
   for (int64_t t = 0; t < tokens; t += each) {
     const int64_t until = t + each < tokens ? t + each : tokens;
     int64_t column = 0;
     for (; column + kWide * R::kWidth <= padded; column += kWide * R::kWidth)
-      fetch ? add_values<T, M, kWide, true>(weights, values, panels, t, until, column, padded, out, fetch)
-            : add_values<T, M, kWide, false>(weights, values, panels, t, until, column, padded, out,
-                                             nullptr);
+      fetch ? add_values<T, M, kWide, false, true>(weights, values, panels, t, until, column, padded, out,
+                                                   fetch)
+            : add_values<T, M, kWide, kTurns, false>(weights, values, panels, t, until, column, padded,
+                                                     out, nullptr);
     for (; column < padded; column += kLanes)
-      add_values<T, M, kRegisters, false>(weights, values, panels, t, until, column, padded, out,
-                                          nullptr);
+      add_values<T, M, kRegisters, kTurns, false>(weights, values, panels, t, until, column, padded, out,
+                                                  nullptr);
   }
 }
 
@@ -199,15 +210,15 @@ VLORA_INLINE void score_some(int64_t items, const float* q, ptrdiff_t stride, co
 }
 
 // Any number of items, M at a time.
-template <class T, int M>
+template <class T, int M, bool kTurns>
 void add_some_values(int64_t items, const float* weights, const T* const* values,
                                   int64_t panels, int64_t tokens, int64_t padded, float* out,
                                   const char* fetch) {
   for (; items >= M; items -= M, weights += M * kScoreStride, out += M * padded, fetch = nullptr)
-    add_all_values<T, M>(weights, values, panels, tokens, padded, out, fetch);
+    add_all_values<T, M, kTurns>(weights, values, panels, tokens, padded, out, fetch);
   if constexpr (M > 1)
     if (items > 0)
-      add_some_values<T, M - 1>(items, weights, values, panels, tokens, padded, out, fetch);
+      add_some_values<T, M - 1, kTurns>(items, weights, values, panels, tokens, padded, out, fetch);
 }
 
 // One item's scores, the first `valid` of them, to weights, the others up to `slots` to zeros; its
@@ -488,8 +499,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
           for (int64_t k = j; k < end;) {  // those of like numbers together
             const int64_t first = k, each = tokens(k);
             while (++k < end && tokens(k) == each) continue;
-            const auto add = streams > 1 ? add_some_values<T, kStreamItems>
-                                         : add_some_values<T, kTileItems>;
+            const auto add = streams > 1 ? add_some_values<T, kStreamItems, true>
+                                         : add_some_values<T, kTileItems, false>;
             add(rest < tile ? rest : tile, scores + i * kScoreStride + first * kLanes,
                 panels + (first - j), k - first, each, padded, out + i * padded, fetch);
             fetch = nullptr;
