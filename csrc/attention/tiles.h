@@ -149,30 +149,33 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) acc[m][n] = R::load(out + m * padded + column + n * R::kWidth);
-  const auto add = [&](int64_t p, int64_t t) __attribute__((always_inline)) {
+  const auto add = [&](const T* v, const float* w) __attribute__((always_inline)) {
     R b[N];
-    load(values[p] + t * padded + column, b);
+    load(v, b);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const R s = R::broadcast(weights + m * kScoreStride + p * kLanes + t);
+      const R s = R::broadcast(w + m * kScoreStride);
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) acc[m][n].add_product(s, b[n]);
     }
   };
   if constexpr (kTurns) {
     for (int64_t t = from; t < until; ++t)
-      for (int64_t p = 0; p < panels; ++p) add(p, t);
+      for (int64_t p = 0; p < panels; ++p)
+        add(values[p] + t * padded + column, weights + p * kLanes + t);
   } else {
     for (int64_t p = 0; p < panels; ++p) {
+      const T* v = values[p] + from * padded + column;
+      const float* const w = weights + p * kLanes;
 #pragma GCC unroll 2
-      for (int64_t t = from; t < until; ++t) {
+      for (int64_t t = from; t < until; ++t, v += padded) {
         if constexpr (kFetch) {
           const char* const at = fetch + (t * padded + column) * ptrdiff_t(sizeof(T));
 #pragma GCC unroll 8
           for (size_t line = 0; line < N * R::kWidth * sizeof(T); line += 64)
             __builtin_prefetch(at + line);
         }
-        add(p, t);
+        add(v, w + t);
       }
     }
   }
@@ -211,9 +214,8 @@ VLORA_INLINE void score_some(int64_t items, const float* q, ptrdiff_t stride, co
 
 // Any number of items, M at a time.
 template <class T, int M, bool kTurns>
-void add_some_values(int64_t items, const float* weights, const T* const* values,
-                                  int64_t panels, int64_t tokens, int64_t padded, float* out,
-                                  const char* fetch) {
+void add_some_values(int64_t items, const float* weights, const T* const* values, int64_t panels,
+                     int64_t tokens, int64_t padded, float* out, const char* fetch) {
   for (; items >= M; items -= M, weights += M * kScoreStride, out += M * padded, fetch = nullptr)
     add_all_values<T, M, kTurns>(weights, values, panels, tokens, padded, out, fetch);
   if constexpr (M > 1)
@@ -499,10 +501,16 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
           for (int64_t k = j; k < end;) {  // those of like numbers together
             const int64_t first = k, each = tokens(k);
             while (++k < end && tokens(k) == each) continue;
-            const auto add = streams > 1 ? add_some_values<T, kStreamItems, true>
-                                         : add_some_values<T, kTileItems, false>;
-            add(rest < tile ? rest : tile, scores + i * kScoreStride + first * kLanes,
-                panels + (first - j), k - first, each, padded, out + i * padded, fetch);
+            const int64_t some = rest < tile ? rest : tile;
+            const float* const weights = scores + i * kScoreStride + first * kLanes;
+            const T* const* const from = panels + (first - j);
+            if (streams > 1) {
+              add_some_values<T, kStreamItems, true>(some, weights, from, k - first, each, padded,
+                                                     out + i * padded, nullptr);
+            } else {
+              add_some_values<T, kTileItems, false>(some, weights, from, k - first, each, padded,
+                                                    out + i * padded, fetch);
+            }
             fetch = nullptr;
           }
         }
