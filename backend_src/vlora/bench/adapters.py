@@ -297,6 +297,7 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
         whole.end += one.end
         whole.steps += one.steps
         whole.beside += one.beside
+        whole.alone += one.alone
         whole.stalled += one.stalled
         whole.span += one.span
         whole.disk_steps += one.disk_steps
@@ -321,10 +322,10 @@ def _tiers(engine: Engine) -> dict[str, Any]:
 
 
 def _beside(outcome: Outcome) -> float | None:
-    """Steps while something was being loaded over all steps, medians."""
-    if not outcome.beside:
+    """Steps while something was loaded or packed over the others, medians."""
+    if not outcome.beside or not outcome.alone:
         return None
-    return round(median(outcome.beside) / median(outcome.steps), 3)
+    return round(median(outcome.beside) / median(outcome.alone), 3)
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:

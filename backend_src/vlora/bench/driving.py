@@ -40,8 +40,8 @@ class Ask:
 class Outcome:
     """Seconds from the common start: first token and end of each request; of each step; stalled,
     with nothing to compute but adapters to wait for. disk_steps: steps whose thread read a file of
-    weights. beside: of the steps during which
-    the loader had work. span: of the whole load. rows: computed. tokens: said."""
+    weights. beside: of the steps during which something was loaded or packed, alone: of the others;
+    both only of steps that begin no answer, since loads come when requests begin. span: of the whole load. rows: computed. tokens: said."""
 
     first: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
@@ -49,6 +49,7 @@ class Outcome:
     stalled: float = 0.0
     disk_steps: int = 0
     beside: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
     span: float = 0.0
     rows: int = 0
     tokens: int = 0
@@ -146,8 +147,9 @@ class Driver:
                     outcome.stalled += time.perf_counter() - before
                 else:
                     outcome.steps.append(now - before)
-                    if loading and engine.adapters.loading:
-                        outcome.beside.append(now - before)
+                    if first >= {output.request_id for output in outputs}:
+                        among = outcome.beside if loading else outcome.alone
+                        among.append(now - before)
                     outcome.disk_steps += reads > read
                 for output in outputs:
                     outcome.tokens += len(output.token_ids)
