@@ -41,7 +41,8 @@ class Outcome:
     """Seconds from the common start: first token and end of each request; of each step; stalled,
     with nothing to compute but adapters to wait for. disk_steps: steps whose thread read a file of
     weights. beside: of the steps during which something was loaded or packed, alone: of the others;
-    both only of steps that begin no answer, since loads come when requests begin. span: of the whole load. rows: computed. tokens: said."""
+    both only of steps that begin no answer, since loads come when requests
+    begin. span: of the whole load. rows: computed. tokens: said."""
 
     first: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
