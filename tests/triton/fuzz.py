@@ -20,7 +20,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -160,28 +160,56 @@ class Sender:
         return judged(str(message))
 
 
-PARITY = [
-    (model, {"text_input": "What is this?", "image": picture((90, 3, 7)), "keys": keys})
-    for model in ("video_analytics", "visual_retrieval")
-    for keys in ({}, {"lora_name": "all-r8"}, {"choices": ["red", "blue"]})
-]
+ASKED = ("video_analytics", "visual_retrieval")
+NOBODY = "no such adapter"
 
 
-def sound_answers(sender: Sender) -> list[str]:
-    """The answers to questions that nobody mutated."""
-    texts = []
-    for model, asked in PARITY:
-        question = Question(model, "generate" if model == "video_analytics" else "generate_stream")
-        Mutator._set(question, "text_input", asked["text_input"].encode())
-        Mutator._set(question, "image", asked["image"])
-        Mutator._set(question, "sampling_parameters", json.dumps(asked["keys"]).encode())
-        host, _, port = sender._http_url.partition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=BOUND)
+def whole_text(content: str) -> str | None:
+    """The answer's text in a reply of `generate` or `generate_stream`, whatever pieces it came in;
+    None where it holds none."""
+    pieces = re.findall(r'"text_output":\s*("(?:[^"\\]|\\.)*")', content)
+    return "".join(json.loads(piece, strict=False) for piece in pieces) if pieces else None
+
+
+def _sound(sender: Sender, model: str, keys: Mapping[str, object]) -> str:
+    """What a server says to a question that nobody mutated."""
+    question = Question(model, "generate" if model == "video_analytics" else "generate_stream")
+    Mutator._set(question, "text_input", b"What is this?")
+    Mutator._set(question, "image", picture((90, 3, 7)))
+    Mutator._set(question, "sampling_parameters", json.dumps(keys).encode())
+    host, _, port = sender._http_url.partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=BOUND)
+    try:
         connection.request("POST", f"/v2/models/{model}/{question.way}", as_json(question))
-        content = connection.getresponse().read().decode()
+        return connection.getresponse().read().decode()
+    finally:
         connection.close()
-        texts.append("".join(re.findall(r'"text_output":\s*("(?:[^"\\]|\\.)*")', content)))
-    return texts
+
+
+def known_adapters(message: str) -> list[str]:
+    """The adapters that the error about an unknown one lists."""
+    found = re.search(r"Known: ([^\"]*)", message)
+    names = found[1].split(", ") if found else []
+    return [re.sub(r" and \d+ more$", "", name) for name in names]
+
+
+def sound_questions(sender: Sender) -> list[tuple[str, Mapping[str, object]]]:
+    """Model and sampling keys of sound questions: without an adapter, with the first of the
+    server's that loads, if it has any, and with choices."""
+    keys: list[Mapping[str, object]] = [{}, {"choices": ["red", "blue"]}]
+    for name in known_adapters(_sound(sender, ASKED[0], {"lora_name": NOBODY})):
+        asked = {"lora_name": name}
+        if whole_text(_sound(sender, ASKED[0], asked)) is not None:
+            keys.append(asked)
+            break
+    return [(model, each) for model in ASKED for each in keys]
+
+
+def sound_answers(
+    sender: Sender, questions: list[tuple[str, Mapping[str, object]]]
+) -> list[str | None]:
+    """The whole text of the answer to each; None where there is none."""
+    return [whole_text(_sound(sender, model, keys)) for model, keys in questions]
 
 
 @dataclass
@@ -234,7 +262,8 @@ def run(
     """Sends `count` questions of `seed` and compares sound answers before and after."""
     report = Report()
     senders = [Sender(grpc_url, http_url) for _ in range(threads)]
-    before = sound_answers(senders[0])
+    questions = sound_questions(senders[0])
+    before = sound_answers(senders[0], questions)
 
     def share(number: int) -> None:
         for index in range(first + number, first + count, threads):
@@ -248,13 +277,14 @@ def run(
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(share, range(threads)))
         try:
-            after = sound_answers(senders[0])
+            after = sound_answers(senders[0], questions)
         except OSError as error:
-            after = [str(error)]
+            after = [None] * len(before)
+            report.examples.append(f"parity: the server is gone: {error}")
     finally:
         for sender in senders:
             sender.close()
-    if before != after or not all(before):
+    if before != after or None in before:
         report.wrong["parity"] += 1
         report.examples.insert(0, f"parity: sound answers were {before}, are now {after}")
     return report
