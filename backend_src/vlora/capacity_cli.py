@@ -18,13 +18,15 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-def show(console: Console, options: Options, names: Mapping[str, str], gib: float) -> None:
-    """Prints what fits into so many GiB."""
+def show(console: Console, options: Options, names: Mapping[str, str], gib: float) -> bool:
+    """Prints what fits into so many GiB; False where the weights alone do not."""
     from vlora.capacity import plan
 
     found = plan(options, names, int(gib * GIB))
     console.print(_parts(found))
-    console.print(_adapters(found))
+    if found.pages:
+        console.print(_adapters(found))
+    return found.pages > 0
 
 
 def _parts(found: Capacity) -> Table:

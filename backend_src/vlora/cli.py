@@ -122,12 +122,16 @@ def capacity(
     adapters: AdaptersOption = None,
     memory: Annotated[float, typer.Option(min=0.0, help="GiB for all of it.")] = 8.0,
 ) -> None:
-    """What fits into so much memory: weights, adapters, sequences, and what a rank costs."""
+    """What fits into so much memory: weights, adapters, sequences, and what a rank costs.
+
+    Status 1 where the weights alone do not fit.
+    """
     from vlora.capacity_cli import show
 
     with _failures_told():
         names = load_adapter_names(default_repository() / "lmm" / "1" / "multi_lora.json")
-        show(console, _check(model, adapters), names, memory)
+        if not show(console, _check(model, adapters), names, memory):
+            raise typer.Exit(1)
 
 
 @adapters_app.command("list")

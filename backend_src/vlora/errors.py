@@ -72,7 +72,7 @@ MAX_NAMES = 20
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: `; did you mean 'x'?` where something is near, else empty."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 

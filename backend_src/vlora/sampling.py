@@ -163,6 +163,11 @@ class SamplingParams:
         return params
 
 
+def is_known(key: str) -> bool:
+    """Whether this is a sampling key, served or refused by name."""
+    return key in KNOWN_KEYS or key in REFUSED or key in CHOICE_KEYS
+
+
 def _check_as_we_do(key: str, value: Any) -> None:
     """Refuses a key that sets nothing, unless its value says what is done anyway."""
     if key not in REFUSED:
@@ -332,7 +337,9 @@ _NOT_WITH_CHOICES = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
 
 _TOKEN_ID = _wholes(0, 2**31 - 1, "a list of token ids")
 
-_TOKENS = _wholes(1, 2**31 - 1, "a whole number ≥ 1")
+_MOST = 2**31 - 1
+
+_TOKENS = _wholes(1, _MOST, f"a whole number from 1 to {_MOST}")
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "temperature": _temperature,
@@ -347,7 +354,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _token_ids,
     "include_stop_str_in_output": _boolean,
     "max_tokens": _optional(_TOKENS),
-    "min_tokens": _wholes(0, 2**31 - 1, "a whole number ≥ 0"),
+    "min_tokens": _wholes(0, _MOST, f"a whole number from 0 to {_MOST}"),
     "ignore_eos": _boolean,
     "logprobs": _optional(_wholes(0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")),
     "choices": _choices,

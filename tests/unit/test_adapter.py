@@ -335,6 +335,16 @@ def test_a_head_that_does_not_fit_is_refused(
     assert reason in str(caught.value)
 
 
+def test_an_unknown_key_of_vlora_json_is_told_the_nearest_known_one(
+    folder: Path, model: ModelShape
+) -> None:
+    for key, told in (("task", "; did you mean 'tasks'? "), ("zzz", ". ")):
+        (folder / "vlora.json").write_text(json.dumps({key: ["vqa"]}))
+        with pytest.raises(InvalidArgument, match="unknown key") as caught:
+            load_adapter("x", folder, model)
+        assert str(caught.value).endswith(f"'{key}'{told}Known: tasks, accuracy, head")
+
+
 def test_one_broken_adapter_harms_no_other(folder: Path, model: ModelShape, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "root" / "good")
     shutil.copytree(folder, tmp_path / "root" / "bad")
@@ -349,8 +359,9 @@ def test_one_broken_adapter_harms_no_other(folder: Path, model: ModelShape, tmp_
         store.info("bad")
     with pytest.raises(NotFound, match=r"unknown adapter 'god'; did you mean 'good'.*Known: good"):
         store.info("god")
-    with pytest.raises(NotFound, match=r"^unknown adapter 'zzz'\. Known: good$"):
-        store.info("zzz")
+    for far in ("zzz", "golf club"):
+        with pytest.raises(NotFound, match=rf"^unknown adapter '{far}'\. Known: good$"):
+            store.info(far)
 
 
 def test_the_file_of_names_wins_over_folders(

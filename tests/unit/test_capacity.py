@@ -62,3 +62,13 @@ def test_more_rank_costs_more_and_the_table_says_how_much(
     assert told.exit_code == 0, told.output
     for name in ("rank 8, all", "attention-r4", "merged weights", "page pool"):
         assert name in told.output
+
+
+def test_memory_that_the_weights_do_not_fit_into_fails_without_a_table_of_adapters(
+    checkpoint: Path,
+) -> None:
+    asked = ["capacity", "--model", str(checkpoint), "--memory", "0.0001"]
+    told = CliRunner().invoke(cli.app, asked)
+    assert told.exit_code == 1, told.output
+    assert "the weights alone do not fit" in told.output
+    assert "an adapter of" not in told.output

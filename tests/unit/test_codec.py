@@ -127,6 +127,16 @@ def test_parameters_are_sampling_keys_except_tritons_own() -> None:
     assert prepared(read(parameters)).request.sampling.temperature == 0.5
 
 
+@pytest.mark.parametrize(("given", "near"), [("imag", "image"), ("temperatur", "temperature")])
+def test_an_unknown_parameter_is_told_the_nearest_input_or_sampling_key(
+    given: str, near: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"input or .* '{given}'; did you mean '{near}'"):
+        read({given: "x"})
+    with pytest.raises(InvalidArgument, match=r"'zzz'\. Known inputs: text_input, .*temperature"):
+        read({"zzz": 1})
+
+
 def test_sampling_parameters_replace_the_parameters_as_a_whole() -> None:
     call = read({"temperature": 0.5, "nonsense": 1}, sampling_parameters=keys(max_tokens=3))
     sampling = prepared(call).request.sampling

@@ -37,6 +37,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
         SamplingParams.parse({"zzz": 1})
 
 
+@pytest.mark.parametrize("key", ["max_tokens", "min_tokens"])
+def test_a_number_of_tokens_beyond_any_is_told_the_bound(key: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"from [01] to 2147483647, not 1000000000000"):
+        SamplingParams.parse({key: 10**12})
+
+
 @pytest.mark.parametrize("key", sorted(REFUSED))
 def test_a_known_key_that_is_not_served_is_refused_by_name(key: str) -> None:
     for value in ("of no use", [3], {"a": 1}, 2):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vlora.atmm.types import LoraPair
+from vlora.errors import nearest
 from vlora.lora.head import TaskHead, load_head
 from vlora.lora.patterns import suffixes
 from vlora.lora.peft_config import (
@@ -32,6 +33,8 @@ from vlora.lora.slab import ATTENTION, TARGETS
 from vlora.lora.weights_file import WeightsFile
 
 WEIGHTS = "adapter_model.safetensors"
+EXTRA_KEYS = ("tasks", "accuracy", "head")
+"""Of `vlora.json`."""
 MAX_ADAPTER_BYTES = 4 * 1024**3
 LM_HEAD = "lm_head"
 LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "")
@@ -321,9 +324,11 @@ def _read_extra(folder: Path, refuse: Refusal) -> dict[str, Any]:
         return {}
     extra = read_json(path, refuse)
     refuse = refuse.of(path.name)
-    unknown = set(extra) - {"tasks", "accuracy", "head"}
+    unknown = set(extra) - set(EXTRA_KEYS)
     if unknown:
-        raise refuse(f"has the unknown key '{min(unknown)}'")
+        key = min(unknown)
+        hint = nearest(key, EXTRA_KEYS) or "."
+        raise refuse(f"has the unknown key '{key}'{hint} Known: {', '.join(EXTRA_KEYS)}")
     tasks = extra.get("tasks", [])
     if not is_names(tasks):
         raise refuse("must give 'tasks' as a list of names")

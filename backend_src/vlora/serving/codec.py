@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlora.config import Limits
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, nearest, shown
 from vlora.request import ImageFeatures, IntArray, Request
-from vlora.sampling import SamplingParams
+from vlora.sampling import KNOWN_KEYS, SamplingParams, is_known
 from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
@@ -49,6 +49,9 @@ TRITONS_OWN_PREFIXES = ("triton_", "x-")
 """Reserved by Triton, and headers forwarded by its HTTP front end."""
 
 IMAGE_INPUTS = ("image", "frames", "frames_raw")
+INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters")
+"""What every model that answers takes."""
+
 FEATURE_INPUTS = ("image_features", "image_layout", "image_size")
 
 DEFAULT_TASK = "vqa"
@@ -142,12 +145,24 @@ def read_sampling(
 
 
 def sampling_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The request's parameters without Triton's own."""
-    return {
+    """The request's parameters without Triton's own.
+
+    Raises InvalidArgument for one that is no sampling key: at `generate`, where inputs and
+    parameters are one object, it may have been meant as either.
+    """
+    keys = {
         key: value
         for key, value in parameters.items()
         if key not in TRITONS_OWN_PARAMETERS and not key.lower().startswith(TRITONS_OWN_PREFIXES)
     }
+    for key in keys:
+        if not is_known(key):
+            hint = nearest(key, (*INPUTS, *KNOWN_KEYS)) or "."
+            raise InvalidArgument(
+                f"unknown input or sampling parameter {shown(key)}{hint}"
+                f" Known inputs: {', '.join(INPUTS)}; sampling parameters: {', '.join(KNOWN_KEYS)}"
+            )
+    return keys
 
 
 def _read_wanted(inputs: Inputs, ensemble: bool) -> Wanted:

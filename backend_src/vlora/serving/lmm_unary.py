@@ -170,8 +170,7 @@ def inner_request(tensors: Tensors, parameters: Mapping[str, Any]) -> Tensors:
         inputs.text("metadata")  # `task_head` will put it into JSON
     inner = {name: np.array(tensor) for name, tensor in tensors.items()}
     inner["stream"] = flag(False)
-    keys = sampling_keys(parameters)
-    if "sampling_parameters" not in inner and keys:
+    if "sampling_parameters" not in inner and (keys := sampling_keys(parameters)):
         inner["sampling_parameters"] = strings([json.dumps(keys, allow_nan=False)])
     return inner
 
