@@ -62,7 +62,8 @@ clean: ## Remove what was set up and built
 
 $(READY): pyproject.toml constraints.txt $(CORE)
 	@$(PYTHON) tools/preflight
-	@echo "setting up $(VENV); this takes some minutes the first time"
+	@echo "setting up $(VENV): installing packages, then compiling the kernels, without further words;"
+	@echo "2 minutes of work on two free cores, up to 10 on busy ones, and the download (0.6 GB or more)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,train,video,dev]'
 	@$(BIN)/python clients/perf/fetch.py >/dev/null || echo "warning: no perf_analyzer; its tests will be skipped"

@@ -47,7 +47,10 @@ The recipe has all of that from its start.
 _LIMITS = """What it does badly: asked to circle one thing among several, the base writes the box of
 a thing that is there, but often of the wrong one (on 120 held-out scenes right with one thing in
 the picture: 100 %, two: 47 %, three: 41 %, four: 26 %), and `detect` fails likewise. It names the
-texture of a thing in about seven cases of ten. The `actions` adapter stays below 90 %.
+texture of a thing in about seven cases of ten. Of 100 held-out
+clips it named the motion in 78 of the 80 that have one, but none of the 20 "standing still": it
+gives those a motion as well.
+The `actions` adapter stays below 90 %.
 """
 
 _READING = """Boxes count as right when each true box has an answered box with IoU >= 0.5 and none
