@@ -27,7 +27,7 @@ from vlora.config import (
     load_options,
     read_keys,
 )
-from vlora.errors import VLoraError
+from vlora.errors import MAX_NAMES, VLoraError
 from vlora.serving.assembly import ServerError
 from vlora.serving.cli import probe_command, repository_command
 from vlora.serving.server import (
@@ -216,6 +216,9 @@ def _announce(options: Options, server: TritonServer, seconds: float) -> None:
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
     console.print(f"adapters  {options.adapters}", soft_wrap=True)
+    if broken := server.broken_adapters():
+        told = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
+        _say(f"{len(broken)} of them do not load: {told} (why: the log, or `vlora adapters check`)")
     console.print(f"HTTP      {server.http_url}")
     console.print(f"gRPC      {server.grpc_url}")
     console.print(f"metrics   {server.metrics_url}")

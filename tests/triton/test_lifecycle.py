@@ -294,12 +294,16 @@ def assert_refused(asker: Asker, model: str) -> None:
     assert refused.status in (None, "StatusCode.UNAVAILABLE")  # a stream carries none
 
 
-def test_vlora_serve_ends_with_the_reason_when_a_models_process_dies(folders: list[str]) -> None:
-    process = serve(*folders, *PORTS_OF_ITS_CHOICE)
-    said_until(process, "Ctrl-C stops it")
+def test_vlora_serve_names_adapters_that_do_not_load_and_why_it_ended_where_a_model_dies(
+    folders: list[str], served_adapters: Path
+) -> None:
+    process = serve(*folders, "--adapters", str(served_adapters), *PORTS_OF_ITS_CHOICE)
+    assert "1 of them do not load: broken (why: the log" in said_until(process, "Ctrl-C stops it")
     server, models = processes_of(process)
     models["vision_encoder"].kill()
     said, _ = process.communicate(timeout=60)
+    assert "CUDA" not in said
+    assert "NVML" not in said
     assert process.returncode == 1
     assert "error: the process of model 'vision_encoder' ended with signal SIGKILL" in said
     assert not any(map(is_alive, [server, *models.values()]))

@@ -30,7 +30,7 @@ import psutil
 
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE, load_adapter_names
 from vlora.places import model_repository
-from vlora.serving import draining
+from vlora.serving import draining, server_log
 from vlora.serving.assembly import Assembly, ServerError, assemble
 from vlora.serving.ports import choose_ports
 from vlora.serving.processes import children, end, ended_with, how_it_ended, is_alive, start_tied
@@ -51,15 +51,6 @@ EXIT_SECONDS = 5.0
 """What Triton gets to unload its models once nothing runs any more. It waits that long for idle
 HTTP connections too, however long they have been idle: no option of 2.51 closes them."""
 STANDARD_OUTPUT = Path("-")
-STACK = "\\n\\nAt:"
-"""Where the Python stack begins in a line of Triton's log."""
-
-TABLE = ("+", "|")
-"""How the lines of the tables begin that Triton draws of its options and models."""
-
-NOISE = ("CudaDriverHelper", "unable to create stream", "Failed to initialize NVML")
-"""Errors in the log of a server that is well, but has no GPU."""
-
 PYTHON_BACKEND = {
     # A 7B checkpoint takes longer to load than the default 30 s.
     "stub-timeout-seconds": "600",
@@ -117,6 +108,8 @@ class TritonServer:
         self._folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._models: dict[psutil.Process, str] = {}
+        self._ready_at: int | None = None
+        """Bytes of the log when every model was READY."""
 
     @property
     def http_url(self) -> str:
@@ -203,6 +196,7 @@ class TritonServer:
         if missing:
             raise ServerError(f"not every model is READY: {missing}\n{self.explain()}")
         starting_file(self._folder, self.options.grpc_port).unlink()
+        self._ready_at = self.log.stat().st_size if self.log.is_file() else 0
 
     def index(self) -> dict[str, str]:
         """State of every model, from the repository index."""
@@ -264,14 +258,19 @@ class TritonServer:
                 return
             time.sleep(0.02)
 
-    def explain(self, lines: int = 12) -> str:
-        """What the log says went wrong: models that did not load, else errors, else its end."""
-        text = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        unloaded = [line.split(STACK)[0] for line in text if "failed to load '" in line]
-        errors = [line for line in text if line.startswith("E") or "error:" in line.lower()]
-        telling = [line for line in errors if not any(noise in line for noise in NOISE)]
-        said = [line for line in text if not line.startswith(TABLE)]
-        return "\n".join((unloaded or telling or said)[-lines:])
+    def explain(self) -> str:
+        """What the log says went wrong: while it started, or since it was ready; "" if nothing."""
+        if self._ready_at is None:
+            return server_log.why_not_started(self._said())
+        return server_log.why_it_went_down(self._said(self._ready_at))
+
+    def broken_adapters(self) -> list[str]:
+        """Names of adapters that the log says do not load."""
+        return server_log.broken_adapters(self._said())
+
+    def _said(self, start: int = 0) -> str:
+        """The log from this byte on; "" where it is no file."""
+        return self.log.read_bytes()[start:].decode(errors="replace") if self.log.is_file() else ""
 
     def _repository(self, folder: Path) -> Path:
         """The repository to serve: the given one, or a copy under `folder` with the overrides."""
