@@ -41,20 +41,28 @@ def usable(affinity: int, quota: float | None) -> int:
     return max(1, min(affinity, math.floor(quota + 0.5)))
 
 
-def share(cores: int, engine: Threads = AUTO, encoder: Threads = AUTO) -> Split:
+def share(
+    cores: int, engine: Threads = AUTO, encoder: Threads = AUTO, *, by_quota: bool = False
+) -> Split:
     """Threads of engine and encoder on `cores` cores; a number that is given is kept.
 
-    The encoder gets a part of them, at least one, and the engine the rest: a decoding step that
-    also takes the encoder's core keeps images waiting for longer than it gains (decision 33).
+    The encoder gets a part of them, at least one. The engine gets all: its work is taken in pieces,
+    so that a core which the encoder has for a while costs that core alone (decision 33). Where
+    the number is a quota (`by_quota`) it gets the rest: two teams that together run out of it stand
+    still until its period ends.
     """
     beside = max(1, cores // ENCODER_PART) if encoder == AUTO else encoder
-    return Split(max(1, cores - beside) if engine == AUTO else engine, beside)
+    rest = max(1, cores - beside) if by_quota else cores
+    return Split(rest if engine == AUTO else engine, beside)
 
 
 def of(options: Options) -> Split:
     """The threads of the two processes on this machine, logged."""
     affinity, quota = len(os.sched_getaffinity(0)), cpu_quota()
-    found = share(usable(affinity, quota), options.engine_threads, options.encoder_threads)
+    cores = usable(affinity, quota)
+    # A quota of all cores takes nothing from anyone.
+    by_quota = quota is not None and cores < affinity
+    found = share(cores, options.engine_threads, options.encoder_threads, by_quota=by_quota)
     log.info(
         "threads: %d for the engine, %d for the encoder (%d cores%s)",
         *found,

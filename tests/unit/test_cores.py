@@ -9,11 +9,20 @@ import pytest
 from vlora.cores import Split, cpu_quota, share, usable
 
 
-@pytest.mark.parametrize(("cores", "split"), [(1, (1, 1)), (2, (1, 1)), (4, (3, 1)), (16, (12, 4))])
-def test_the_encoder_gets_a_quarter_of_the_cores_and_the_engine_the_rest(
-    cores: int, split: tuple[int, int]
+@pytest.mark.parametrize(
+    ("cores", "split", "of_a_quota"),
+    [
+        (1, (1, 1), (1, 1)),
+        (2, (2, 1), (1, 1)),
+        (4, (4, 1), (3, 1)),
+        (16, (16, 4), (12, 4)),
+    ],
+)
+def test_the_encoder_gets_a_quarter_and_the_engine_all_cores_or_the_rest_of_a_quota(
+    cores: int, split: tuple[int, int], of_a_quota: tuple[int, int]
 ) -> None:
     assert share(usable(cores, None)) == Split(*split)
+    assert share(usable(64, cores), by_quota=True) == Split(*of_a_quota)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +46,12 @@ def test_a_quota_counts_by_the_nearest_whole_core_and_never_below_one(
 
 
 def test_a_number_that_was_asked_for_is_kept_beside_an_automatic_one() -> None:
-    assert share(4, engine=3) == Split(3, 1)
-    assert share(16, encoder=7) == Split(9, 7)
-    assert share(4, encoder=6) == Split(1, 6)
-    assert share(1, engine=5, encoder=6) == Split(5, 6)
+    for by_quota in (False, True):
+        assert share(4, engine=3, by_quota=by_quota) == Split(3, 1)
+        assert share(1, engine=5, encoder=6, by_quota=by_quota) == Split(5, 6)
+    assert share(16, encoder=7) == Split(16, 7)
+    assert share(16, encoder=7, by_quota=True) == Split(9, 7)
+    assert share(4, encoder=6, by_quota=True) == Split(1, 6)
 
 
 def groups(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:
