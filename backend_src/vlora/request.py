@@ -164,7 +164,8 @@ class Output:
 
 def gathered(outputs: Iterable[Output]) -> list[Output]:
     """The same news with one output a request, and one more for each error: it comes after the
-    text that its client has not been told yet."""
+    text that its client has not been told yet. Who has all of an answer is told first, so that
+    answers that end together are followed by requests that come together."""
     news: dict[str, Output] = {}
     errors = []
     for output in outputs:
@@ -174,7 +175,7 @@ def gathered(outputs: Iterable[Output]) -> list[Output]:
             news[output.request_id] = before.then(output)
         else:
             news[output.request_id] = output
-    return [*news.values(), *errors]
+    return [*sorted(news.values(), key=lambda output: not output.finished), *errors]
 
 
 class OutputSink(Protocol):

@@ -258,7 +258,7 @@ def test_perf_analyzer_drives_it_without_an_error(
     drive(ask, perf_analyzer, data, model, concurrency=4, requests=24)
 
 
-ROUNDS = 4
+ROUNDS = 6
 """Client, server and models share the machine's cores: one round may fall to a neighbour."""
 REQUESTS, TOKENS = 96, 96
 """Answers long enough that most of a request's time is decoding, not the encoder's queue."""
