@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,18 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vlora.bench.options import JsonOption, QuickOption, console
+
+COLUMNS = {
+    "tokens_per_s": "tokens/s",
+    "token_latency_ms": "ms a token",
+    "p99_s": "p99, s",
+    "step_ms": "step, ms",
+    "step_beside_load_ms": "by a load",
+    "loads": "loads",
+    "failed": "failed",
+}
+"""Of the table: keys of a row, and what they are called."""
+TIERS = ("pool_hits", "host_hits", "misses")
 
 ModelOption = Annotated[Path | None, typer.Option("--model", help="Default: the demo checkpoint.")]
 ThreadsOption = Annotated[int, typer.Option(help="Threads of the engine.")]
@@ -48,7 +61,8 @@ def adapters(
             bar.update(task, description=name)
             rows += part()
             bar.update(task, advance=1)
-    _finish("adapters", [row.as_row() for row in rows], bench.summarize(rows), described, json)
+    found = [row.as_row() for row in rows]
+    _finish("adapters", _table(found), found, bench.summarize(rows), described, json)
 
 
 def prefix(
@@ -70,7 +84,7 @@ def prefix(
     described |= atmm.describe() | {"threads": threads}
     rounds = bench.run(model or _demo(), grid)
     rows = [one.as_row() for one in rounds]
-    _finish("prefix", rows, bench.summarize(rounds), described, json)
+    _finish("prefix", _by_round(rows), rows, bench.summarize(rounds), described, json)
 
 
 def _demo() -> Path:
@@ -81,6 +95,7 @@ def _demo() -> Path:
 
 def _finish(
     name: str,
+    table: Table,
     rows: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any],
     described: Mapping[str, Any],
@@ -89,7 +104,7 @@ def _finish(
     from vlora.bench import report
 
     shown = console()
-    shown.print(_table(rows))
+    shown.print(table)
     shown.print(report.summary_table(summary, f"bench {name}"))
     if json is not None:
         report.write_json(json, described, rows, summary)
@@ -97,8 +112,27 @@ def _finish(
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    heads: Iterable[str] = dict.fromkeys(key for row in rows for key in row)
-    table = Table(*heads)
+    table = Table(caption="pool, host, disk: where a request's adapter was; more with --json")
+    table.add_column("load", no_wrap=True)
+    for head in COLUMNS.values():
+        table.add_column(head, justify="right")
+    table.add_column("pool, host, disk", no_wrap=True)
     for row in rows:
-        table.add_row(*(str(row.get(head, "")) for head in heads))
+        figures = (row.get(key) for key in COLUMNS)
+        cells = ["" if figure is None else f"{figure:.4g}" for figure in figures]
+        tiers = " ".join(f"{row[tier]:.0%}" for tier in TIERS if tier in row)
+        table.add_row(f"{row['what']}: {row['setting']}", *cells, tiers)
+    return table
+
+
+def _by_round(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Medians over the conversations, with the cache beside without."""
+    table = Table("round", "first token, ms", "without", "tokens computed", "without")
+    for number in sorted({row["round"] for row in rows}):
+        cells = [
+            median(r[key] for r in rows if (r["round"], r["cached"]) == (number, cached))
+            for key in ("first_token_ms", "computed_tokens")
+            for cached in (True, False)
+        ]
+        table.add_row(str(number), *(f"{cell:.5g}" for cell in cells))
     return table
