@@ -136,6 +136,10 @@ class Bed:
         )
         self.engine = Engine(self.options)
         self.engine.calibrate(anew=True)
+        # As they are while each adapter's slot is its number: a replay may bring them into others.
+        slots, costs = range(len(checkpoint.adapter_names)), self.engine.costs
+        self._sizes = [costs.sizes(slot) for slot in slots]
+        self._mergeable = [costs.can_merge(slot) for slot in slots]
 
     def policy(self, name: str, costs: CostModel | None = None) -> Policy:
         rule = RULE_OF.get(name, name)
@@ -151,7 +155,12 @@ class Bed:
 
     def simulate(self, name: str, trace: Sequence[Asked], *, free: bool = False) -> Replay:
         """free: in a world where adapters cost nothing, the most that any mode could win."""
-        options, costs = self.options, self.engine.costs
+        options = self.options
+        costs = replace(
+            self.engine.costs,
+            sizes=self._sizes.__getitem__,
+            can_merge=self._mergeable.__getitem__,
+        )
         if free:
             costs = costs.without_adapters()
         budgets = Budgets(options.max_num_seqs, options.max_num_batched_tokens)
