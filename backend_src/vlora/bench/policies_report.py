@@ -83,12 +83,15 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _bars(rows: Sequence[Row], axis: str, path: Path) -> Path | None:
-    """Average token latency by policy, over the values of one axis."""
+    """Average token latency by policy, over the values of one axis, of traces that all have run."""
     from matplotlib import pyplot
 
+    names = sorted({row["policy"] for row in rows})
+    traces = [{_trace(row) for row in rows if row["policy"] == name} for name in names]
+    common = set.intersection(*traces) if traces else set()
+    rows = [row for row in rows if _trace(row) in common]
     if not rows:
         return None
-    names = sorted({row["policy"] for row in rows})
     values = sorted({row[axis] for row in rows})
     figure, plot = pyplot.subplots(figsize=(7, 3.5))
     width = 0.8 / len(names)
@@ -107,6 +110,11 @@ def _bars(rows: Sequence[Row], axis: str, path: Path) -> Path | None:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
+
+
+def _trace(row: Row) -> tuple[object, ...]:
+    keys = ("application", "load", "skew", "seed", "adapters", "arrivals")
+    return tuple(row[key] for key in keys)
 
 
 def _place(row: Row) -> tuple[str, float, float]:
