@@ -122,7 +122,7 @@ def test_plain_http_streams_from_generate_stream(ask: Asker) -> None:
     status, text = ask.http("visual_retrieval", "generate_stream", body)
     events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
     assert status == 200
-    assert len(events) == 4
+    assert sum(event["num_output_tokens"] for event in events) == 4
     assert "".join(event["text_output"] for event in events) == ask.text(
         "visual_retrieval", text_input="What?", sampling_parameters=keys
     )
