@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.engine.loop import EngineLoop
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +21,12 @@ def one_thread() -> None:
 @pytest.fixture
 def engine(checkpoint: Path, adapters_dir: Path) -> Engine:
     return Engine(Options(model=checkpoint, adapters=adapters_dir, max_num_seqs=4))
+
+
+@pytest.fixture
+def loop(engine: Engine) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine, max_waiting=6)
+    yield loop
+    loop.shutdown(drain_seconds=0.0)
+    engine.check_integrity()
+    assert engine.pool.used == 0
