@@ -206,10 +206,12 @@ class Group {
     publish(slot, std::vector<Pair>(outputs_.size(), Pair{0, nullptr, nullptr}), nullptr);
   }
 
-  void apply(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
+  // fp32: x and y are, whatever the matrices; else they are as the matrices.
+  void apply(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows, bool fp32,
              const SegmentList& segments, int64_t config, int threads) const {
     const std::shared_ptr<const Slots> slots = now();
-    const Problem p = problem(*slots, y, y_stride, x, x_stride, rows, segments);
+    const Problem p = problem(*slots, y, y_stride, x, x_stride, rows, segments,
+                              fp32 ? Dtype::kFp32 : dtype_);
     const Lookup chooser(Operation::kApply, config);
     py::gil_scoped_release released;
     vlora::atmm::apply(current(dtype_), p, segments, chooser, threads);
@@ -218,7 +220,7 @@ class Group {
   void heads(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
              const SegmentList& segments) const {
     const std::shared_ptr<const Slots> slots = now();
-    const Problem p = problem(*slots, y, y_stride, x, x_stride, rows, segments);
+    const Problem p = problem(*slots, y, y_stride, x, x_stride, rows, segments, dtype_);
     py::gil_scoped_release released;
     vlora::atmm::heads(current(dtype_), p, segments);
   }
@@ -260,7 +262,7 @@ class Group {
   }
 
   Problem problem(const Slots& packed, uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride,
-                  int64_t rows, const SegmentList& segments) const {
+                  int64_t rows, const SegmentList& segments, Dtype rows_dtype) const {
     const int64_t slots = int64_t(packed.stores.size());
     if (segments.slots() > slots)
       throw std::invalid_argument("slot " + std::to_string(segments.slots() - 1) +
@@ -273,10 +275,11 @@ class Group {
                                         std::to_string(rows) + " rows");
       throw std::invalid_argument("a segment lies outside the " + std::to_string(rows) + " rows");
     }
-    const size_t size = size_of(dtype_);
+    const size_t size = size_of(rows_dtype);
     if (x % size || y % size) throw std::invalid_argument("x or y is not aligned to its type");
     Problem p{};
     p.dtype = dtype_;
+    p.rows_dtype = rows_dtype;
     p.rows = rows;
     p.d_in = d_in_;
     p.x = reinterpret_cast<const void*>(x);

@@ -93,10 +93,12 @@ def instances(isa: Isa, part: str) -> Iterator[str]:
         return
     dtype, storage = (0, "float") if part == "fp32" else (1, "uint16_t")
     product = "Fp32" if part == "fp32" else "Bf16Pairs" if isa.pairs else "Bf16Widened"
-    for side, end in (("shrink", "ToScratch"), ("expand", f"Added<{storage}, false>")):
+    ends = {f"shrink[{dtype}]": "ToScratch", f"expand[{dtype}][{dtype}]": f"Added<{storage}, false>"}
+    if part == "bf16":
+        ends["expand[1][0]"] = "Added<float, false>"
+    for side, end in ends.items():
         for rows, panels in tiles(isa):
-            at = f"[{panels - 1}][{rows - 1}]"
-            head = f"k.{side}[{dtype}]"
+            at, head = f"[{panels - 1}][{rows - 1}]", f"k.{side}"
             shape = f"{product}, {end}, {rows}, {panels}"
             yield f"{head}.packed{at} = tile<{shape}, 1, kRowStride, false>;"
             if rows <= DIRECT_ROWS:

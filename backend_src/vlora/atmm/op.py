@@ -37,9 +37,10 @@ def apply(
     (the base model's) are untouched, and a pair that is None (this adapter does not target this
     matrix) is skipped. Ranks may differ. A value that is not finite stays in its segment's rows.
 
-    y: [T, sum of d_out] and x: [T, d_in], of the group's dtype; rows may be strided, columns not.
-    Segments may overlap (own and −live). bf16 accumulates in fp32. Where the group is bf16, y and x
-    may both be fp32: x and what is added to y are then rounded to bf16, y is not.
+    y: [T, sum of d_out] and x: [T, d_in], of the group's dtype, or both fp32; rows may be strided,
+    columns not. Segments may overlap (own and −live). Sums are fp32, and y is rounded to no less
+    than its own type. Where a unit multiplies pairs of bf16 (AVX-512's or AMX's, CUDA's), fp32 x
+    and x Aᵀ are rounded to bf16 for it, and on CUDA what is added to y; elsewhere nothing is.
     config: index into `configs("apply", dtype)`, instead of the table's choice.
     threads: None for torch's number; 1 runs on the caller.
     Raises ValueError for a segment outside x, an unknown slot, or a shape that does not fit.
@@ -51,27 +52,9 @@ def apply(
             f"x {tuple(x.shape)} and y {tuple(y.shape)} do not fit a group"
             f" {group.d_in} → {group.d_outs}"
         )
-    if y.dtype == x.dtype == torch.float32 != group.dtype:
-        added = torch.zeros_like(y, dtype=group.dtype)
-        _apply(added, x.to(group.dtype), segments, group, config, threads, backend)
-        y.add_(added)
-        return
-    if y.dtype != group.dtype or x.dtype != group.dtype:
+    dtype = x.dtype
+    if y.dtype != dtype or dtype not in (group.dtype, torch.float32):
         raise ValueError(f"x is {x.dtype} and y {y.dtype}, the group is {group.dtype}")
-    _apply(y, x, segments, group, config, threads, backend)
-
-
-def _apply(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    segments: Sequence[Segment],
-    group: LoraGroup,
-    config: int | None,
-    threads: int | None,
-    backend: Backend | None,
-) -> None:
-    """`apply` for x and y of the group's own type."""
-    rows, width = y.shape
     chosen = backend or backends.default(y.device.type)
     if chosen != "cpu":
         _check(rows, segments, len(group))
@@ -86,8 +69,7 @@ def _apply(
     if chosen == "cuda":
         if config is not None:
             raise ValueError("config is an index of the CPU's; see vlora.atmm.cuda.choice")
-        device = operator.current()
-        device.apply(y, x, device.segments(segments), device.group(group))
+        _on_cuda(y, x, segments, group)
         return
     group.native.apply(
         y.data_ptr(),
@@ -95,10 +77,22 @@ def _apply(
         x.data_ptr(),
         x_stride,
         rows,
+        dtype == torch.float32,
         Segments.of(segments).native,
         -1 if config is None else config,
         threads or torch.get_num_threads(),
     )
+
+
+def _on_cuda(
+    y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
+) -> None:
+    """`apply` by kernels that want rows of the group's own type."""
+    device = operator.current()
+    added = y if y.dtype == group.dtype else torch.zeros_like(y, dtype=group.dtype)
+    device.apply(added, x.to(group.dtype), device.segments(segments), device.group(group))
+    if added is not y:
+        y.add_(added)
 
 
 def heads(

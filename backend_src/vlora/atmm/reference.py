@@ -18,8 +18,8 @@ def apply(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
             if pair is None or segment.length == 0:
                 continue
             rows = slice(segment.start, segment.start + segment.length)
-            low_rank = x[rows] @ pair.a.T
-            part[rows].add_(low_rank @ pair.b.T, alpha=segment.sign)
+            low_rank = x[rows] @ pair.a.to(x.dtype).T
+            part[rows].add_(low_rank @ pair.b.to(x.dtype).T, alpha=segment.sign)
 
 
 def heads(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: HeadGroup) -> None:

@@ -106,12 +106,12 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
   const Pair& pair = c.pair(s, output);
   const Output& out = c.p.output[output];
   const Panels panels = c.b(pair, output);
-  const ptrdiff_t size = ptrdiff_t(size_of(c.p.dtype));
+  const ptrdiff_t size = ptrdiff_t(size_of(c.p.rows_dtype));
   const int32_t tail = int32_t(out.d_out - (panels.count - 1) * kPanel);
   const Path path = c.paths(config, pair, rows).expand;
   if (path == Path::kTiles) {
     alignas(64) float sums[cpu::kTileRows][cpu::kTilePanels * kPanel];
-    uint16_t* const y = static_cast<uint16_t*>(c.p.y) + row * c.p.y_stride + out.column;
+    char* const y = static_cast<char*>(c.p.y) + (row * c.p.y_stride + out.column) * size;
     over_tiles(panels, first, last, 0, rows, [&](cpu::TileProduct t, int64_t from, int64_t panel) {
       t.left_bytes = kRowStride * 4;
       t.out = &sums[0][0];
@@ -126,12 +126,13 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
         c.kernels.tiles->multiply(t);
       }
       const int64_t cut = panel + t.panels == panels.count ? kPanel - tail : 0;
-      c.kernels.add_sums(y + from * c.p.y_stride + panel * kPanel, c.p.y_stride, t.out, t.out_stride,
-                         t.rows, t.panels * kPanel - cut, float(s.sign));
+      c.kernels.add_sums(c.p.rows_dtype, y + (from * c.p.y_stride + panel * kPanel) * size,
+                         c.p.y_stride, t.out, t.out_stride, t.rows, t.panels * kPanel - cut,
+                         float(s.sign));
     });
     return;
   }
-  const TileSet& set = c.kernels.expand[int(c.p.dtype)];
+  const TileSet& set = c.kernels.expand[int(c.p.dtype)][int(c.p.rows_dtype)];
   const bool few = path == Path::kStream;
   Tile t{};
   t.x_stride = kRowStride;
@@ -146,10 +147,14 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
   w.max_rows = c.kernels.max_rows;
   w.most_rows = few ? int(kFewRows) : kMaxRows;
   if (path == Path::kWidened) {
-    // The merge's tiles add fp32 products to bf16 rows; they have no more than kFewRows.
-    w.widened = c.kernels.merge[int(Dtype::kBf16)];
     w.widen = c.kernels.widen_panels;
-    w.most_rows = int(kFewRows);
+    if (c.p.rows_dtype == Dtype::kFp32) {
+      w.widened = c.kernels.expand[int(Dtype::kFp32)][int(Dtype::kFp32)].packed;
+    } else {
+      // The merge's tiles add fp32 products to bf16 rows; they have no more than kFewRows.
+      w.widened = c.kernels.merge[int(Dtype::kBf16)];
+      w.most_rows = int(kFewRows);
+    }
   }
   w.columns = std::min(config.expand_columns / kPanel, c.kernels.bundle);
   w.rows = rows;

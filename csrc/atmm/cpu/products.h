@@ -32,15 +32,17 @@ struct Call {
     return p.pairs[int64_t(s.slot) * p.outputs + output];
   }
   const char* x(int64_t row, int64_t k) const {
-    return static_cast<const char*>(p.x) + (row * p.x_stride + k) * ptrdiff_t(size_of(p.dtype));
+    return static_cast<const char*>(p.x) + (row * p.x_stride + k) * ptrdiff_t(size_of(p.rows_dtype));
   }
-  bool readable() const {
+  // Whether so many rows are best read where they lie.
+  bool readable(int64_t rows) const {
     if (p.dtype == Dtype::kFp32) return true;
-    return pairs() && p.x_stride % 2 == 0 && p.d_in % 2 == 0;
+    if (p.d_in % 2 || (p.rows_dtype == Dtype::kFp32) == pairs()) return false;
+    return pairs() ? p.x_stride % 2 == 0 : rows <= kFewRows;
   }
   Paths paths(const TileConfig& config, const Pair& pair, int64_t rows) const {
-    return paths_of({rows, p.dtype == Dtype::kBf16, pairs(), kernels.tiles != nullptr, readable(),
-                     config.pack_rows, pair.rank <= kPanel, one_order});
+    return paths_of({rows, p.dtype == Dtype::kBf16, pairs(), kernels.tiles != nullptr,
+                     readable(rows), config.pack_rows, pair.rank <= kPanel, one_order});
   }
   Panels a(const Pair& pair) const {
     return {static_cast<const char*>(pair.a), ceil_div(pair.rank, kPanel), steps(p.d_in), p.bundle,
@@ -109,7 +111,8 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
   if (in == RowsIn::kCopy) {
     const ptrdiff_t stride = ceil_div(c.units(to - from), 16) * 16 + 16;
     float* scratch = row_scratch(rows * stride);
-    c.kernels.load_rows(c.p.dtype, c.x(row, from), c.p.x_stride, rows, to - from, scratch, stride);
+    c.kernels.load_rows(c.p.rows_dtype, c.pairs(), c.x(row, from), c.p.x_stride, rows, to - from,
+                        scratch, stride);
     use(Rows{scratch, stride, in, from, to - from, true, true});
     return;
   }
@@ -117,7 +120,8 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
   float* scratch = row_scratch(rows * kRowStride);
   for (int64_t k = from; k < to; k += piece) {
     const int64_t count = std::min(piece, to - k);
-    c.kernels.load_rows(c.p.dtype, c.x(row, k), c.p.x_stride, rows, count, scratch, kRowStride);
+    c.kernels.load_rows(c.p.rows_dtype, c.pairs(), c.x(row, k), c.p.x_stride, rows, count, scratch,
+                        kRowStride);
     use(Rows{scratch, kRowStride, in, k, count, k == from, k + piece >= to});
   }
 }

@@ -13,29 +13,34 @@ constexpr bool kPairs = true;
 constexpr bool kPairs = false;
 #endif
 
-inline void load_rows(Dtype dtype, const void* x, ptrdiff_t stride, int64_t rows, int64_t count,
-                      void* to, ptrdiff_t to_stride) {
+template <class T>
+void load_row(const T* in, int64_t count, bool pairs, float* out) {
   const int64_t whole = count / kPanel * kPanel;
-  for (int64_t row = 0; row < rows; ++row) {
-    float* out = static_cast<float*>(to) + row * to_stride;
-    if (dtype == Dtype::kFp32) {
-      const float* in = static_cast<const float*>(x) + row * stride;
-      for (int64_t i = 0; i < whole; i += kPanel) V::load(in + i).store(out + i);
-      for (int64_t i = whole; i < count; ++i) out[i] = in[i];
-    } else if (kPairs) {
-      const uint16_t* in = static_cast<const uint16_t*>(x) + row * stride;
-      uint16_t* pairs = reinterpret_cast<uint16_t*>(out);
-      __builtin_memcpy(pairs, in, size_t(count) * 2);
-      if (count % 2) pairs[count] = 0;
+  const int rest = int(count - whole);
+  if (pairs) {
+    uint16_t* to = reinterpret_cast<uint16_t*>(out);
+    if constexpr (sizeof(T) == sizeof(*to)) {
+      __builtin_memcpy(to, in, size_t(count) * sizeof(T));
     } else {
-      const uint16_t* in = static_cast<const uint16_t*>(x) + row * stride;
-      for (int64_t i = 0; i < whole; i += kPanel) V::load(in + i).store(out + i);
-      if (whole < count) {
-        const int some = int(count - whole);
-        V::load_some(in + whole, some).store_some(out + whole, some);
-      }
-      if (count % 2) out[count] = 0;
+      for (int64_t i = 0; i < whole; i += kPanel) V::load(in + i).store(to + i);
+      if (rest) V::load_some(in + whole, rest).store_some(to + whole, rest);
     }
+    if (count % 2) to[count] = 0;
+  } else {
+    for (int64_t i = 0; i < whole; i += kPanel) V::load(in + i).store(out + i);
+    if (rest) V::load_some(in + whole, rest).store_some(out + whole, rest);
+    if (count % 2) out[count] = 0;
+  }
+}
+
+inline void load_rows(Dtype dtype, bool pairs, const void* x, ptrdiff_t stride, int64_t rows,
+                      int64_t count, void* to, ptrdiff_t to_stride) {
+  for (int64_t row = 0; row < rows; ++row) {
+    float* const out = static_cast<float*>(to) + row * to_stride;
+    if (dtype == Dtype::kFp32)
+      load_row(static_cast<const float*>(x) + row * stride, count, pairs, out);
+    else
+      load_row(static_cast<const uint16_t*>(x) + row * stride, count, pairs, out);
   }
 }
 
@@ -61,8 +66,9 @@ inline void widen_panels(const Tile& t, int columns, float* to) {
     }
 }
 
-inline void add_sums(uint16_t* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,
-                     int64_t rows, int64_t columns, float sign) {
+template <class T>
+void add_sums_to(T* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride, int64_t rows,
+                 int64_t columns, float sign) {
   const V::Scalar s = V::broadcast(&sign);
   for (int64_t row = 0; row < rows; ++row, y += y_stride, sums += sums_stride)
     for (int64_t n = 0; n < columns; n += kPanel) {
@@ -74,6 +80,14 @@ inline void add_sums(uint16_t* y, ptrdiff_t y_stride, const float* sums, ptrdiff
       else
         sum.store_some(y + n, count);
     }
+}
+
+inline void add_sums(Dtype dtype, void* y, ptrdiff_t y_stride, const float* sums,
+                     ptrdiff_t sums_stride, int64_t rows, int64_t columns, float sign) {
+  if (dtype == Dtype::kFp32)
+    add_sums_to(static_cast<float*>(y), y_stride, sums, sums_stride, rows, columns, sign);
+  else
+    add_sums_to(static_cast<uint16_t*>(y), y_stride, sums, sums_stride, rows, columns, sign);
 }
 
 }  // namespace vlora::atmm::VLORA_ISA

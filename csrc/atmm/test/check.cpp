@@ -102,8 +102,8 @@ Fixed chooser(Operation operation) {
   std::exit(1);
 }
 
-// large: enough work for several threads, few rows.
-void check_apply(const Kernels& kernels, Dtype dtype, bool large) {
+// large: enough work for several threads, few rows. rows_dtype: of x and y.
+void check_apply(const Kernels& kernels, Dtype dtype, Dtype rows_dtype, bool large) {
   const int64_t d_in = large ? any_of<int64_t>({1500, 2001}) : any_of<int64_t>({1, 3, 16, 65, 300});
   const int64_t pad = draw(0, 2);
   const int outputs = large ? 1 : int(draw(1, 3)), slots = int(draw(1, 3));
@@ -144,8 +144,8 @@ void check_apply(const Kernels& kernels, Dtype dtype, bool large) {
   }
   const int64_t x_stride = d_in + pad, y_stride = width + pad;
   // The last row ends where its columns end: nothing may be read or written past it.
-  const Values x(dtype, rows ? (rows - 1) * x_stride + d_in : 0, 1);
-  Values y(dtype, rows ? (rows - 1) * y_stride + width : 0, 1);
+  const Values x(rows_dtype, rows ? (rows - 1) * x_stride + d_in : 0, 1);
+  Values y(rows_dtype, rows ? (rows - 1) * y_stride + width : 0, 1);
   std::vector<double> want(y.count);
   for (size_t i = 0; i < y.count; ++i) want[i] = y[int64_t(i)];
   for (const Segment& s : list)
@@ -161,8 +161,8 @@ void check_apply(const Kernels& kernels, Dtype dtype, bool large) {
                 s.sign * low * bs[at][n * rank + r];
         }
     }
-  Problem p{dtype,   rows,    d_in,         x.bytes.get(), x_stride,      y.bytes.get(),
-            y_stride, outputs, out.data(), slots,         pairs.data(), bundle};
+  Problem p{dtype,    rows_dtype, rows,       d_in,  x.bytes.get(), x_stride, y.bytes.get(),
+            y_stride, outputs,    out.data(), slots, pairs.data(),  bundle};
   apply(kernels, p, SegmentList(list), chooser(Operation::kApply), int(draw(1, 4)));
   const double tolerance = dtype == Dtype::kFp32 ? 1e-4 : 0.15;
   for (size_t i = 0; i < y.count; ++i)
@@ -178,8 +178,8 @@ void check_heads(const Kernels& kernels) {
        kernels.bundle, true);
   const Output out{1, 0};
   const Pair pair{int32_t(classes), packed.at, bias.bytes.get()};
-  const Problem p{Dtype::kFp32, rows, d_in, x.bytes.get(), d_in, y.bytes.get(), classes, 1, &out, 1,
-                  &pair, kernels.bundle};
+  const Problem p{Dtype::kFp32, Dtype::kFp32, rows, d_in, x.bytes.get(), d_in, y.bytes.get(), classes,
+                  1, &out, 1, &pair, kernels.bundle};
   heads(kernels, p, SegmentList({{0, rows, 0, 1}}));
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t n = 0; n < classes; ++n) {
@@ -357,7 +357,8 @@ int main(int argc, char** argv) {
     const auto run = [&] {
       for (int round = 0; round < rounds; ++round)
         for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
-          check_apply(here, dtype, round % 8 == 0);
+          check_apply(here, dtype, dtype, round % 8 == 0);
+          if (dtype == Dtype::kBf16) check_apply(here, dtype, Dtype::kFp32, round % 8 == 0);
           check_merge(here, dtype);
           check_heads(here);
           if (here.tiles) check_tiles(here);

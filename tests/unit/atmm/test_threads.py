@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.atmm.problems import BF16, FP32, check, compiled, group_of
+from tests.unit.atmm.problems import check, compiled, each_form, group_of
 from vlora.atmm import backends, tiles
 from vlora.atmm.types import Segment
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@each_form
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize(
     ("ranks", "lengths"),
@@ -30,6 +30,7 @@ def test_few_rows_are_shared_inside_their_segments(
     threads: int,
     backend: backends.Backend,
     dtype: torch.dtype,
+    rows_dtype: torch.dtype,
 ) -> None:
     d_in, d_outs = 3001, [1030, 513]
     group = group_of(d_in, d_outs, ranks, dtype)
@@ -37,29 +38,29 @@ def test_few_rows_are_shared_inside_their_segments(
     for slot, length in enumerate(lengths):
         segments.append(Segment(row, length, slot, 1 if slot % 2 else -1))
         row += length
-    x, y = torch.randn(row, d_in).to(dtype), torch.randn(row, sum(d_outs)).to(dtype)
+    x, y = torch.randn(row, d_in).to(rows_dtype), torch.randn(row, sum(d_outs)).to(rows_dtype)
     check(y, x, segments, group, backend, threads=threads)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@each_form
 @pytest.mark.parametrize("threads", [2, 4])
 def test_uneven_adapters_are_shared_by_rows(
-    threads: int, backend: backends.Backend, dtype: torch.dtype
+    threads: int, backend: backends.Backend, dtype: torch.dtype, rows_dtype: torch.dtype
 ) -> None:
     group = group_of(512, [300], [8, 128, 16, 32], dtype)
     lengths = (50, 97, 3, 200)
     starts = [sum(lengths[:i]) for i in range(4)]
     segments = [Segment(starts[i], lengths[i], i) for i in range(4)]
     rows = sum(lengths)
-    x, y = torch.randn(rows, 512).to(dtype), torch.randn(rows, 300).to(dtype)
+    x, y = torch.randn(rows, 512).to(rows_dtype), torch.randn(rows, 300).to(rows_dtype)
     check(y, x, segments, group, backend, threads=threads)
 
 
 @compiled
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@each_form
 @pytest.mark.parametrize("rank", [8, 20, 64, 100])
 def test_a_group_serves_any_instruction_set_whichever_it_was_packed_for(
-    rank: int, dtype: torch.dtype
+    rank: int, dtype: torch.dtype, rows_dtype: torch.dtype
 ) -> None:
     for packed_for in tiles.isas():
         with tiles.isa(packed_for):
@@ -68,5 +69,5 @@ def test_a_group_serves_any_instruction_set_whichever_it_was_packed_for(
         for isa in tiles.isas():
             with tiles.isa(isa):
                 for rows in (1, 7, 8, 30):
-                    x, y = torch.randn(rows, 257).to(dtype), torch.randn(rows, 130).to(dtype)
+                    x, y = torch.randn(rows, 257).to(rows_dtype), torch.randn(rows, 130).to(rows_dtype)
                     check(y, x, [Segment(0, rows, 0)], group, "cpu")

@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.atmm.problems import BF16, FP32, compiled, group_of
+from tests.unit.atmm.problems import BF16, FP32, compiled, each_form, group_of
 from vlora.atmm import op, tiles
 from vlora.atmm.device import Device
 from vlora.atmm.types import Segment
 
 
 @compiled
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(dtype: torch.dtype) -> None:
+@each_form
+def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(
+    dtype: torch.dtype, rows_dtype: torch.dtype
+) -> None:
     group = group_of(700, [130, 64], [8, 24, 64], dtype)
-    x, y = torch.randn(90, 700).to(dtype), torch.randn(90, 194).to(dtype)
+    x, y = torch.randn(90, 700).to(rows_dtype), torch.randn(90, 194).to(rows_dtype)
 
     def run(segments: Sequence[Segment], rows: slice, threads: int) -> torch.Tensor:
         part = y[rows].clone()

@@ -52,19 +52,20 @@ struct Kernels {
   int bundle;  // panels that its tiles like to find interleaved
   bool pairs_in_registers;  // bf16 rows are multiplied as they are; else rows are made fp32 first
   int max_rows[kMaxColumns];
-  TileSet shrink[2], expand[2];  // by Dtype
+  TileSet shrink[kDtypes];           // by Dtype of the matrices
+  TileSet expand[kDtypes][kDtypes];  // and of y; bf16 is not added to by fp32 matrices
   TileKernel merge[2][kMaxColumns][kMaxRows];            // rows x_stride apart
   TileKernel merge_streaming[2][kMaxColumns][kMaxRows];  // the same, stores past the caches
-  // rows x count elements to scratch: fp32 units, or pairs of bf16 (the odd last one with zero).
-  void (*load_rows)(Dtype, const void* x, ptrdiff_t stride, int64_t rows, int64_t count, void* to,
-                    ptrdiff_t to_stride);
+  // rows x count elements to scratch: fp32 units, or pairs of bf16; an odd last one with zero.
+  void (*load_rows)(Dtype, bool pairs, const void* x, ptrdiff_t stride, int64_t rows, int64_t count,
+                    void* to, ptrdiff_t to_stride);
   // fp32 rows of scratch to pairs of bf16, in place; an odd count is padded with zero.
   void (*round_rows)(float* scratch, int64_t rows, int64_t count);
   // Panels of pairs of bf16, `columns` of each bundle of a tile, to fp32: two steps for each.
   void (*widen_panels)(const Tile&, int columns, float* to);
   const cpu::TileUnit* tiles;  // multiplies tiles of pairs; null: none
-  // y += sign * sums, rows of bf16.
-  void (*add_sums)(uint16_t* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,
+  // y += sign * sums.
+  void (*add_sums)(Dtype, void* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,
                    int64_t rows, int64_t columns, float sign);
 };
 

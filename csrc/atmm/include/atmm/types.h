@@ -40,7 +40,8 @@ struct Output {
 
 // y[segment, output] += sign * (x A^T) B^T, for all segments and outputs.
 struct Problem {
-  Dtype dtype;
+  Dtype dtype;       // of the matrices
+  Dtype rows_dtype;  // of x and y: the same, or fp32
   int64_t rows;
   int64_t d_in;
   const void* x;
