@@ -91,11 +91,12 @@ def instances(isa: Isa, part: str) -> Iterator[str]:
                         f" Added<{storage}, {stream}>, {rows}, {panels}, 1, 0, false>;"
                     )
         return
-    dtype, storage = (0, "float") if part == "fp32" else (1, "uint16_t")
+    dtype = 0 if part == "fp32" else 1
     product = "Fp32" if part == "fp32" else "Bf16Pairs" if isa.pairs else "Bf16Widened"
-    ends = {f"shrink[{dtype}]": "ToScratch", f"expand[{dtype}][{dtype}]": f"Added<{storage}, false>"}
+    ends = {f"shrink[{dtype}]": "ToScratch"}
     if part == "bf16":
-        ends["expand[1][0]"] = "Added<float, false>"
+        ends["expand[1][1]"] = "Added<uint16_t, false>"
+    ends[f"expand[{dtype}][0]"] = "Added<float, false>"
     for side, end in ends.items():
         for rows, panels in tiles(isa):
             at, head = f"[{panels - 1}][{rows - 1}]", f"k.{side}"

@@ -15,10 +15,14 @@ namespace {
 
 constexpr double kWorthThreads = 8e-6;
 // Seconds of work below which waking a second thread costs more than it brings.
+constexpr double kWorthMeetings = 60e-6;
+// The same where threads have to meet: then the caller waits for one that wakes late or has lost its
+// core, while blocks of rows are all its own.
 constexpr double kHot = 3;
 // How much faster than memory adapters in cache are read, for estimates of work alone.
-constexpr int64_t kLeastBlock = 12;
-// Rows of a block that is cut for balance: two tiles of 6 rows, which fill the registers.
+constexpr int64_t kLeastBlock = 8;
+// Rows of a block that is cut for balance: a decoding step of 16 rows is two, whose tiles of 4 rows still
+// fill the pipeline.
 constexpr double kBalanced = 1.08;
 // The longest thread's share over the mean from which on it is worth cutting finer.
 constexpr int kMostCuts = 5;
@@ -141,7 +145,8 @@ struct Apply::Wave {
       rows += unit.segment->length;
     }
     threads = seconds < kWorthThreads ? 1 : most_threads;
-    if (threads > 1 && !balance(units, threads, seconds) && rows <= kSplitRows * threads) {
+    if (threads > 1 && !balance(units, threads, seconds) && seconds >= kWorthMeetings &&
+        rows <= kSplitRows * threads) {
       split.emplace(c, units, threads);
       return;
     }

@@ -30,8 +30,7 @@ struct Facts {
   bool bf16;
   bool pairs;      // the instruction set multiplies pairs of bf16
   bool tiles;      // and has a unit that multiplies tiles of them
-  bool readable;   // rows are best read where they lie: whole units that need no conversion, and not so
-                   // many that panels are made fp32 for them
+  bool readable;   // rows can be read where they lie: whole units, and no conversion
   bool packing;    // the configuration copies rows
   bool one_panel;  // A has no more
   bool one_order;  // a row's sums are the same in any batch: nothing may depend on the number of rows

@@ -34,15 +34,14 @@ struct Call {
   const char* x(int64_t row, int64_t k) const {
     return static_cast<const char*>(p.x) + (row * p.x_stride + k) * ptrdiff_t(size_of(p.rows_dtype));
   }
-  // Whether so many rows are best read where they lie.
-  bool readable(int64_t rows) const {
+  bool readable() const {
     if (p.dtype == Dtype::kFp32) return true;
     if (p.d_in % 2 || (p.rows_dtype == Dtype::kFp32) == pairs()) return false;
-    return pairs() ? p.x_stride % 2 == 0 : rows <= kFewRows;
+    return !pairs() || p.x_stride % 2 == 0;
   }
   Paths paths(const TileConfig& config, const Pair& pair, int64_t rows) const {
-    return paths_of({rows, p.dtype == Dtype::kBf16, pairs(), kernels.tiles != nullptr,
-                     readable(rows), config.pack_rows, pair.rank <= kPanel, one_order});
+    return paths_of({rows, p.dtype == Dtype::kBf16, pairs(), kernels.tiles != nullptr, readable(),
+                     config.pack_rows, pair.rank <= kPanel, one_order});
   }
   Panels a(const Pair& pair) const {
     return {static_cast<const char*>(pair.a), ceil_div(pair.rank, kPanel), steps(p.d_in), p.bundle,

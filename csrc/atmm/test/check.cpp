@@ -118,7 +118,9 @@ void check_apply(const Kernels& kernels, Dtype dtype, Dtype rows_dtype, bool lar
   std::vector<std::unique_ptr<Aligned>> packed;
   std::vector<Pair> pairs;
   for (int i = 0; i < slots * outputs; ++i) {
-    const int64_t rank = draw(0, 5) ? any_of<int64_t>({1, 7, 8, 16, 24, 33, 64, 260}) : 0;
+    const int64_t some = large ? any_of<int64_t>({8, 40, 64, 260})
+                               : any_of<int64_t>({1, 7, 8, 16, 24, 33, 64, 260});
+    const int64_t rank = draw(0, 5) ? some : 0;
     const int64_t d_out = out[size_t(i % outputs)].d_out;
     as.emplace_back(dtype, rank * d_in, float(1 / std::sqrt(double(d_in))));
     bs.emplace_back(dtype, d_out * rank, rank ? float(1 / std::sqrt(double(rank))) : 1.0f);

@@ -85,9 +85,7 @@ def expected(
     return result
 
 
-def tolerance_of(
-    backend: backends.Backend, dtype: torch.dtype, rows_dtype: torch.dtype
-) -> float:
+def tolerance_of(backend: backends.Backend, dtype: torch.dtype, rows_dtype: torch.dtype) -> float:
     """Of rows of y and matrices of these types."""
     rounding = backend == "cuda" or (
         backend == "cpu" and tiles.current_isa("bf16") in MULTIPLY_PAIRS

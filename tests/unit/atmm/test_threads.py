@@ -21,7 +21,7 @@ from vlora.atmm.types import Segment
         ([128], [1]),
         ([260], [4]),
         ([24, 7], [1, 17]),
-        ([8, 64, None, 16], [2, 1, 4, 9]),
+        ([8, 128, None, 16], [2, 1, 4, 9]),
     ],
 )
 def test_few_rows_are_shared_inside_their_segments(
@@ -32,7 +32,7 @@ def test_few_rows_are_shared_inside_their_segments(
     dtype: torch.dtype,
     rows_dtype: torch.dtype,
 ) -> None:
-    d_in, d_outs = 3001, [1030, 513]
+    d_in, d_outs = 6001, [4030, 2513]
     group = group_of(d_in, d_outs, ranks, dtype)
     segments, row = [], 1
     for slot, length in enumerate(lengths):
@@ -69,5 +69,6 @@ def test_a_group_serves_any_instruction_set_whichever_it_was_packed_for(
         for isa in tiles.isas():
             with tiles.isa(isa):
                 for rows in (1, 7, 8, 30):
-                    x, y = torch.randn(rows, 257).to(rows_dtype), torch.randn(rows, 130).to(rows_dtype)
+                    x, y = torch.randn(rows, 257), torch.randn(rows, 130)
+                    x, y = x.to(rows_dtype), y.to(rows_dtype)
                     check(y, x, [Segment(0, rows, 0)], group, "cpu")
