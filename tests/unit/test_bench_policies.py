@@ -11,11 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from vlora import places
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 from vlora.bench import llava, policies
 from vlora.bench.cli import bench_app
+from vlora.bench.closed import ClosedLoop
+from vlora.bench.code_of import current
 from vlora.bench.own_operators import OWN
 from vlora.bench.policies import Grid, summarize
 from vlora.bench.replay import simulated
@@ -148,6 +151,25 @@ def test_ratios_are_of_the_same_traces_and_the_worst_is_over_all_places() -> Non
     assert (summary["adapter_share"], summary["most_to_win"]) == (0.08, 0.9)
 
 
+def test_a_closed_loop_is_compared_round_by_round() -> None:
+    rates = {"unmerge_only": (30.0, 15.0, 30.0), "predictive": (27.0, 15.0, 33.0)}
+    rows = [
+        {"kind": "closed loop", "policy": policy, "round": number, "requests_per_s": rate}
+        for policy, found in rates.items()
+        for number, rate in enumerate(found)
+    ]
+    assert summarize(rows)["closed_loop_vs_unmerge_only"] == 1.0
+    assert summarize(rows[:3])["closed_loop_vs_unmerge_only"] is None
+
+
+def test_a_closed_loop_keeps_so_many_requests_there_on_the_demo_checkpoint() -> None:
+    given = {"count": 9, "at_once": 4, "tokens": 3, "adapters": 2}
+    rows = ClosedLoop(places.root() / "tools" / "demo", given).rows(["unmerge_only"], 1)
+    assert [row["policy"] for row in rows] == ["unmerge_only"]
+    assert rows[0]["requests_per_s"] > 0
+    assert rows[0]["rows_per_step"] > 3
+
+
 def test_what_there_was_to_win_stands_beside_what_each_policy_won() -> None:
     rows = [measured("unmerge_only", 10.0), measured("predictive", 9.5), measured("credit", 11.0)]
     simulated = [again("unmerge_only", 10.0), again("predictive", 9.0)]
@@ -197,6 +219,7 @@ def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
     given |= given["quick"] | {"model": "tiny", "capacity_count": 3}
     given["own"] = {"policies": ["punica"], "seeds": [1], "at": {"load": 0.8, "skew": 0.6}}
     given["few"] = {"policies": ["unmerge_only", "paper"], "seeds": [1], "adapters": 2}
+    given["closed"] = None
     given["workloads"] = [{"application": "retrieval", "scale": 0.02, "count": 4}]
     given["simulated"] |= {"count": 4}
     grid, out = tmp_path / "grid.json", tmp_path / "out.json"
@@ -226,6 +249,10 @@ def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
     assert {f"figure-{n}.png" for n in ("19-policies", "21-two-adapters", "22-systems")} <= drawn
     assert Grid.load(grid, quick=True).given["model"] == "tiny"
+    changed = [row for row in found["rows"] if row["kind"] != "capacity"]
+    for row in changed[:2]:
+        row["code"] = "other"
+    assert len(current(found["rows"])) == len(found["rows"]) - 2, "they are measured anew"
     third = CliRunner().invoke(bench_app, [*command, "--dtype", "fp32"])
     assert third.exit_code != 0
     assert "other conditions" in third.output

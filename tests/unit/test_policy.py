@@ -19,7 +19,7 @@ from vlora.engine.policy import (
     UnmergeOnly,
     ours,
 )
-from vlora.engine.predictive import Predictive
+from vlora.engine.predictive import PORTIONS, Predictive
 from vlora.lora.segments import BASE
 
 STEP, SWITCH = 0.01, 0.02
@@ -30,6 +30,7 @@ class Costs:
 
     unmergeable: frozenset[int] = frozenset()
     around = 0.0
+    any = 0.0
 
     def step(self, ready: Sequence[Ready], live: int) -> float:
         return STEP
@@ -48,6 +49,9 @@ class Costs:
 
     def attention(self, rows: int, context: int) -> float:
         return 0.0
+
+    def calls(self) -> float:
+        return self.any
 
     def adapter(self, slot: int) -> float:
         return 0.0 if slot == BASE else 2e-3
@@ -225,12 +229,20 @@ def test_the_predictive_policy_merges_where_the_work_at_hand_repays_the_switch()
     assert predictive().choose([few, Ready("b", 2, missing=101)], 1, 0.0).live == BASE
 
 
-def test_short_requests_go_first_and_long_ones_ride_along() -> None:
-    long = Ready("long", BASE, 0.0, missing=500)
+def test_short_requests_go_first_and_answers_ride_along() -> None:
+    prompt = Ready("prompt", BASE, 0.0, missing=50, left=9)
     short = Ready("short", BASE, 1.0, missing=3, left=1)
-    choice = predictive().choose([long, short], BASE, 0.0)
-    assert [r.id for r in choice.order] == ["short", "long"]
-    assert choice.rows == {"short": 3, "long": 4}, "no more than the read weights carry"
+    answer = Ready("answer", BASE, 2.0, left=400)
+    choice = predictive().choose([prompt, short, answer], BASE, 0.0)
+    assert choice.rows == {"short": 3, "answer": 1}, "no part of a prompt, nor all of it"
+    assert predictive().choose([prompt], BASE, 0.0).rows == {"prompt": 50}
+
+
+def test_a_long_prompt_goes_in_parts_that_make_good_use_of_the_machine() -> None:
+    long = Ready("long", BASE, missing=1000, left=9)
+    rows = Predictive(16, 1024, math.inf, Costs()).choose([long], BASE, 0.0).rows
+    assert rows is not None
+    assert PORTIONS[0] <= rows["long"] < 1000, "whoever comes meanwhile waits for no more"
 
 
 def test_an_adapter_waits_for_company_where_its_bytes_cost_more_than_it_brings() -> None:
@@ -241,6 +253,26 @@ def test_an_adapter_waits_for_company_where_its_bytes_cost_more_than_it_brings()
     assert "lone" not in {r.id for r in choice.order}
     alone = policy.choose([lone], BASE, 0.0)
     assert [r.id for r in alone.order] == ["lone"]
+
+
+def test_requests_of_an_adapter_share_what_it_costs_to_bring() -> None:
+    mine = [Ready(f"a{i}", 1, left=3) for i in range(4)]
+    others = [Ready(f"b{i}", 2, left=10) for i in range(4)]
+    policy = predictive(unmergeable=frozenset({1, 2}))
+    assert {r.slot for r in policy.choose([*mine, others[0]], BASE, 0.0).order} == {1}
+    assert len(policy.choose([*mine, *others], BASE, 0.0).order) == 8
+
+
+def test_the_calls_of_a_step_with_adapters_are_borne_by_all_that_have_one() -> None:
+    plain = [Ready(f"base{i}", BASE, left=3) for i in range(2)]
+    lone, *company = [Ready(f"a{i}", 1, left=6) for i in range(5)]
+    costs = Costs()
+    costs.unmergeable = frozenset({1})
+    policy = Predictive(16, 64, math.inf, costs)
+    assert len(policy.choose([*plain, lone], BASE, 0.0).order) == 3
+    costs.any = 6e-3
+    assert len(policy.choose([*plain, lone], BASE, 0.0).order) == 2
+    assert len(policy.choose([*plain, lone, *company], BASE, 0.0).order) == 7
 
 
 def test_what_a_step_costs_beside_its_forward_pass_keeps_requests_together() -> None:

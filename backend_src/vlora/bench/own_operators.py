@@ -58,6 +58,8 @@ def dlora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
 
 
 OWN: Mapping[str, Apply] = {"punica": punica, "slora": slora, "dlora_einsum": dlora}
+RULE_OF = {"punica": "unmerge_only", "slora": "unmerge_only", "dlora_einsum": "dlora"}
+"""The policies of the systems that are measured with their own operator."""
 
 
 @contextmanager

@@ -16,9 +16,12 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+from vlora import places
 from vlora.bench.bed import NAMES
+from vlora.bench.closed import ClosedLoop, ratio
+from vlora.bench.code_of import code_of
 from vlora.bench.llava import MODELS, Checkpoint, make
-from vlora.bench.own_operators import OWN, operator
+from vlora.bench.own_operators import OWN, RULE_OF, operator
 from vlora.bench.replay import Replay, measured, simulated
 from vlora.bench.timing import geometric_mean
 from vlora.bench.traces import Asked, Workload
@@ -31,15 +34,14 @@ from vlora.engine.scheduler import Budgets
 
 OURS, PLAIN = "predictive", "unmerge_only"
 BASELINES = (PLAIN, "merge_only", "dlora")
-RULE_OF = {"punica": "unmerge_only", "slora": "unmerge_only", "dlora_einsum": "dlora"}
-"""The policies of the systems that are measured with their own operator."""
 PAPER = {"vs_unmerge_only": 0.41, "vs_merge_only": 0.67, "vs_dlora": 0.79}
 """The paper's ratios (figure 19: −59 %, −33 %, −21 %), for the table."""
 AT: Mapping[str, Any] = {"load": 0.8, "skew": 0.6}
 """Where the summary's ratios are taken."""
 MEASURED, FEW, AGAIN, SIMULATED = "measured", "few adapters", "simulated again", "simulated"
+CLOSED = "closed loop"
 """Kinds of rows: of the grid; of figure 21's two adapters; the grid in the time of one cost model,
-as it is when all has been measured; larger traces likewise."""
+as it is when all has been measured; larger traces likewise; of `closed.py`."""
 SIMULATING = 0.06
 """Of the time: for traces that are simulated alone."""
 
@@ -191,6 +193,8 @@ def run(
     capacities = _capacities(grid, bed, rows, kept, told)
     began = time.monotonic() - 1e-3
     last = deadline - SIMULATING * max(0.0, deadline - began)
+    if time.monotonic() <= last:
+        _close(grid, rows, kept, told)
     todo = list(grid.cells())
     steps = sum(len(cell.policies) for cell in todo)
     done = 0
@@ -198,7 +202,7 @@ def run(
         trace = cell.trace(capacities[cell.workload.application])
         for name in cell.policies:
             done += 1
-            key = {"kind": cell.kind, "policy": name, **cell.as_row()}
+            key = _key(cell, name)
             now = time.monotonic()
             if _known(rows, key) is None and now <= last:
                 told(f"{cell.name}: {name}", max(done / steps, (now - began) / (last - began)))
@@ -215,7 +219,7 @@ def run(
             continue
         names = (*grid.given["policies"], *grid.given["also"]["policies"])
         for name in names:
-            key = {"kind": AGAIN, "policy": name, **cell.as_row()}
+            key = _key(cell, name, AGAIN)
             if _known(rows, key) is None:
                 told(f"simulated: {cell.name}", 1.0)
                 rows.append(
@@ -225,11 +229,35 @@ def run(
     for cell in grid.simulated():
         trace = cell.trace(capacities[cell.workload.application])
         for name in cell.policies:
-            key = {"kind": cell.kind, "policy": name, **cell.as_row()}
+            key = _key(cell, name)
             if _known(rows, key) is None and time.monotonic() <= deadline:
                 told(f"simulated: {cell.name}, {cell.workload.adapters} adapters: {name}", 1.0)
                 rows.append(key | bed.simulate(name, trace).as_row())
                 kept()
+
+
+def _key(cell: Cell, policy: str, kind: str | None = None) -> dict[str, Any]:
+    told = {"kind": kind or cell.kind, "policy": policy, "code": code_of(policy)}
+    return told | cell.as_row()
+
+
+def _close(
+    grid: Grid,
+    rows: list[dict[str, Any]],
+    kept: Callable[[], None],
+    told: Callable[[str, float], None],
+) -> None:
+    """The closed loop: all policies anew where one has changed, since rounds are compared."""
+    given = grid.given["closed"]
+    names = given["policies"] if given else ()
+    keys = [{"kind": CLOSED, "policy": name, "code": code_of(name)} for name in names]
+    if all(_known(rows, key) for key in keys):
+        return
+    told(CLOSED, 0.0)
+    rows[:] = [row for row in rows if row["kind"] != CLOSED]
+    for row in ClosedLoop(places.root() / "tools" / "demo", given).rows(names, given["rounds"]):
+        rows.append({"kind": CLOSED, "code": code_of(row["policy"]), **row})
+    kept()
 
 
 def _simulated(bed: Bed, name: str, trace: Sequence[Asked]) -> dict[str, Any]:
@@ -303,6 +331,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         summary[f"worst_vs_{name}_at_high_skew"] = _largest(found)
     for name in ("credit", "paper"):
         summary[f"{name}_vs_{PLAIN}"] = _rounded(_ratios(done, PLAIN, name, **AT))
+    summary[f"closed_loop_vs_{PLAIN}"] = ratio(rows, OURS, PLAIN)
     errors = [row["prediction_error"] for row in done if row["policy"] not in OWN]
     summary["step_prediction_median_error"] = round(median(errors), 4) if errors else None
     beside = [(row["token_latency_ms"], row["simulated_ms"]) for row in done if row["simulated_ms"]]

@@ -79,11 +79,18 @@ def policies(
 
 
 def _rows(path: Path | None, described: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a run before this one has measured, under the same conditions."""
+    """What a run before this one has measured, under the same conditions, with policies and a cost
+    model that have not changed since."""
+    from vlora.bench.code_of import current
+
     if path is None or not path.is_file():
         return []
     found = jsonlib.loads(path.read_text())
     same = ("command", "quick", "grid", "dtype", "threads", "workloads", "cpu")
     if any(found["meta"].get(key) != described[key] for key in same):
         raise typer.BadParameter(f"--json {path} holds a run under other conditions; remove it")
-    return list(found["rows"])
+    rows = current(found["rows"])
+    if len(rows) < len(found["rows"]):
+        stale = len(found["rows"]) - len(rows)
+        console().print(f"{stale} rows of {path} are of other code and measured anew")
+    return rows

@@ -252,16 +252,22 @@ def _adapters(
     slots: Sequence[int],
     size: Callable[[int], AdapterSize],
 ) -> Profile:
-    """brought and applied: what distinct adapters cost for a row each, and one for many rows."""
-    most = min(DISTINCT, profile.products[-1][0])
-    largest = sorted(slots, key=lambda slot: -size(slot).factors)[:most]
+    """calls, brought and applied: what one small adapter costs, distinct large ones for a row each,
+    and one for many rows."""
+    count = min(DISTINCT, profile.products[-1][0])
+    largest = sorted(slots, key=lambda slot: -size(slot).factors)[:count]
     rows = min(MANY_ROWS, profile.products[-1][0])
     if not largest or rows < 2:
         return profile
-    few = _beyond_base(bed, largest, 1) / sum(size(slot).factors for slot in largest)
-    many = _beyond_base(bed, largest[:1], rows) / size(largest[0]).factors
-    applied = max(0.0, (many - few) / (rows - 1))
-    return replace(profile, brought=max(0.0, few - applied), applied=applied)
+    smallest = min(slots, key=lambda slot: size(slot).factors)
+    least, most = size(smallest).factors, sum(size(slot).factors for slot in largest)
+    one, distinct = _beyond_base(bed, [smallest], 1), _beyond_base(bed, largest, 1)
+    each = max(0.0, distinct - one) / (most - least) if most > least else 0.0
+    calls = max(0.0, one - each * least)
+    each = (distinct - calls) / most if distinct > calls else 0.0
+    many = (_beyond_base(bed, largest[:1], rows) - calls) / size(largest[0]).factors
+    applied = max(0.0, (many - each) / (rows - 1))
+    return replace(profile, calls=calls, brought=max(0.0, each - applied), applied=applied)
 
 
 def _beyond_base(bed: Bed, slots: Sequence[int], rows: int) -> float:

@@ -2,7 +2,8 @@
 
 Knows sizes, seconds and slots; nothing of torch, requests or policies. A prediction is made of the
 parts that a step has: products (by rows), the LM head (by answers), attention (by positions and by
-pairs of row and position), and each adapter, its weights once and its rows.
+pairs of row and position), the operator's calls where there is any adapter, and each adapter, its
+weights once and its rows.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from vlora.lora.segments import BASE
 
 REMEMBERED = 512
 """Predictions whose errors are kept."""
-LEARNED = 0.1
-"""Weight of a new measurement in a correction, once the first few have made it."""
+PACE, LEARNED, LEARNED_MERGES = 0.4, 0.05, 0.1
+"""Weight of a new measurement in the pace of all steps, which neighbours on the machine change by
+the second; in what is known of steps alike, which stays; and of merges."""
+DOUBT = 2
+"""Measurements that it takes to believe steps alike as much as all steps."""
 FORGOTTEN = 0.02
 """Of what is known of a step beside its forward pass, with each new one."""
 HELD_UP, LEAST = 3.0, 1e-3
@@ -52,6 +56,7 @@ class Profile:
     products: by rows, ascending: a step of so many rows, no adapter, no context, one answer.
     head: the LM head's weights over all other products'. answer: of each answer beside its product.
     position: of reading a position's keys and values. pair: of a row at a position.
+    calls: of a step with any adapter, whatever it is: a call for every group of matrices.
     brought: of an adapter's element, whatever its rows. applied: of an element and row.
     merged: of a merge, whatever the adapter, and of a multiplication of B·A.
     """
@@ -61,6 +66,7 @@ class Profile:
     answer: float = 0.0
     position: float = 0.0
     pair: float = 0.0
+    calls: float = 0.0
     brought: float = 0.0
     applied: float = 0.0
     merged: tuple[float, float] = (0.0, 0.0)
@@ -68,14 +74,16 @@ class Profile:
 
 @dataclass
 class _Correction:
-    """Time over prediction, a geometric mean that forgets."""
+    """Time over prediction, a geometric mean that forgets. weight: of a new one, in the end. seen:
+    how many there were; begun with more than none, 1 is believed as much as so many."""
 
+    weight: float
     log: float = 0.0
     seen: int = 0
 
     def learn(self, ratio: float) -> None:
         self.seen += 1
-        self.log += max(LEARNED, 1 / self.seen) * (math.log(ratio) - self.log)
+        self.log += max(self.weight, 1 / self.seen) * (math.log(ratio) - self.log)
 
     @property
     def factor(self) -> float:
@@ -115,9 +123,10 @@ class CostModel:
     """Predictions of one engine. sizes: of an adapter by slot. held: the slot whose weights are
     merged already, live or not. mergeable: whether a slot may be merged.
 
-    A step is its forward pass and what comes beside it. The correction of the first is that of
-    steps alike: with as many rows (by powers of two), with prompts or without, with the LM head or
-    adapters or not; until one has come, that of all. The second is known from steps alone.
+    A step is its forward pass and what comes beside it. The first is corrected by the pace of the
+    machine, which is that of the last few steps, whatever they were; and by how steps alike differ
+    from all: with as many rows (by powers of two), with prompts or without, with adapters or not.
+    The second is known from steps alone.
     """
 
     profile: Profile
@@ -125,8 +134,8 @@ class CostModel:
     held: Callable[[], int] = lambda: BASE
     can_merge: Callable[[int], bool] = lambda slot: True
     _steps: dict[tuple[int, ...], _Correction] = field(default_factory=dict)
-    _all: _Correction = field(default_factory=_Correction)
-    _merges: _Correction = field(default_factory=_Correction)
+    _pace: _Correction = field(default_factory=lambda: _Correction(PACE))
+    _merges: _Correction = field(default_factory=lambda: _Correction(LEARNED_MERGES))
     _beside: _Beside = field(default_factory=_Beside)
     _lines: dict[int, float] = field(default_factory=dict)
     _errors: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -140,12 +149,12 @@ class CostModel:
 
     def predict(self, parts: Sequence[Part], live: int) -> float:
         """Seconds of a whole step of these parts, from the end of the one before."""
-        forward = self._raw(parts, live) * self._correction(parts, live).factor
+        forward = self._raw(parts, live) * self._correction(parts, live)
         return forward + self._beside.seconds(len(parts))
 
     def adapters(self, parts: Sequence[Part], live: int) -> float:
         """Seconds of such a step that its adapters take."""
-        return self._lora(parts, live) * self._correction(parts, live).factor
+        return self._lora(parts, live) * self._correction(parts, live)
 
     def record(
         self, parts: Sequence[Part], live: int, forward: float, beside: float = 0.0
@@ -155,8 +164,9 @@ class CostModel:
         raw = self._raw(parts, live)
         if raw > 0.0 and forward > 0.0:
             self._errors.append(abs(predicted / (forward + beside) - 1.0))
-            self._all.learn(forward / raw)
-            self._steps.setdefault(_kind(parts, live), _Correction()).learn(forward / raw)
+            alike = self._steps.setdefault(_kind(parts, live), _Correction(LEARNED, seen=DOUBT))
+            self._pace.learn(forward / raw / alike.factor)
+            alike.learn(forward / raw / self._pace.factor)
             self._beside.learn(len(parts), beside)
         return predicted
 
@@ -177,8 +187,8 @@ class CostModel:
 
     @property
     def correction(self) -> float:
-        """Of all steps: forward passes over what the calibration says of them."""
-        return self._all.factor
+        """Of all steps, lately: forward passes over what the calibration says of them."""
+        return self._pace.factor
 
     def alone(self, held: Callable[[], int]) -> CostModel:
         """The same predictions in a world where `held` says what is merged."""
@@ -189,7 +199,7 @@ class CostModel:
         return replace(
             self,
             _steps={kind: replace(one) for kind, one in self._steps.items()},
-            _all=replace(self._all),
+            _pace=replace(self._pace),
             _merges=replace(self._merges),
             _beside=replace(self._beside),
             _errors=deque(maxlen=REMEMBERED),
@@ -197,7 +207,7 @@ class CostModel:
 
     def without_adapters(self) -> CostModel:
         """The same where adapters cost nothing: what no mode can better."""
-        profile = replace(self.profile, brought=0.0, applied=0.0, merged=(0.0, 0.0))
+        profile = replace(self.profile, calls=0.0, brought=0.0, applied=0.0, merged=(0.0, 0.0))
         return replace(self, profile=profile, _lines={})
 
     # -- what policies ask (`policy.Costs`, `predictive.StepCosts`) ---------------------------
@@ -236,6 +246,9 @@ class CostModel:
         profile = self.profile
         return profile.position * (context + rows) + profile.pair * rows * (context + rows / 2)
 
+    def calls(self) -> float:
+        return self.profile.calls
+
     def adapter(self, slot: int) -> float:
         return 0.0 if slot == BASE else self.profile.brought * self.sizes(slot).factors
 
@@ -251,10 +264,12 @@ class CostModel:
 
     def _lora(self, parts: Sequence[Part], live: int) -> float:
         rows = rows_by_adapter(parts, live)
-        return sum(self.adapter(s) + self.lora(s, n) for s, n in rows.items())
+        calls = self.profile.calls if rows else 0.0
+        return calls + sum(self.adapter(s) + self.lora(s, n) for s, n in rows.items())
 
-    def _correction(self, parts: Sequence[Part], live: int) -> _Correction:
-        return self._steps.get(_kind(parts, live), self._all)
+    def _correction(self, parts: Sequence[Part], live: int) -> float:
+        alike = self._steps.get(_kind(parts, live))
+        return self._pace.factor * (1.0 if alike is None else alike.factor)
 
 
 def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:

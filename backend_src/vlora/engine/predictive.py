@@ -1,17 +1,18 @@
 """The policy that asks the cost model: what a step earns per second, and what a merge saves.
 
 Beyond the paper. A request's lateness grows with every second until it ends (from its arrival, or
-beyond its deadline), so that the requests with the least work left go first, and a step takes
-whatever makes it end more of them per second: rows that ride along for nothing while the weights
-are read (and while the step is scheduled and told), then those whose share of a request is worth
-their time. An adapter that the step has not
-read yet costs its bytes, which gathers requests of the same adapters in the same steps.
+beyond its deadline). Whoever is answering goes on, since a row more is little of what a step costs
+whoever is in it. Prompts, those with the least work left first, and adapters that the step has not
+read yet join where the step then ends more of requests per second: a prompt keeps all others
+waiting while it is computed, an adapter costs its bytes, which all that would share it bear
+together.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from vlora.engine.policy import Choice, Costs, Ready
@@ -24,14 +25,18 @@ ENOUGH = 0.97
 nobody can come in between before the step ends."""
 FULL = 64
 """Rows of a step that makes good use of the machine."""
-PROMPT = 4.0
+PROMPT = 2.0
 """Tokens of an answer that a row of a prompt is worth: until all of a prompt is there its request
 cannot ride along in steps that are made for others. Of 1 to 8, simulated on the traces of `vlora
 bench policies`, this and more did alike."""
+RIDES = 0.5
+"""Of the steps that a prompt could share with answers, were it computed now, those that it will:
+the answers may end before their limits."""
 REFUSALS = 64
 """Requests that a step may be found not worth, before it is taken as it is."""
-PORTIONS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
-"""Rows of a prompt that are weighed against each other."""
+PORTIONS = (128, 256, 512, 1024, 2048)
+"""Rows of a prompt that are weighed against the whole of it. Fewer are not: what a prompt in small
+parts gains by riding along, its request loses by the steps that it then takes (decision 58)."""
 
 
 class StepCosts(Costs, Protocol):
@@ -47,6 +52,10 @@ class StepCosts(Costs, Protocol):
 
     def attention(self, rows: int, context: int) -> float:
         """Of `rows` rows of a request behind `context` positions."""
+        ...
+
+    def calls(self) -> float:
+        """Of a step that has any adapter, beside what each of them costs."""
         ...
 
     def adapter(self, slot: int) -> float:
@@ -69,30 +78,38 @@ class Predictive:
         self._costs = costs
 
     def choose(self, ready: Sequence[Ready], live: int, now: float) -> Choice:
-        per_row = self._costs.products(FULL, 1) / FULL
-        work = {r.id: self._work(r, per_row) for r in ready}
         merged = self._live(ready, live)
         overdue = sorted((r for r in ready if r.wait > self._max_wait), key=lambda r: -r.wait)
         late = {r.id for r in overdue}
-        urgent = [r for r in ready if r.deadline - now <= URGENT * work[r.id] and r.id not in late]
+        dated = [r for r in ready if r.deadline < math.inf and r.id not in late]
+        urgent = [r for r in dated if r.deadline - now <= URGENT * self._work(r)]
         urgent.sort(key=lambda r: r.deadline)
         late |= {r.id for r in urgent}
-        step = _Step(self._costs, merged, self._rows)
+        step = _Step(self._costs, merged, self._rows, Counter(r.slot for r in ready))
         for r in [*overdue, *urgent][: self._size]:
             step.take(r, r.missing)
-        rest = [r for r in ready if r.id not in late]
-        rest.sort(key=lambda r: (r.priority, work[r.id]))
+        rest = [r for r in ready if r.id not in late] if late else ready
+        answers = sorted((r for r in rest if r.missing == 1), key=lambda r: (r.priority, r.left))
+        for r in answers:
+            if len(step.order) == self._size:
+                break
+            if step.has_adapters_of(r):
+                step.take(r, 1)
+            else:
+                step.consider(r)
+        prompts = [(r.priority, self._work(r), i) for i, r in enumerate(rest) if r.missing > 1]
         refused = 0
-        for r in rest:
+        for _, _, i in sorted(prompts):
             if len(step.order) == self._size or refused == REFUSALS:
                 break
-            refused += not step.consider(r)
+            refused += not step.consider(rest[i])
         return Choice(tuple(step.order), merged, step.rows)
 
-    def _work(self, r: Ready, per_row: float) -> float:
+    def _work(self, r: Ready) -> float:
         """Seconds of a full step's worth that the request still takes."""
         costs = self._costs
         rows = r.missing + r.left
+        per_row = costs.products(FULL, 1) / FULL
         return rows * per_row + costs.attention(rows, r.context) + costs.lora(r.slot, rows)
 
     def _live(self, ready: Sequence[Ready], live: int) -> int:
@@ -118,27 +135,41 @@ class Predictive:
 
 
 class _Step:
-    """A step as it fills: value, the shares of requests that it ends, over predicted seconds."""
+    """A step as it fills: value, the shares of requests that it ends, over predicted seconds.
 
-    def __init__(self, costs: StepCosts, live: int, rows: int) -> None:
+    What an adapter costs whatever its rows is weighed against all that would share it: the first
+    of them bears its part of it, not the whole."""
+
+    def __init__(self, costs: StepCosts, live: int, rows: int, asked: Mapping[int, int]) -> None:
+        """asked: requests by slot."""
         self._costs = costs
         self._live = live
         self._room = rows
+        self._asked = asked
+        self._calls = costs.calls()
+        self._alone = costs.products(1, 1) + costs.beside(1)
+        self._others = sum(n for slot, n in asked.items() if slot != live)
+        """Requests that have any adapter applied to their rows."""
         self._read: set[int] = set()
         self._needs: dict[int, tuple[tuple[int, float, float], ...]] = {}
-        self._count = self._answers = 0
-        self._value = self._added = self._earning = 0.0
+        self._count = self._answers = self._longest = 0
+        self._value = self._added = 0.0
         self.order: list[Ready] = []
         self.rows: dict[str, int] = {}
+
+    def has_adapters_of(self, r: Ready) -> bool:
+        """Whether all that is applied to its rows is part of the step already."""
+        return all(slot in self._read for slot, _, _ in self._needed(r.slot))
 
     def consider(self, r: Ready) -> bool:
         """Takes the request where the step earns more per second with it."""
         most = min(r.missing, self._room)
         if most == 0:
             return False
+        now = self._value / self._seconds() if self.order else 0.0
         portions = (*(rows for rows in PORTIONS if rows < most), most)
-        found = [(self._earns(r, rows), rows) for rows in portions]
-        now = self._earning
+        brought, row = self._adapters(r.slot, shared=True)
+        found = [(self._earns(r, rows, brought + row * rows, now), rows) for rows in portions]
         best = max(earns for earns, _ in found)
         if best <= now:
             return False
@@ -150,31 +181,55 @@ class _Step:
         rows = min(rows, self._room)
         if rows == 0:
             return
-        self._earning = self._earns(r, rows)
-        self._added += self._more(r, rows)
+        needed = self._needed(r.slot)
+        if needed:
+            brought, row = self._adapters(r.slot, shared=False)
+            self._added += brought + row * rows
+            self._read.update(slot for slot, _, _ in needed)
+        self._added += self._costs.attention(rows, r.context)
         self._value += _share(r, rows)
         self._count += rows
         self._answers += rows == r.missing
+        self._longest = max(self._longest, r.left)
         self._room -= rows
-        self._read.update(slot for slot, _, _ in self._needed(r.slot))
         self.order.append(r)
         self.rows[r.id] = rows
 
-    def _earns(self, r: Ready, rows: int) -> float:
-        """Value per second of the step with these rows as well."""
-        answers = self._answers + (rows == r.missing)
-        seconds = self._costs.products(self._count + rows, answers) + self._added
-        seconds += self._costs.beside(len(self.order) + 1) + self._more(r, rows)
-        return (self._value + _share(r, rows)) / seconds
+    def _seconds(self, rows: int = 0, answers: int = 0, requests: int = 0) -> float:
+        """Of the step as it is, with so many more."""
+        products = self._costs.products(self._count + rows, self._answers + answers)
+        return products + self._added + self._costs.beside(len(self.order) + requests)
 
-    def _more(self, r: Ready, rows: int) -> float:
-        """Seconds beside the products: attention, adapters that nobody has brought, their rows."""
-        seconds = self._costs.attention(rows, r.context)
-        for slot, brought, row in self._needed(r.slot):
-            seconds += row * rows
-            if slot not in self._read:
-                seconds += brought
-        return seconds
+    def _earns(self, r: Ready, rows: int, adapters: float, now: float) -> float:
+        """Value per second of the step with these rows as well. adapters: their seconds. now: what
+        it earns without them."""
+        worth = _share(r, rows)
+        if r.missing == rows and self._value > 0.0:
+            worth += self._rides(r, now)
+        seconds = self._seconds(rows, rows == r.missing, 1)
+        return (self._value + worth) / (seconds + adapters + self._costs.attention(rows, r.context))
+
+    def _rides(self, r: Ready, now: float) -> float:
+        """What a prompt that is whole after this step saves by answering beside the others and not
+        after them: of so many of their steps, what one costs whoever is in it."""
+        if r.missing == 1:
+            return 0.0
+        part = min(1.0, self._alone * now / self._value)
+        return RIDES * _weight(r) * part * min(r.left, self._longest) / (1 + self._longest)
+
+    def _adapters(self, slot: int, *, shared: bool) -> tuple[float, float]:
+        """Seconds that a request through this one adds: of what nobody has brought to the step yet
+        (its part of that where `shared`), and of each row."""
+        needed = self._needed(slot)
+        brought = each = 0.0
+        if needed and not self._read:
+            brought = self._calls / (self._others if shared else 1)
+        for one, seconds, row in needed:
+            each += row
+            if one not in self._read:
+                among = self._others if one == self._live else self._asked[one]
+                brought += seconds / (among if shared else 1)
+        return brought, each
 
     def _needed(self, slot: int) -> tuple[tuple[int, float, float], ...]:
         """Adapters that are applied to the rows of one: (slot, seconds to bring it, of a row)."""
@@ -188,8 +243,12 @@ class _Step:
 
 
 def _share(r: Ready, rows: int) -> float:
-    """What these rows are worth: the part of the request that they are, since ending a short one is
-    worth as much as ending a long one; twice as much for each step of priority."""
-    weight = 2.0 ** -min(max(r.priority, -8), 8)
+    """The part of the request that these rows are, since ending a short one is worth as much as
+    ending a long one."""
     worth = PROMPT if r.missing > 1 else 1.0
-    return float(weight * worth * rows / (worth * r.missing + r.left))
+    return _weight(r) * worth * rows / (worth * r.missing + r.left)
+
+
+def _weight(r: Ready) -> float:
+    """Twice as much for each step of priority."""
+    return float(2.0 ** -min(max(r.priority, -8), 8))
