@@ -93,9 +93,7 @@ class Predictive:
         for r in answers:
             if len(step.order) == self._size:
                 break
-            if step.has_adapters_of(r):
-                step.take(r, 1)
-            else:
+            if not step.ride(r):
                 step.consider(r)
         prompts = [(r.priority, self._work(r), i) for i, r in enumerate(rest) if r.missing > 1]
         refused = 0
@@ -151,15 +149,25 @@ class _Step:
         self._others = sum(n for slot, n in asked.items() if slot != live)
         """Requests that have any adapter applied to their rows."""
         self._read: set[int] = set()
+        self._riding: dict[int, float] = {}
+        """Seconds that a row takes, of slots whose adapters are all read."""
         self._needs: dict[int, tuple[tuple[int, float, float], ...]] = {}
         self._count = self._answers = self._longest = 0
         self._value = self._added = 0.0
         self.order: list[Ready] = []
         self.rows: dict[str, int] = {}
 
-    def has_adapters_of(self, r: Ready) -> bool:
-        """Whether all that is applied to its rows is part of the step already."""
-        return all(slot in self._read for slot, _, _ in self._needed(r.slot))
+    def ride(self, r: Ready) -> bool:
+        """Takes a row of an answer; False where its adapters are no part of the step yet."""
+        row = self._riding.get(r.slot)
+        if row is None:
+            needed = self._needed(r.slot)
+            if any(slot not in self._read for slot, _, _ in needed):
+                return False
+            row = self._riding[r.slot] = sum(each for _, _, each in needed)
+        if self._room:
+            self._join(r, 1, row)
+        return True
 
     def consider(self, r: Ready) -> bool:
         """Takes the request where the step earns more per second with it."""
@@ -181,12 +189,12 @@ class _Step:
         rows = min(rows, self._room)
         if rows == 0:
             return
-        needed = self._needed(r.slot)
-        if needed:
-            brought, row = self._adapters(r.slot, shared=False)
-            self._added += brought + row * rows
-            self._read.update(slot for slot, _, _ in needed)
-        self._added += self._costs.attention(rows, r.context)
+        brought, row = self._adapters(r.slot, shared=False)
+        self._read.update(slot for slot, _, _ in self._needed(r.slot))
+        self._join(r, rows, brought + row * rows)
+
+    def _join(self, r: Ready, rows: int, adapters: float) -> None:
+        self._added += self._costs.attention(rows, r.context) + adapters
         self._value += _share(r, rows)
         self._count += rows
         self._answers += rows == r.missing
@@ -251,4 +259,4 @@ def _share(r: Ready, rows: int) -> float:
 
 def _weight(r: Ready) -> float:
     """Twice as much for each step of priority."""
-    return float(2.0 ** -min(max(r.priority, -8), 8))
+    return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
