@@ -229,6 +229,16 @@ def test_the_predictive_policy_merges_where_the_work_at_hand_repays_the_switch()
     assert predictive().choose([few, Ready("b", 2, missing=101)], 1, 0.0).live == BASE
 
 
+def test_a_merge_saves_the_calls_of_steps_that_have_nobody_else() -> None:
+    costs = Costs()
+    policy = Predictive(16, 64, math.inf, costs)
+    answers = [Ready("a", 1, left=5)]
+    assert policy.choose(answers, BASE, 0.0).live == BASE, "12.6 ms of it, for 20 ms"
+    costs.any = 2e-3
+    assert policy.choose(answers, BASE, 0.0).live == 1
+    assert policy.choose([*answers, Ready("b", 2, left=5)], BASE, 0.0).live == BASE
+
+
 def test_short_requests_go_first_and_answers_ride_along() -> None:
     prompt = Ready("prompt", BASE, 0.0, missing=50, left=9)
     short = Ready("short", BASE, 1.0, missing=3, left=1)

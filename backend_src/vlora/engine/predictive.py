@@ -112,7 +112,8 @@ class Predictive:
 
     def _live(self, ready: Sequence[Ready], live: int) -> int:
         """The adapter whose merge saves most over the work that is here: its own rows and steps
-        need it no more, all others need it taken out."""
+        need it no more, nor the operator where nobody else is there; all others need it taken
+        out."""
         rows: defaultdict[int, int] = defaultdict(int)
         steps: defaultdict[int, int] = defaultdict(int)
         for r in ready:
@@ -125,7 +126,8 @@ class Predictive:
                 continue
             others = max((n for other, n in steps.items() if other != slot), default=0)
             saved = self._costs.lora(slot, 2 * rows[slot] - total)
-            saved += self._costs.adapter(slot) * (steps[slot] - others)
+            whole = self._costs.adapter(slot) + self._costs.calls()
+            saved += whole * (steps[slot] - others)
             gain = saved - self._costs.switch(live, slot)
             if gain > most:
                 best, most = slot, gain
