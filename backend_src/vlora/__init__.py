@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
-from vlora import waiting
+from vlora import freed, waiting
 
 waiting.set_policy()
+freed.keep()
