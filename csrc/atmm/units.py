@@ -43,6 +43,11 @@ class Isa:
     def pairs(self) -> bool:
         return "VLORA_HAS_BF16_PRODUCTS" in self.base.defines
 
+    @property
+    def apart(self) -> bool:
+        """Whether a panel takes two registers, so that even and odd columns can have one each."""
+        return self.registers_per_panel > 1
+
 
 _BF16_ONLY = ("bf16", "merge", "rows")
 
@@ -90,6 +95,12 @@ def instances(isa: Isa, part: str) -> Iterator[str]:
                         f"k.{field}[{name}][{panels - 1}][{rows - 1}] = tile<Fp32,"
                         f" Added<{storage}, {stream}>, {rows}, {panels}, 1, 0, false>;"
                     )
+        for rows, panels in tiles(isa):
+            if isa.apart and rows <= DIRECT_ROWS:
+                yield (
+                    f"k.merge_apart[{panels - 1}][{rows - 1}] = tile<Fp32,"
+                    f" AddedApart, {rows}, {panels}, 1, 0, false>;"
+                )
         return
     dtype = 0 if part == "fp32" else 1
     product = "Fp32" if part == "fp32" else "Bf16Pairs" if isa.pairs else "Bf16Widened"
@@ -189,6 +200,8 @@ def units(build: Path) -> list[Unit]:
     found.append(Unit(kernels.write(build / "atmm_kernel_table.cpp", kernel_table())))
     for one, part in ((isa, part) for isa in ISAS for part in isa.parts):
         header = "rows.h" if part == "rows" else "tile.h"
+        if part == "merge" and one.apart:
+            header = "apart.h"
         found.append(kernels.unit(build, "atmm", part, one.base, (header,), body(one, part)))
     kernels.write(build / "configurations.inc", configurations())
     kernels.write(build / "merge_configurations.inc", merge_configurations())

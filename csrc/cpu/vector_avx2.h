@@ -21,6 +21,11 @@ struct V {
     return load(values);
   }
   static V load_half_of_pairs(const char* p, int odd) { return {half(p, odd), half(p + 32, odd)}; }
+  // Of 16 bf16 values those at even places, then those at odd ones.
+  static V load_apart(const uint16_t* p) {
+    const char* const pairs = reinterpret_cast<const char*>(p);
+    return {half(pairs, 0), half(pairs, 1)};
+  }
   static Scalar broadcast(const float* p) { return _mm256_broadcast_ss(p); }
   // p[0] and p[1], and of four p[odd] and p[2 + odd], in turn.
   static Scalar two(const float* p) {
@@ -64,8 +69,21 @@ struct V {
   void store_past_caches(uint16_t* p) const {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(p), rounded());
   }
+  // The other way round, to nearest, ties to even. Of results of arithmetic, where a NaN is a quiet one.
+  void store_together(uint16_t* p) const {
+    const __m256i even = _mm256_srli_epi32(rounded_up(lo), 16), odd = rounded_up(hi);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(even, odd, 0xaa));
+  }
 
  private:
+  // The upper half is the value in bf16.
+  static __m256i rounded_up(__m256 r) {
+    const __m256i bits = _mm256_castps_si256(r);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i number = _mm256_castps_si256(_mm256_cmp_ps(r, r, _CMP_ORD_Q));
+    return _mm256_add_epi32(bits, _mm256_and_si256(number, up));
+  }
   static __m256 widen(const uint16_t* p) {
     const __m128i bf16 = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bf16), 16));

@@ -29,6 +29,12 @@ struct V {
     }
     return result;
   }
+  // Of 16 bf16 values those at even places, then those at odd ones.
+  static V load_apart(const uint16_t* p) {
+    V result;
+    for (int i = 0; i < kLanes; ++i) result.v[i % 2 * (kLanes / 2) + i / 2] = widen(p[i]);
+    return result;
+  }
   static Scalar broadcast(const float* p) { return *p; }
   // p[0] and p[1], and of four p[odd] and p[2 + odd], in turn.
   struct Two {
@@ -78,6 +84,10 @@ struct V {
   template <class T>
   void store_past_caches(T* p) const {
     store(p);
+  }
+  // The other way round.
+  void store_together(uint16_t* p) const {
+    for (int i = 0; i < kLanes; ++i) p[i] = rounded(v[i % 2 * (kLanes / 2) + i / 2]);
   }
 
  private:

@@ -18,15 +18,39 @@ constexpr int64_t kRows = 96;
 // Of a task, and passed at a time where they are written past the caches, their part of B in L1:
 // whole tiles of 6 and of 8 rows.
 
+// Whether tiles want even columns first.
+bool apart(const Kernels& kernels, Dtype dtype) {
+  return dtype == Dtype::kBf16 && kernels.merge_apart[0][0];
+}
+
+// 16 values, those at even places first.
+void copy_apart(float* to, const float* from) {
+  for (int i = 0; i < kPanel; i += 8, from += 8, to += 4) {
+    const __m128 low = _mm_loadu_ps(from), high = _mm_loadu_ps(from + 4);
+    _mm_storeu_ps(to, _mm_shuffle_ps(low, high, _MM_SHUFFLE(2, 0, 2, 0)));
+    _mm_storeu_ps(to + kPanel / 2, _mm_shuffle_ps(low, high, _MM_SHUFFLE(3, 1, 3, 1)));
+  }
+}
+
 // Columns [first, first + columns) of A as panels: whole lines are copied, since a line of A is one of
 // a bundle. The last panel is filled up with zeros.
-void pack_columns(float* to, const Merge& m, int64_t first, int64_t columns, int bundle) {
+void pack_columns(float* to, const Merge& m, int64_t first, int64_t columns, int bundle, bool even_first) {
   for (int64_t at = 0; at < columns; at += bundle * kPanel) {
     const int64_t count = std::min<int64_t>(bundle * kPanel, columns - at);
     const int64_t width = ceil_div(count, kPanel) * kPanel;
     for (int64_t r = 0; r < m.rank; ++r, to += width) {
-      std::memcpy(to, m.a + r * m.d_in + first + at, size_t(count) * sizeof(float));
+      const float* const from = m.a + r * m.d_in + first + at;
+      if (even_first && count == kPanel) {
+        copy_apart(to, from);
+        continue;
+      }
+      std::memcpy(to, from, size_t(count) * sizeof(float));
       std::fill(to + count, to + width, 0.0f);
+      if (even_first) {
+        float values[kPanel];
+        std::memcpy(values, to, sizeof values);
+        copy_apart(to, values);
+      }
     }
   }
 }
@@ -70,7 +94,8 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   t.in_ahead = task.config.prefetch * 64 / size;
   t.sign = sign;
   Walk w{};
-  w.kernels = (streaming ? kernels.merge_streaming : kernels.merge)[int(dtype)];
+  w.kernels = apart(kernels, dtype) ? kernels.merge_apart
+              : (streaming ? kernels.merge_streaming : kernels.merge)[int(dtype)];
   w.max_rows = kernels.max_rows;
   w.most_rows = int(kFewRows);
   w.columns = std::min(task.config.expand_columns / kPanel, kernels.bundle);
@@ -142,7 +167,8 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
       const int64_t panels = ceil_div(task.columns, kPanel);
       float* packed = scratch.get(panels * task.merge->rank * kPanel);
       if (!last || last->merge != task.merge || last->first != task.first)
-        pack_columns(packed, *task.merge, task.first, task.columns, kernels.bundle);
+        pack_columns(packed, *task.merge, task.first, task.columns, kernels.bundle,
+                     apart(kernels, dtype));
       last = &task;
       merge_block(kernels, dtype, static_cast<char*>(out), static_cast<const char*>(in), sign, task,
                   packed);

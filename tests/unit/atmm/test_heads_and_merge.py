@@ -69,6 +69,28 @@ def test_merged_slabs_equal_float64_within_one_rounding(
     assert torch.equal(out[left], base[left] if in_place else base[left] * 0 + 7)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_what_is_not_finite_stays_so_where_it_is(
+    backend: backends.Backend, dtype: torch.dtype
+) -> None:
+    d_out, d_in = 13, 608
+    integers = torch.int32 if dtype == FP32 else torch.int16
+    odd = torch.randperm(d_out * d_in)[:300]
+    base = torch.randn(d_out * d_in).to(dtype)
+    # NaN of any sign and payload, quiet or signalling: all bits of the exponent set, then some.
+    low = 1 << (23 if dtype == FP32 else 7)
+    top = 255 * low - (torch.rand(200) < 0.5) * 256 * low
+    base.view(integers)[odd[:200]] = (top + torch.randint(1, low, (200,))).to(integers)
+    base[odd[200:250]], base[odd[250:]] = torch.inf, -torch.inf
+    pair = LoraPair(torch.randn(5, d_in), torch.randn(d_out, 5))
+    out = torch.zeros_like(base)
+    op.merge(out, base, [MergeUpdate(0, pair)], backend=backend)
+    assert torch.equal(torch.isnan(out), torch.isnan(base))
+    infinite = torch.isinf(base)
+    assert torch.equal(torch.isinf(out), infinite)
+    assert torch.equal(out[infinite], base[infinite])
+
+
 @compiled
 @pytest.mark.parametrize("size", [64, 4096])
 def test_every_merge_configuration_equals_the_reference(size: int) -> None:

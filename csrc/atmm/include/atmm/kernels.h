@@ -56,6 +56,7 @@ struct Kernels {
   TileSet expand[kDtypes][kDtypes];  // and of y; bf16 is not added to by fp32 matrices
   TileKernel merge[2][kMaxColumns][kMaxRows];            // rows x_stride apart
   TileKernel merge_streaming[2][kMaxColumns][kMaxRows];  // the same, stores past the caches
+  TileKernel merge_apart[kMaxColumns][kMaxRows];  // bf16, even columns first in each panel; or null
   // rows x count elements to scratch: fp32 units, or pairs of bf16; an odd last one with zero.
   void (*load_rows)(Dtype, bool pairs, const void* x, ptrdiff_t stride, int64_t rows, int64_t count,
                     void* to, ptrdiff_t to_stride);
