@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -34,6 +35,10 @@ FLOATS = {
 """Stored types that are served; 8-bit ones mean nothing without scales."""
 
 
+MOST_PARTS = 1024
+"""Of one call (IOV_MAX)."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """A safetensors file's tensors as they lie in it: without holes, one after the other.
@@ -47,33 +52,59 @@ class Layout:
     types: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def read(self, path: Path, refuse: Refusal) -> list[torch.Tensor]:
-        """All tensors, each [elements] as stored. Refused where the file is not the one that was
-        described, or cannot be read."""
-        runs = [
-            (FLOATS[kind], [size for _, size in run])
-            for kind, run in groupby(
-                zip(self.types, self.sizes, strict=True), key=lambda one: one[0]
-            )
-        ]
-        size = sum(kind.itemsize * sum(sizes) for kind, sizes in runs)
+    def read(self, path: Path, lie: Lie, refuse: Refusal) -> torch.Tensor:
+        """The tensors that are wanted, in one and in that order, [elements] in fp32. Refused where
+        the file is not the one that was described, or cannot be read."""
+        size = lie.runs[-1][2]
         header, data = bytearray(self.start), torch.empty(size, dtype=torch.uint8)
+        wanted, others = data.numpy().data, memoryview(bytearray(lie.others))
+        parts = (
+            wanted[start:end] if end <= size else others[start - size : end - size]
+            for start, end in lie.parts
+        )
         try:
-            _read_into(path, [memoryview(header), data.numpy().data])
+            _read_into(path, [memoryview(header), *parts])
         except (OSError, EOFError) as error:
             raise refuse(f"cannot be read: {error}") from error
         if hash(bytes(header)) != self.header:
             raise refuse("has changed since it was described")
-        tensors: list[torch.Tensor] = []
-        at = 0
-        for kind, sizes in runs:
-            end = at + kind.itemsize * sum(sizes)
-            part = data[at:end]
-            if at % kind.itemsize:
+        runs = []
+        for kind, start, end in lie.runs:
+            part = data[start:end]
+            if start % kind.itemsize:
                 part = part.clone()  # odd sizes of a smaller type lie before it
-            tensors += part.view(kind).split_with_sizes(sizes)
-            at = end
-        return tensors
+            runs.append(part.view(kind).to(torch.float32))
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def lie(self, order: Sequence[int]) -> Lie:
+        """In memory: these tensors in this order, then the file's others."""
+        wanted = len(order)
+        order = [*order, *sorted(set(range(len(self.keys))) - set(order))]
+        kinds = [FLOATS[self.types[index]] for index in order]
+        ends = list(
+            accumulate(self.sizes[i] * k.itemsize for i, k in zip(order, kinds, strict=True))
+        )
+        places = zip([0, *ends[:-1]], ends, strict=True)
+        parts = [place for _, place in sorted(zip(order, places, strict=True))]
+        runs = []
+        start = 0
+        for kind, run in groupby(
+            zip(kinds[:wanted], ends[:wanted], strict=True), lambda one: one[0]
+        ):
+            *_, (_, end) = run
+            runs.append((kind, start, end))
+            start = end
+        return Lie(tuple(parts), tuple(runs), ends[-1] - start)
+
+
+@dataclass(frozen=True)
+class Lie:
+    """Where a file's bytes go. parts: (start, end) of each tensor, in the file's order. runs:
+    (type, start, end) of neighbours of one type that are wanted. others: bytes after these."""
+
+    parts: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[torch.dtype, int, int], ...]
+    others: int
 
 
 def _read_into(path: Path, parts: Sequence[memoryview]) -> None:
@@ -84,7 +115,7 @@ def _read_into(path: Path, parts: Sequence[memoryview]) -> None:
     try:
         at = 0
         while left:
-            count = os.preadv(opened, left, at)
+            count = os.preadv(opened, left[:MOST_PARTS], at)
             if count == 0:
                 raise EOFError("it ends early")
             at += count
@@ -135,35 +166,55 @@ class Recipe:
     def read(self, path: Path, refuse: Refusal) -> tuple[dict[Place, LoraPair], str]:
         """The pairs in fp32, the scale folded into B, and their digest: SHA-256 over places,
         shapes and values. Refused where the file cannot be read, or holds NaN or Inf."""
-        stored = self.layout.read(path, refuse)
-        tensors = [stored[index] for index in self.order]
-        sizes = [self.layout.sizes[index] for index in self.order]
-        flat = torch.empty(sum(sizes), dtype=torch.float32)
-        torch.cat(tensors, out=flat)
-        places = len(self.ranks)
-        at = sum(sizes[:places])
-        for scale, run in groupby(
-            zip(self.scales, sizes[places:], strict=True), key=lambda one: one[0]
-        ):
-            size = sum(size for _, size in run)
-            if scale != 1.0:
-                flat[at : at + size].mul_(scale)
-            at += size
+        flat = self._values(path, refuse)
+        for scale, start, end in self._scaled:
+            flat[start:end].mul_(scale)
         if not all(map(math.isfinite, torch.aminmax(flat))):
-            raise refuse(next(self._not_finite(tensors)))
-        state = hashlib.sha256(repr((tuple(self.ranks), self.shapes)).encode())
+            raise refuse(self._not_finite(self._values(path, refuse)))
+        state = hashlib.sha256(self._declared)
         state.update(flat.numpy().data)
         return _cut(flat, self.ranks, self.shapes), state.hexdigest()
 
-    def _not_finite(self, tensors: Sequence[torch.Tensor]) -> Iterator[str]:
+    def _values(self, path: Path, refuse: Refusal) -> torch.Tensor:
+        """As stored, in fp32."""
+        return self.layout.read(path, self._lie, refuse)
+
+    def _not_finite(self, flat: torch.Tensor) -> str:
         """What is wrong with the first tensor that is not finite in fp32 once it is scaled."""
         scales = (1.0,) * len(self.ranks) + self.scales
-        for index, tensor, scale in zip(self.order, tensors, scales, strict=True):
-            key, values = self.layout.keys[index], tensor.to(torch.float32)
+        tensors = flat.split_with_sizes(self._sizes)
+        for index, values, scale in zip(self.order, tensors, scales, strict=True):
+            key = self.layout.keys[index]
             if not bool(torch.isfinite(values).all()):
-                yield f"has NaN or Inf in '{key}'"
-            elif not bool(torch.isfinite(values * scale).all()):
-                yield f"has '{key}', which overflows {values.dtype} once scaled by {scale:g}"
+                return f"has NaN or Inf in '{key}'"
+            if not bool(torch.isfinite(values * scale).all()):
+                return f"has '{key}', which overflows {values.dtype} once scaled by {scale:g}"
+        return "has changed while it was being loaded"
+
+    @cached_property
+    def _lie(self) -> Lie:
+        return self.layout.lie(self.order)
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [self.layout.sizes[index] for index in self.order]
+
+    @cached_property
+    def _scaled(self) -> list[tuple[float, int, int]]:
+        """(scale, start, end) of neighbours whose scale is not 1."""
+        places = len(self.ranks)
+        at, found = sum(self._sizes[:places]), []
+        of_b = zip(self.scales, self._sizes[places:], strict=True)
+        for scale, run in groupby(of_b, key=lambda one: one[0]):
+            end = at + sum(size for _, size in run)
+            if scale != 1.0:
+                found.append((scale, at, end))
+            at = end
+        return found
+
+    @cached_property
+    def _declared(self) -> bytes:
+        return repr((tuple(self.ranks), self.shapes)).encode()
 
 
 _KNOWN: WeakValueDictionary[tuple[object, ...], Recipe] = WeakValueDictionary()
