@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,22 @@ def test_an_adapter_that_is_always_asked_for_keeps_no_other_out(
     assert engine.scheduler.waiting, "the others never stopped coming"
 
 
+def test_of_those_that_come_soon_after_one_that_waits_so_many_overtake_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "OVERTAKE", 3)
+
+    def queued(number: int, adapter: str | None, ready: bool) -> Any:
+        return SimpleNamespace(number=number, adapter=adapter, ready=ready)
+
+    here = [queued(i, f"a{i}", ready=True) for i in range(9)]
+    assert not memory.near(here), "nobody waits"
+    here[2] = queued(2, "a2", ready=False)
+    here[4] = queued(4, None, ready=True)
+    assert memory.near(here) == {"a0", "a1", "a3", "a5"}
+    assert memory.near([here[2], *here[5:]]) == {"a5"}, "who has begun counts as well"
+
+
 def test_an_adapter_and_its_request_beyond_the_pool_are_refused_with_both_numbers(
     checkpoint: Path, many: Path
 ) -> None:
@@ -302,19 +319,19 @@ def test_a_load_that_fails_at_any_stage_is_its_requests_error_and_costs_no_page(
             return [b"!%d" % number]  # what a look tells of an error
         return stamps(paths)
 
-    def cat(tensors: Any, **more: Any) -> Any:
+    def aminmax(values: Any) -> Any:
         if stage == "memory" and reads:
             reads.clear()
             raise MemoryError
-        return real_cat(tensors, **more)
+        return real_aminmax(values)
 
-    real_cat = torch.cat
+    real_aminmax = torch.aminmax
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_file)
         patch.setattr(os, "preadv", read)
         patch.setattr(os, "close", close)
         patch.setattr(folders, "stamps_of", stamps_of)
-        patch.setattr(recipe.torch, "cat", cat)
+        patch.setattr(recipe.torch, "aminmax", aminmax)
         outputs = run(engine, *burst(engine)[:3])
     assert not any(opened.values()), "the file is closed"
     assert isinstance(outputs["r0"].error, InvalidArgument)

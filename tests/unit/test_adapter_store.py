@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from vlora.atmm import op
 from vlora.atmm.types import Segment
 from vlora.errors import InvalidArgument
-from vlora.lora import folders
+from vlora.lora import folders, store
 from vlora.lora.adapter import AdapterFiles, ModelShape
 from vlora.lora.folders import FolderWatch, find_folders, stamp_of
 from vlora.lora.handle import AdapterHandle
@@ -41,7 +41,7 @@ class Memory:
     def address(self, page: int) -> int:
         return self.bytes.data_ptr() + page * PAGE
 
-    def clear(self, pages: Iterable[int]) -> None:
+    def clear(self, pages: range) -> None:
         self.bytes[list(pages)] = 0
 
 
@@ -355,3 +355,34 @@ def test_a_new_version_is_the_names_and_the_old_one_its_holders(beds: Any, root:
     bed.want(1)
     assert not old.resident, "nobody can ask for it again"
     assert old.adapter is None
+
+
+def test_who_comes_soon_keeps_its_adapter_and_a_step_packs_what_is_small(beds: Any) -> None:
+    bed = beds(2)
+    bed.want(0, 1)
+    near = {bed.handle(0), bed.handle(1)}
+    assert bed.store.advance([bed.handle(2)], 0, near) is bed.handle(2), "both stay"
+    assert bed.resident() == {"a0", "a1"}
+    near.remove(bed.handle(1))
+    assert bed.store.advance([bed.handle(2)], 0, near) is None
+    assert bed.resident() == {"a0", "a2"}, "by now, without the packer"
+    bed.store.check_integrity()
+
+
+def test_what_is_large_is_packed_beside_the_steps(
+    beds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = beds(1)
+    monkeypatch.setattr(store, "AT_ONCE", 0)
+    packed: list[str] = []
+    put = bed.group.put
+
+    def told(slot: int, pairs: Any, *more: Any) -> None:
+        if any(pairs):
+            packed.append(threading.current_thread().name)
+        put(slot, pairs, *more)
+
+    monkeypatch.setattr(bed.group, "put", told)
+    assert bed.want(3) is None
+    assert bed.resident() == {"a3"}
+    assert [name.partition("_")[0] for name in packed] == ["adapter-packer"]

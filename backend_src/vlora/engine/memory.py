@@ -7,7 +7,8 @@ need. Knows sequences, not steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -32,6 +33,20 @@ PATIENCE = 256
 their adapters stay where they are as long as they run."""
 
 
+OVERTAKE = 64
+"""Requests queued after one that waits for its adapter whose own adapters, in the pool, stay there
+for them: they go first rather than have them packed again. So many at most overtake it so."""
+
+
+def near(waiting: Sequence[Live]) -> Container[AdapterHandle]:
+    """Resident adapters of requests that came soon after the first that waits for its own."""
+    first = next((s.number for s in waiting if not s.ready), None)
+    if first is None:
+        return ()
+    soon = takewhile(lambda s: s.number <= first + OVERTAKE, waiting)
+    return {s.adapter for s in soon if s.adapter is not None and s.ready}
+
+
 class EngineMemory:
     """Owns the pool and its bytes. Belongs to the engine's thread."""
 
@@ -46,6 +61,7 @@ class EngineMemory:
         self._adapters = adapters
         self._version = adapters.version
         self._starved = 0
+        self._stuck: AdapterHandle | None = None
         self.block = options.block_size
         self.barrier = math.inf
         """Arrival after which no request begins to run."""
@@ -103,8 +119,10 @@ class EngineMemory:
         for sequence in waiting:
             if sequence.adapter is not None:
                 wanted.setdefault(sequence.adapter, sequence)
-        stuck = self._adapters.advance(list(wanted), running)
-        self._starved = 0 if stuck is None else self._starved + 1
+        soon = () if self.barrier < math.inf else near(waiting)
+        stuck = self._adapters.advance(list(wanted), running, soon)
+        self._starved = self._starved + 1 if stuck is not None and stuck is self._stuck else 0
+        self._stuck = stuck
         late = stuck is not None and self._starved > PATIENCE
         self.barrier = wanted[stuck].arrival if stuck is not None and late else math.inf
         return failed

@@ -26,6 +26,7 @@ class Slots:
         self._groups: dict[tuple[Place, ...], LoraGroup] = {}
         self.heads = HeadGroup(model.hidden)
         self._adapters: list[Adapter | None] = []
+        self._given_up: set[int] = set()
 
     def group(self, places: Sequence[Place]) -> LoraGroup:
         """Pairs of matrices that share their input, by slot, now and later."""
@@ -53,8 +54,10 @@ class Slots:
         )
 
     def take(self, adapter: Adapter) -> int:
-        """A slot for it, empty until `pack`."""
-        if None in self._adapters:
+        """A slot for it, not to be used until `pack`."""
+        if self._given_up:
+            slot = self._given_up.pop()
+        elif None in self._adapters:
             slot = self._adapters.index(None)
         else:
             slot = len(self._adapters)
@@ -88,6 +91,16 @@ class Slots:
             group.clear(slot)
         self.heads.put(slot, None)
         self._adapters[slot] = None
+
+    def give_up(self, slot: int) -> None:
+        """Nothing uses the slot any more; it is cleared by `sweep`, unless the next takes it."""
+        self._adapters[slot] = None
+        self._given_up.add(slot)
+
+    def sweep(self) -> None:
+        """Clears what was given up."""
+        while self._given_up:
+            self.clear(self._given_up.pop())
 
     def adapter(self, slot: int) -> Adapter:
         found = self._adapters[slot]

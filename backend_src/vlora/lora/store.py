@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,13 +46,18 @@ PREFETCH = 8
 """Adapters, from the oldest request's on, that may be on their way into the pool at once."""
 
 
+AT_ONCE = 4 << 20
+"""Bytes of adapters that a step packs by itself. The packer's thread takes the interpreter's lock
+once for each group, and who waits begins some steps later (decision 57)."""
+
+
 class Region(Protocol):
     """The pool's memory, as `memory/store.py` has it."""
 
     @property
     def page_bytes(self) -> int: ...
     def address(self, page: int) -> int: ...
-    def clear(self, pages: Iterable[int]) -> None: ...
+    def clear(self, pages: range) -> None: ...
 
 
 class AdapterStore:
@@ -84,6 +89,8 @@ class AdapterStore:
         self._stamps: dict[str, tuple[Path, Stamp]] = {}
         self._resident: dict[int, AdapterHandle] = {}
         self._older: set[AdapterHandle] = set()
+        self._near: Container[AdapterHandle] = ()
+        self._at_once = 0
         self._unpacked: deque[tuple[AdapterHandle, int]] = deque()
         self._pool: PagePool | None = None
         self._region: Region | None = None
@@ -260,14 +267,21 @@ class AdapterStore:
                 self._place(handle)
         self.finish()
 
-    def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
+    def advance(
+        self,
+        wanted: Sequence[AdapterHandle],
+        running: int = 0,
+        near: Container[AdapterHandle] = (),
+    ) -> AdapterHandle | None:
         """Brings what waiting requests need nearer. wanted: their adapters, the oldest request's
         first. running: requests that will need a page each, which nobody who waits may take. The
         first that is loaded and found no room in the pool; None: all did.
 
-        A resident adapter that an older request waits for makes no room for a newer one's.
+        A resident adapter that an older request waits for makes no room for a newer one's. near:
+        nor do these, which newer ones wait for.
         """
         self._give_back()
+        self._near, self._at_once = near, AT_ONCE
         stuck: AdapterHandle | None = None
         coming, room = 0, None
         for handle in wanted:
@@ -287,6 +301,8 @@ class AdapterStore:
                     stuck = None if self._place(handle, running) else handle
             self._older.add(handle)
         self._older.clear()
+        self._near = ()
+        self._slots.sweep()
         assert self._pool is not None
         for handle in reversed(wanted):
             handle.used = self._pool.tick()
@@ -316,7 +332,13 @@ class AdapterStore:
             return adapter is None
         handle.run = run
         slot = self._slots.take(adapter)
-        self._workers.pack(partial(self._work, handle, lambda one: self._pack(one, slot)))
+        job = partial(self._work, handle, lambda one: self._pack(one, slot))
+        size = self.packed_bytes(handle)
+        if size <= self._at_once:
+            self._at_once -= size
+            job()
+        else:
+            self._workers.pack(job)
         return True
 
     def _give_back(self) -> None:
@@ -336,7 +358,7 @@ class AdapterStore:
         assert handle.run is not None
         self.on_evict(handle.slot, handle)
         with self._lock:
-            self._slots.clear(handle.slot)
+            self._slots.give_up(handle.slot)
             del self._resident[handle.slot]
             self._region.clear(handle.run.pages)
             self._pool.release_run(handle.run)
@@ -349,7 +371,11 @@ class AdapterStore:
         return [
             handle
             for slot, handle in self.resident.items()
-            if handle.run and not handle.pinned and slot != self.keep and handle not in self._older
+            if handle.run
+            and not handle.pinned
+            and slot != self.keep
+            and handle not in self._older
+            and handle not in self._near
         ]
 
     @property

@@ -7,7 +7,6 @@ or adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 
@@ -55,10 +54,9 @@ class KVStore:
         if moves:
             self.cache[list(moves.values())] = self.cache[list(moves)]
 
-    def clear(self, pages: Iterable[int]) -> None:
-        """Zeros, as padding has to be, where an adapter lay."""
-        for page in pages:
-            self.cache[page].zero_()
+    def clear(self, pages: range) -> None:
+        """Zeros, as padding has to be, where an adapter lay: neighbouring pages."""
+        self.cache[pages.start : pages.stop].zero_()
 
     def keys(self, layer: int) -> torch.Tensor:
         """View [pages, kv_heads, panels, dim, LANES] of one layer."""
