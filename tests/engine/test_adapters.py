@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -191,22 +190,6 @@ def test_an_adapter_that_is_always_asked_for_keeps_no_other_out(
             break
     assert cold_done is not None
     assert engine.scheduler.waiting, "the others never stopped coming"
-
-
-def test_of_those_that_come_soon_after_one_that_waits_so_many_overtake_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "OVERTAKE", 3)
-
-    def queued(number: int, adapter: str | None, ready: bool) -> Any:
-        return SimpleNamespace(number=number, adapter=adapter, ready=ready)
-
-    here = [queued(i, f"a{i}", ready=True) for i in range(9)]
-    assert not memory.near(here), "nobody waits"
-    here[2] = queued(2, "a2", ready=False)
-    here[4] = queued(4, None, ready=True)
-    assert memory.near(here) == {"a0", "a1", "a3", "a5"}
-    assert memory.near([here[2], *here[5:]]) == {"a5"}, "who has begun counts as well"
 
 
 def test_an_adapter_and_its_request_beyond_the_pool_are_refused_with_both_numbers(

@@ -357,15 +357,11 @@ def test_a_new_version_is_the_names_and_the_old_one_its_holders(beds: Any, root:
     assert old.adapter is None
 
 
-def test_who_comes_soon_keeps_its_adapter_and_a_step_packs_what_is_small(beds: Any) -> None:
+def test_a_step_packs_what_is_small_by_itself(beds: Any) -> None:
     bed = beds(2)
     bed.want(0, 1)
-    near = {bed.handle(0), bed.handle(1)}
-    assert bed.store.advance([bed.handle(2)], 0, near) is bed.handle(2), "both stay"
-    assert bed.resident() == {"a0", "a1"}
-    near.remove(bed.handle(1))
-    assert bed.store.advance([bed.handle(2)], 0, near) is None
-    assert bed.resident() == {"a0", "a2"}, "by now, without the packer"
+    assert bed.store.advance([bed.handle(2), bed.handle(1)]) is None
+    assert bed.resident() == {"a1", "a2"}, "by now, without the packer"
     bed.store.check_integrity()
 
 

@@ -7,8 +7,7 @@ need. Knows sequences, not steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -31,20 +30,6 @@ MAX_AUTO_BYTES = 1 << 30
 PATIENCE = 256
 """Steps that the oldest request waits for its adapter's run before newer ones have to wait too:
 their adapters stay where they are as long as they run."""
-
-
-OVERTAKE = 64
-"""Requests queued after one that waits for its adapter whose own adapters, in the pool, stay there
-for them: they go first rather than have them packed again. So many at most overtake it so."""
-
-
-def near(waiting: Sequence[Live]) -> Container[AdapterHandle]:
-    """Resident adapters of requests that came soon after the first that waits for its own."""
-    first = next((s.number for s in waiting if not s.ready), None)
-    if first is None:
-        return ()
-    soon = takewhile(lambda s: s.number <= first + OVERTAKE, waiting)
-    return {s.adapter for s in soon if s.adapter is not None and s.ready}
 
 
 class EngineMemory:
@@ -119,8 +104,7 @@ class EngineMemory:
         for sequence in waiting:
             if sequence.adapter is not None:
                 wanted.setdefault(sequence.adapter, sequence)
-        soon = () if self.barrier < math.inf else near(waiting)
-        stuck = self._adapters.advance(list(wanted), running, soon)
+        stuck = self._adapters.advance(list(wanted), running)
         self._starved = self._starved + 1 if stuck is not None and stuck is self._stuck else 0
         self._stuck = stuck
         late = stuck is not None and self._starved > PATIENCE

@@ -55,7 +55,6 @@ class Scheduler:
         self._last: list[Sequence] = []
         self._set_back: dict[Sequence, None] = {}
         """Those that wait and have run before: they have waited less than their arrival says."""
-        self._added = 0
         self._ranked = 0
         """Requests with a priority of their own."""
         self._chosen = 0
@@ -72,8 +71,6 @@ class Scheduler:
         return max(0, len(self.running) - self._chosen)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.number = self._added
-        self._added += 1
         bisect.insort(self.waiting, sequence, key=_arrival)
         self._ranked += sequence.priority != 0
 

@@ -28,7 +28,7 @@ again (mixture), they are not."""
 class Sequence:
     """tokens: known ids, the prompt's first. computed: how many have their KV in `table`.
     cached: how many of these were found computed when it last began.
-    arrival: on the engine's clock, set when it is queued; number: how many were queued before.
+    arrival: on the engine's clock, set when it is queued.
     waited: seconds that it was ready but not scheduled, until the last time it was."""
 
     def __init__(
@@ -55,7 +55,6 @@ class Sequence:
         self._mode: str | None = ""
         self.max_tokens = max_tokens
         self.arrival = 0.0
-        self.number = 0
         self.table = table
         self.computed = 0
         self.cached = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,6 @@ class AdapterStore:
         self._stamps: dict[str, tuple[Path, Stamp]] = {}
         self._resident: dict[int, AdapterHandle] = {}
         self._older: set[AdapterHandle] = set()
-        self._near: Container[AdapterHandle] = ()
         self._at_once = 0
         self._unpacked: deque[tuple[AdapterHandle, int]] = deque()
         self._pool: PagePool | None = None
@@ -267,21 +266,15 @@ class AdapterStore:
                 self._place(handle)
         self.finish()
 
-    def advance(
-        self,
-        wanted: Sequence[AdapterHandle],
-        running: int = 0,
-        near: Container[AdapterHandle] = (),
-    ) -> AdapterHandle | None:
+    def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
         """Brings what waiting requests need nearer. wanted: their adapters, the oldest request's
         first. running: requests that will need a page each, which nobody who waits may take. The
         first that is loaded and found no room in the pool; None: all did.
 
-        A resident adapter that an older request waits for makes no room for a newer one's. near:
-        nor do these, which newer ones wait for.
+        A resident adapter that an older request waits for makes no room for a newer one's.
         """
         self._give_back()
-        self._near, self._at_once = near, AT_ONCE
+        self._at_once = AT_ONCE
         stuck: AdapterHandle | None = None
         coming, room = 0, None
         for handle in wanted:
@@ -301,7 +294,6 @@ class AdapterStore:
                     stuck = None if self._place(handle, running) else handle
             self._older.add(handle)
         self._older.clear()
-        self._near = ()
         self._slots.sweep()
         assert self._pool is not None
         for handle in reversed(wanted):
@@ -371,11 +363,7 @@ class AdapterStore:
         return [
             handle
             for slot, handle in self.resident.items()
-            if handle.run
-            and not handle.pinned
-            and slot != self.keep
-            and handle not in self._older
-            and handle not in self._near
+            if handle.run and not handle.pinned and slot != self.keep and handle not in self._older
         ]
 
     @property
