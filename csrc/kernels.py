@@ -17,6 +17,8 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
 DIRECTORIES = ("cpu", "atmm", "linear", "attention", "folders")
+FEW_TILES = False
+"""Whether only some sizes of each kind of tile are made: for checks in which compiling takes longest."""
 INCLUDE = (CSRC, CSRC / "atmm" / "include", CSRC / "atmm" / "cpu")
 
 

@@ -63,6 +63,8 @@ ISAS = (
 DIRECT_ROWS = 8
 """Rows that the general registers can address each by a pointer of its own."""
 CHAINS = (8, 4, 2, 1)
+FEW = (9, 3, 2, 2)
+"""Rows of register tiles where few are wanted: each kind is there, and one past DIRECT_ROWS."""
 
 
 def chains(isa: Isa, rows: int, panels: int) -> int:
@@ -76,9 +78,14 @@ def chains(isa: Isa, rows: int, panels: int) -> int:
     return count
 
 
+def most_rows(isa: Isa) -> tuple[int, ...]:
+    """Of a register tile with 1, 2, … panels."""
+    return tuple(map(min, isa.rows, FEW)) if kernels.FEW_TILES else isa.rows
+
+
 def tiles(isa: Isa) -> Iterator[tuple[int, int]]:
     """(rows, panels) of every register tile."""
-    for panels, most in enumerate(isa.rows, start=1):
+    for panels, most in enumerate(most_rows(isa), start=1):
         for rows in range(1, most + 1):
             yield rows, panels
 
@@ -117,7 +124,7 @@ def instances(isa: Isa, part: str) -> Iterator[str]:
                 yield f"{head}.direct{at} = tile<{shape}, 1, 0, false>;"
                 yield f"{head}.stream{at} = tile<{shape}, {chains(isa, rows, panels)}, 0, true>;"
     narrow = product.replace("Bf16", "")
-    for rows in range(1, isa.rows[0] + 1):
+    for rows in range(1, most_rows(isa)[0] + 1):
         at, head = f"[kNarrow][{rows - 1}]", f"k.shrink[{dtype}]"
         shape = f"Narrow{narrow}, NarrowToScratch, {rows}, 1"
         yield f"{head}.packed{at} = tile<{shape}, 1, kRowStride, false>;"
@@ -160,7 +167,7 @@ def kernel_table() -> str:
             lines.append(f"        {at} = k[int(cpu::Isa::{rest})];\n")
         lines.append(f'        {at}.name = "{isa.name}";\n')
         lines.append(f"        {at}.bundle = {len(isa.rows)};\n")
-        lines += [f"        {at}.max_rows[{i}] = {rows};\n" for i, rows in enumerate(isa.rows)]
+        lines += [f"        {at}.max_rows[{i}] = {rows};\n" for i, rows in enumerate(most_rows(isa))]
         lines += [f"        {isa.name}::fill_{part}({at});\n" for part in isa.parts]
         lines.append(f"        {at}.tiles = cpu::tile_unit({here});\n")
         lines.append("      }\n")
