@@ -2,7 +2,6 @@
 
 __version__ = "0.1.0"
 
-from vlora import freed, waiting
+from vlora import waiting
 
 waiting.set_policy()
-freed.keep()
