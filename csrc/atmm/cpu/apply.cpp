@@ -15,9 +15,6 @@ namespace {
 
 constexpr double kWorthThreads = 8e-6;
 // Seconds of work below which waking a second thread costs more than it brings.
-constexpr double kWorthMeetings = 60e-6;
-// The same where threads have to meet: then the caller waits for one that wakes late or has lost its
-// core, while blocks of rows are all its own.
 constexpr double kHot = 3;
 // How much faster than memory adapters in cache are read, for estimates of work alone.
 constexpr int64_t kLeastBlock = 8;
@@ -145,8 +142,7 @@ struct Apply::Wave {
       rows += unit.segment->length;
     }
     threads = seconds < kWorthThreads ? 1 : most_threads;
-    if (threads > 1 && !balance(units, threads, seconds) && seconds >= kWorthMeetings &&
-        rows <= kSplitRows * threads) {
+    if (threads > 1 && !balance(units, threads, seconds) && rows <= kSplitRows * threads) {
       split.emplace(c, units, threads);
       return;
     }
