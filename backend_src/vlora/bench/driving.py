@@ -85,8 +85,10 @@ class Outcome:
 class Driver:
     """One engine, and the ids of its requests."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, look: Callable[[Engine], None] | None = None) -> None:
+        """look: called after each step that computed; in the load's time, not in the step's."""
         self.engine = engine
+        self._look = look
         self._count = 0
         self._news = threading.Event()
         engine.adapters.on_news = self._on_news
@@ -152,6 +154,8 @@ class Driver:
                         among = outcome.beside if loading else outcome.alone
                         among.append(now - before)
                     outcome.disk_steps += reads > read
+                    if self._look is not None:
+                        self._look(engine)
                 for output in outputs:
                     outcome.tokens += len(output.token_ids)
                     if output.request_id not in first:

@@ -23,7 +23,7 @@ from vlora.engine.plan import Mode, StepPlan
 from vlora.engine.policies import make_policy
 from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
-from vlora.engine.sequence import Sequence, mode_of, scopes_of
+from vlora.engine.sequence import Sequence, mode_of
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
 from vlora.lora.folders import Finder, FolderWatch, find_folders
 from vlora.lora.handle import AdapterHandle
@@ -54,9 +54,11 @@ class Engine:
         options: Options,
         adapter_names: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        memory: type[EngineMemory] = EngineMemory,
     ) -> None:
         """Loads the checkpoint and the adapters. adapter_names: name → folder besides those under
-        `options.adapters`. Raises InvalidArgument for what cannot be served."""
+        `options.adapters`. memory: what kind. Raises InvalidArgument for what cannot be served."""
         if options.max_num_batched_tokens < options.max_num_seqs:
             raise InvalidArgument(
                 f"'max_num_batched_tokens' = {options.max_num_batched_tokens} must be at least"
@@ -79,7 +81,7 @@ class Engine:
         self.watch = FolderWatch(Finder(options.adapters, names), self.adapters.update)
         tokens = options.kv_cache_tokens // options.block_size * options.block_size
         self.max_model_len = context_of(options, self.config.context, tokens)
-        self.memory = EngineMemory(options, self.config, dtype, self.adapters)
+        self.memory = memory(options, self.config, dtype, self.adapters)
         self.pool = self.memory.pool
         self.pool.movers.append(lambda moves: self.memory.move(self.scheduler.running, moves))
         self._most_rows = options.max_num_batched_tokens
@@ -258,9 +260,7 @@ class Engine:
         if self.switcher.live == slot:
             self._switch(BASE)
         self.switcher.forget(slot)
-        if self.memory.prefix is not None:
-            for scope in scopes_of(handle):
-                self.memory.prefix.age(scope)
+        self.memory.evicted(handle)
 
     def on_news(self) -> None:
         """Something that the engine may have waited for has come; from any thread."""

@@ -13,6 +13,7 @@ import torch
 
 from vlora.config import AUTO, Options
 from vlora.engine.sequence import Sequence as Live
+from vlora.engine.sequence import scopes_of
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.segments import BASE
@@ -56,10 +57,14 @@ class EngineMemory:
         self._page_bytes = page_bytes(*layout, dtype)
         self._adapter_pages = self._pages_for_adapters(options)
         kv_pages = options.kv_cache_tokens // self.block
-        self.pool = PagePool(kv_pages + self._adapter_pages)
+        self.pool = self.make_pool(kv_pages, self._adapter_pages)
         self.store = KVStore(self.pool.total, *layout, dtype)
         self.pool.movers.append(self.store.move)
         self.prefix = PrefixCache(self.pool) if options.enable_prefix_caching else None
+
+    def make_pool(self, kv: int, adapters: int) -> PagePool:
+        """With so many pages meant for each."""
+        return PagePool(kv + adapters)
 
     def _pages_for_adapters(self, options: Options) -> int:
         if options.adapter_pool_bytes != AUTO:
@@ -126,6 +131,12 @@ class EngineMemory:
                     continue
             if sequence.adapter.error is not None:
                 yield sequence.id, sequence.adapter.error
+
+    def evicted(self, handle: AdapterHandle) -> None:
+        """The adapter goes: what it computed goes next."""
+        if self.prefix is not None:
+            for scope in scopes_of(handle):
+                self.prefix.age(scope)
 
     def move(self, running: Iterable[Live], moves: Moves) -> None:
         """Pages have been relocated: block tables follow."""

@@ -314,7 +314,7 @@ class AdapterStore:
         pages beside it."""
         assert self._pool is not None
         pages = self.pages_of(handle)
-        if not self._pool.has_room(pages + beside):
+        if not self._pool.has_room_for_run(pages, beside):
             return False
         handle.loading = True  # so that its host copy stays
         adapter = handle.adapter

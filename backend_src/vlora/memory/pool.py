@@ -110,6 +110,10 @@ class PagePool:
         """Whether so many pages are free, or would be for the asking."""
         return count <= self.free or count <= self.free + sum(one.spare for one in self.reclaimers)
 
+    def has_room_for_run(self, count: int, beside: int = 0) -> bool:
+        """Whether an adapter's run of so many pages leaves so many for keys and values."""
+        return self.has_room(count + beside)
+
     def tick(self) -> int:
         """The pool's clock: each use is later than all before."""
         self._ticks += 1

@@ -8,7 +8,7 @@ nothing of requests.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -98,6 +98,10 @@ class PrefixCache:
             self._pages[key] = page
             self._keys[page] = key
             self._scopes[key.scope].add(page)
+
+    def idle(self) -> Counter[str]:
+        """Scope → cached pages of it."""
+        return Counter(self._keys[page].scope for page in self._idle)
 
     def release(self, pages: Sequence[int]) -> None:
         """One holder less for each; what is known here stays until its room is needed."""
