@@ -85,7 +85,7 @@ class Bench:
 
     def _run_bytes(self) -> int:
         """Of one adapter's pages."""
-        engine = Engine(self.options(self._linked("one", self.names[:1])))
+        engine = Engine(self.options(self.linked("one", self.names[:1])))
         handle = engine.adapters.handle(self.names[0])
         self._host_bytes = handle.description.host_bytes
         self.packed_bytes = engine.adapters.packed_bytes(handle)
@@ -104,7 +104,7 @@ class Bench:
         }
         return Options(model=self._model, adapters=root, **(given | more))
 
-    def _linked(self, name: str, real: Sequence[str], aliases: int = 0) -> Path:
+    def linked(self, name: str, real: Sequence[str], aliases: int = 0) -> Path:
         """A root with these adapters, and so many more names for them: links, as in a hub."""
         root = self._scratch / name
         root.mkdir()
@@ -128,8 +128,8 @@ class Bench:
         few, many = self._grid["registered"]
         working = self.names[:few]
         roots = [
-            self._linked("few", working),
-            self._linked("many", working, many - few),
+            self.linked("few", working),
+            self.linked("many", working, many - few),
         ]
         # The others are known and not in memory: described alone.
         host = few * self.host_bytes
@@ -147,7 +147,7 @@ class Bench:
         few, many = self._grid["resident"]
         asked = [self.names[i % few] for i in range(4 * few)]
         settings: list[tuple[str, Path, Mapping[str, Any]]] = [
-            (str(count), self._linked(f"resident{count}", self.names[:count]), {})
+            (str(count), self.linked(f"resident{count}", self.names[:count]), {})
             for count in (few, many)
         ]
         return self._side_by_side("resident", settings, asked)
@@ -155,7 +155,7 @@ class Bench:
     def distinct(self, limits: Limits) -> list[Row]:
         """More and more distinct adapters in a batch of 32, and what their bytes predict."""
         most = max(self._grid["distinct"])
-        root = self._linked("distinct", self.names[:most])
+        root = self.linked("distinct", self.names[:most])
         driver = Driver(Engine(self.options(root, max_num_seqs=most)))
         rate = limits.measure_bandwidth(most * self.packed_bytes, 0.2)
         found: dict[int, list[Outcome]] = {count: [] for count in self._grid["distinct"]}
@@ -180,7 +180,7 @@ class Bench:
         names = self.names[: given["adapters"]]
         asked = [names[i % len(names)] for i in range(given["requests"])]
         random.Random(0).shuffle(asked)
-        root = self._linked("burst", names)
+        root = self.linked("burst", names)
         rows: list[Row] = []
         for setting, room, host in (
             ("resident", len(names), len(names)),
@@ -194,7 +194,7 @@ class Bench:
             driver = Driver(Engine(options))
             outcome = driver.run(self.asks(asked, 1))
             driver.close()
-            more = _tiers(driver.engine)
+            more = tiers(driver.engine)
             if rows:
                 load = median(_load_seconds(driver.engine, name) for name in names)
                 needed = (len(names) - given["host"]) * load
@@ -208,7 +208,7 @@ class Bench:
         the pool's and the host's budgets."""
         given = self._grid["traces"]
         names = self.names[: given["registered"]]
-        root = self._linked("traces", names)
+        root = self.linked("traces", names)
         rows = []
         for kind in given["kinds"]:
             asked = draw(kind, names, given["requests"])
@@ -225,7 +225,7 @@ class Bench:
                     for start in range(0, len(asked), 16)
                 ]
                 setting = f"{kind}, room for {room} of {len(names)}"
-                rows.append(Row("trace", setting, _joined(outcomes), _tiers(driver.engine)))
+                rows.append(Row("trace", setting, joined(outcomes), tiers(driver.engine)))
                 driver.close()
         return rows
 
@@ -259,7 +259,7 @@ class Bench:
                 what,
                 setting,
                 _middle(outcomes),
-                _tiers(driver.engine) | {key: round(ratio, 3) for key, ratio in more.items()},
+                tiers(driver.engine) | {key: round(ratio, 3) for key, ratio in more.items()},
             )
             for (setting, _, _), outcomes, driver, more in rows
         ]
@@ -289,7 +289,7 @@ def _middle(outcomes: Sequence[Outcome]) -> Outcome:
     return sorted(outcomes, key=lambda one: one.throughput)[len(outcomes) // 2]
 
 
-def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """Loads one after another, each from its own start."""
     whole = Outcome()
     for one in outcomes:
@@ -307,7 +307,7 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
     return whole
 
 
-def _tiers(engine: Engine) -> dict[str, Any]:
+def tiers(engine: Engine) -> dict[str, Any]:
     """Where requests found their adapters."""
     found = engine.adapters.counters
     asked = max(1, found.hits + found.host_hits + found.misses)

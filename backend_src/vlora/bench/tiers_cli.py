@@ -36,9 +36,10 @@ def adapters(
     quick: QuickOption = False,
     json: JsonOption = None,
 ) -> None:
-    """Many adapters: registered, resident, distinct in a batch, more than there is room for."""
+    """Many adapters: registered, resident, distinct in a batch, more than there is room for; one
+    pool beside a static split."""
     from vlora.bench import adapters as bench
-    from vlora.bench import atmm, report
+    from vlora.bench import atmm, report, split
     from vlora.bench.cells import GRIDS
 
     atmm.set_threads(threads)
@@ -49,20 +50,26 @@ def adapters(
     rows: list[bench.Row] = []
     shown = console()
     with tempfile.TemporaryDirectory() as scratch, Progress(console=shown, transient=True) as bar:
-        task = bar.add_task("making adapters", total=5)
+        task = bar.add_task("making adapters", total=6)
         made = bench.Bench(model or _demo(), Path(scratch), grid)
+
+        def told(what: str) -> None:
+            bar.update(task, description=what)
+
         for name, part in (
             ("registered", made.registered),
             ("resident", made.resident),
             ("distinct", lambda: made.distinct(limits)),
             ("burst", made.burst),
-            ("traces", lambda: made.traces(lambda what: bar.update(task, description=what))),
+            ("traces", lambda: made.traces(told)),
+            ("split", lambda: split.run(made, grid, told)),
         ):
-            bar.update(task, description=name)
+            told(name)
             rows += part()
             bar.update(task, advance=1)
     found = [row.as_row() for row in rows]
-    _finish("adapters", _table(found), found, bench.summarize(rows), described, json)
+    summary = bench.summarize(rows) | split.summarize(rows)
+    _finish("adapters", _table(found), found, summary, described, json)
 
 
 def prefix(
