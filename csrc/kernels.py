@@ -18,7 +18,7 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parent
 DIRECTORIES = ("cpu", "atmm", "linear", "attention", "folders")
 FEW_TILES = False
-"""Whether only some sizes of each kind of tile are made: for checks in which compiling takes longest."""
+"""Whether only some sizes of each kind of tile are made: where compiling takes longest."""
 INCLUDE = (CSRC, CSRC / "atmm" / "include", CSRC / "atmm" / "cpu")
 
 

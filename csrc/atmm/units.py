@@ -166,8 +166,9 @@ def kernel_table() -> str:
             rest = next(one.base.enumerator for one in ISAS if one.name == isa.rest)
             lines.append(f"        {at} = k[int(cpu::Isa::{rest})];\n")
         lines.append(f'        {at}.name = "{isa.name}";\n')
-        lines.append(f"        {at}.bundle = {len(isa.rows)};\n")
-        lines += [f"        {at}.max_rows[{i}] = {rows};\n" for i, rows in enumerate(most_rows(isa))]
+        most = most_rows(isa)
+        lines.append(f"        {at}.bundle = {len(most)};\n")
+        lines += [f"        {at}.max_rows[{i}] = {rows};\n" for i, rows in enumerate(most)]
         lines += [f"        {isa.name}::fill_{part}({at});\n" for part in isa.parts]
         lines.append(f"        {at}.tiles = cpu::tile_unit({here});\n")
         lines.append("      }\n")
