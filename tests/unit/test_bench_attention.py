@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from vlora import native
@@ -45,14 +44,10 @@ def test_a_tiny_grid_gives_rows_and_the_summarys_keys(tmp_path: Path) -> None:
     ]
     sizes = {"heads": {"few": [4, 2]}, "dim": 256, "block": 16}
     grid.write_text(json.dumps(sizes | {"groups": groups}))
-    before = torch.get_num_threads()
-    try:
-        options = {"--dtypes": "fp32", "--threads": "1", "--grid": str(grid)}
-        options["--json"] = str(tmp_path / "out.json")
-        words = [word for pair in options.items() for word in pair]
-        done = CliRunner().invoke(bench_app, ["attention", "--quick", *words])
-    finally:
-        torch.set_num_threads(before)
+    options = {"--dtypes": "fp32", "--threads": "1", "--grid": str(grid)}
+    options["--json"] = str(tmp_path / "out.json")
+    words = [word for pair in options.items() for word in pair]
+    done = CliRunner().invoke(bench_app, ["attention", "--quick", *words])
     assert done.exit_code == 0, done.output
     written = json.loads((tmp_path / "out.json").read_text())
     assert [row["phase"] for row in written["rows"]] == ["decode", "prefill", "mixed"]

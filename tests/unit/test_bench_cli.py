@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from vlora.bench import kernels, llava, mixture, modes, switch
@@ -38,13 +36,6 @@ GROUP = {
     "popularity": ["zipf"],
     "heat": ["hot", "cold"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _threads_put_back() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_kernels_writes_the_keys_of_the_issue_for_both_types(

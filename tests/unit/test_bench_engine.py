@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from vlora.bench import llava
@@ -18,13 +16,6 @@ from vlora.bench.load import OUTPUT, Load, Run
 from vlora.bench.work import Work
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
-
-
-@pytest.fixture(autouse=True)
-def _threads_put_back() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_floor_is_each_step_at_its_limit_and_ends_a_request_with_its_last_step() -> None:

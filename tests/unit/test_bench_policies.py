@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,6 @@ from vlora.engine.policies import make_policy
 from vlora.engine.scheduler import Budgets
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
-
-
-@pytest.fixture(autouse=True)
-def _threads_put_back() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "bursty"])

@@ -36,7 +36,7 @@ GRID = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread(_threads_put_back: None) -> None:
     torch.set_num_threads(1)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from vlora.bench import footprint, llava, step, work
@@ -20,13 +18,6 @@ KEYS = {
     *("elsewhere", "python", "busy_neighbour", "memory_mib_fp32", "memory_mib_bf16"),
 }
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=128))
-
-
-@pytest.fixture(autouse=True)
-def _threads_put_back() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_steps_bytes_are_those_of_a_real_checkpoint(tmp_path: Path) -> None:

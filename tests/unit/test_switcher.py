@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -48,12 +48,9 @@ TARGETED: tuple[tuple[str, ...], ...] = (
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread(_threads_put_back: None) -> None:
     """These matrices are not worth a second one."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

@@ -22,11 +22,8 @@ MIXED = ((5, 100), (1, 700), (130, 33), (1, 0), (1, 15), (1, 16))
 
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
+def _threads(request: pytest.FixtureRequest, _threads_put_back: None) -> None:
     torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def _chunk(index: int, row: int, start: int, end: int, pages: tuple[int, ...]) -> Chunk:
