@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.test_bench_tiers import GRID as SMALL
 from tests.unit.test_pool import Held, Idle
 from vlora.bench import split
 from vlora.bench.adapters import Bench
@@ -22,14 +23,7 @@ from vlora.memory.prefix import PrefixCache
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
-GRID = {
-    "rank": 2,
-    "prompt": 8,
-    "output": 3,
-    "sequences": 2,
-    "registered": [2, 8],
-    "resident": [2, 4],
-    "burst": {"adapters": 6},
+GRID = SMALL | {
     "traces": {"registered": 6},
     "split": {"requests": 48, "room": 2, "kv_requests": 6, "shared": 64, "kinds": ["zipf"]},
 }

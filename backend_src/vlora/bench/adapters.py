@@ -29,6 +29,8 @@ from vlora.model.decoder_config import DecoderConfig, load_config
 WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
 ZIPF = 1.0
 BLOCK = 16
+TOGETHER = 16
+"""Requests of a trace that come at once."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,15 @@ class Bench:
             (root / f"z{index:04}").symlink_to(target)
         return root
 
-    def asks(self, adapters: Sequence[str], seed: int) -> list[Ask]:
+    def asks(self, adapters: Sequence[str], seed: int, shared: int = 0) -> list[Ask]:
+        """shared: tokens that all prompts of one adapter begin with, whatever the seed."""
         rng = random.Random(seed)
-        words = self._grid["prompt"] // 2
-        return [
-            Ask("<s>" + " ".join(rng.choices(WORDS, k=words)), name, self._grid["output"])
-            for name in adapters
-        ]
+
+        def prompt(name: str) -> str:
+            first = random.Random(name).choices(WORDS, k=shared // 2)
+            return "<s>" + " ".join(first + rng.choices(WORDS, k=self._grid["prompt"] // 2))
+
+        return [Ask(prompt(name), name, self._grid["output"]) for name in adapters]
 
     def registered(self) -> list[Row]:
         """The same working set of five, few and many others known."""
@@ -221,8 +225,8 @@ class Bench:
                 )
                 driver = Driver(Engine(options))
                 outcomes = [
-                    driver.run(self.asks(asked[start : start + 16], start))
-                    for start in range(0, len(asked), 16)
+                    driver.run(self.asks(asked[start : start + TOGETHER], start))
+                    for start in range(0, len(asked), TOGETHER)
                 ]
                 setting = f"{kind}, room for {room} of {len(names)}"
                 rows.append(Row("trace", setting, joined(outcomes), tiers(driver.engine)))

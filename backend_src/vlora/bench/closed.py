@@ -16,14 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vlora.bench.adapters import WORDS
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.policies import make_policy
 from vlora.lora.segments import BASE
 from vlora.request import Request
 from vlora.sampling import SamplingParams
-
-WORDS = "what is the number of red things in this picture and where are they"
 
 
 class ClosedLoop:
@@ -62,7 +61,7 @@ class ClosedLoop:
             said = 1 + tokens * i // at_once if i < at_once else tokens
             params = SamplingParams(temperature=0.0, max_tokens=said, ignore_eos=True)
             name, adapter = f"closed-{next(self._numbers)}", names[i % len(names)]
-            asked.append(engine.prepare(Request(name, WORDS, params, adapter=adapter)))
+            asked.append(engine.prepare(Request(name, " ".join(WORDS), params, adapter=adapter)))
         engine.scheduler.policy = make_policy(replace(self._options, policy=policy), engine.costs)
         engine.switcher.switch(BASE)
         before = engine.stats()

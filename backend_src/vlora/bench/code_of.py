@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ EVERYONES = (scheduler, cost, calibration)
 OWN_MODULE = {"predictive": predictive, "dlora": dlora}
 
 
+@cache
 def code_of(name: str) -> str:
     """Of the modules that decide what a policy does and what is predicted; not of the model and its
     kernels, which are as fast for all."""

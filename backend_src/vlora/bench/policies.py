@@ -38,8 +38,8 @@ PAPER = {"vs_unmerge_only": 0.41, "vs_merge_only": 0.67, "vs_dlora": 0.79}
 """The paper's ratios (figure 19: −59 %, −33 %, −21 %), for the table."""
 AT: Mapping[str, Any] = {"load": 0.8, "skew": 0.6}
 """Where the summary's ratios are taken."""
-MEASURED, FEW, AGAIN, SIMULATED = "measured", "few adapters", "simulated again", "simulated"
-CLOSED = "closed loop"
+MEASURED, FEW, AGAIN = "measured", "few adapters", "simulated again"
+SIMULATED, CLOSED = "simulated", "closed loop"
 """Kinds of rows: of the grid; of figure 21's two adapters; the grid in the time of one cost model,
 as it is when all has been measured; larger traces likewise; of `closed.py`."""
 SIMULATING = 0.06

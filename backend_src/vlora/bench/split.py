@@ -7,23 +7,19 @@ between them. What is counted is what the split leaves behind: keys and values w
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from vlora.bench.adapters import BLOCK, WORDS, Bench, Row, draw, joined, tiers
-from vlora.bench.driving import Ask, Driver, Outcome
+from vlora.bench.adapters import BLOCK, TOGETHER, Bench, Row, draw, joined, tiers
+from vlora.bench.driving import Driver, Outcome
 from vlora.engine.engine import Engine
 from vlora.engine.memory import EngineMemory
 from vlora.engine.sequence import scopes_of
 from vlora.lora.handle import AdapterHandle
 from vlora.memory.pool import Owner, PagePool, Reclaimer, Run
-
-TOGETHER = 16
-"""Requests that come at once."""
 
 
 class SplitPool(PagePool):
@@ -82,7 +78,8 @@ class SplitMemory(EngineMemory):
         """The other side does not hear of it."""
 
 
-SIDES: Mapping[str, type[EngineMemory]] = {"one pool": EngineMemory, "static split": SplitMemory}
+OURS, SPLIT = "one pool", "static split"
+SIDES: Mapping[str, type[EngineMemory]] = {OURS: EngineMemory, SPLIT: SplitMemory}
 
 
 @dataclass
@@ -146,7 +143,7 @@ def _side_by_side(
     }
     found: dict[str, list[Outcome]] = {side: [] for side in SIDES}
     for number, start in enumerate(range(0, len(asked), TOGETHER)):
-        asks = _asks(asked[start : start + TOGETHER], grid, number)
+        asks = bench.asks(asked[start : start + TOGETHER], number, given["shared"])
         for side in list(SIDES)[:: 1 if number % 2 else -1]:
             found[side].append(drivers[side].run(asks, watch=False))
     rows = []
@@ -155,30 +152,13 @@ def _side_by_side(
         driver.close()
         over = median(
             one.throughput / other.throughput
-            for one, other in zip(found[side], found["static split"], strict=True)
+            for one, other in zip(found[side], found[SPLIT], strict=True)
         )
         more = tiers(driver.engine) | counts[side].as_row() | _reused(driver.engine)
         more["throughput_over_split"] = round(over, 3)
         rows.append(Row("split", f"{kind}, {side}", joined(found[side]), more))
     assert rows[0].more["kv_without_adapter"] == 0, "keys and values stand without their adapter"
     return rows
-
-
-def _asks(adapters: Sequence[str], grid: Mapping[str, Any], seed: int) -> list[Ask]:
-    rng = random.Random(seed)
-
-    def words(drawn: random.Random, tokens: int) -> str:
-        return " ".join(drawn.choices(WORDS, k=tokens // 2))
-
-    return [
-        Ask(
-            f"<s>{words(random.Random(name), grid['split']['shared'])}"
-            f" {words(rng, grid['prompt'])}",
-            name,
-            grid["output"],
-        )
-        for name in adapters
-    ]
 
 
 def _reused(engine: Engine) -> dict[str, float]:
@@ -195,12 +175,11 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     def of(side: str, key: str) -> list[Any]:
         return [r.more[key] for r in rows if r.what == "split" and r.setting.endswith(side)]
 
-    ours, split = SIDES
     return {
-        "kv_without_adapter": max(of(ours, "kv_without_adapter")),
-        "cached_without_adapter": round(mean(of(ours, "cached_without_adapter")), 4),
-        "cached_without_adapter_split": round(mean(of(split, "cached_without_adapter")), 4),
-        "cached_tokens": round(mean(of(ours, "cached_tokens")), 3),
-        "cached_tokens_split": round(mean(of(split, "cached_tokens")), 3),
-        "throughput_over_split": round(mean(of(ours, "throughput_over_split")), 3),
+        "kv_without_adapter": max(of(OURS, "kv_without_adapter")),
+        "cached_without_adapter": round(mean(of(OURS, "cached_without_adapter")), 4),
+        "cached_without_adapter_split": round(mean(of(SPLIT, "cached_without_adapter")), 4),
+        "cached_tokens": round(mean(of(OURS, "cached_tokens")), 3),
+        "cached_tokens_split": round(mean(of(SPLIT, "cached_tokens")), 3),
+        "throughput_over_split": round(mean(of(OURS, "throughput_over_split")), 3),
     }
