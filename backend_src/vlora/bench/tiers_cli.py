@@ -16,7 +16,7 @@ from vlora.bench.options import JsonOption, QuickOption, console
 
 COLUMNS = {
     "tokens_per_s": "tokens/s",
-    "token_latency_ms": "ms a token",
+    "token_latency_ms": "ms/token",
     "p99_s": "p99, s",
     "step_ms": "step, ms",
     "step_beside_load_ms": "by a load",
@@ -119,11 +119,16 @@ def _finish(
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(caption="pool, host, disk: where a request's adapter was; more with --json")
-    table.add_column("load", no_wrap=True)
+    table = Table(
+        caption="pool, host, disk: where a request's adapter was. More with --json; what each key"
+        " means, and its bar: docs/benchmarks/adapters.md",
+        padding=(0, 0),
+    )
+    # In a narrow terminal words are wrapped; a figure that is cut says nothing.
+    table.add_column("load", min_width=11)
     for head in COLUMNS.values():
-        table.add_column(head, justify="right")
-    table.add_column("pool, host, disk", no_wrap=True)
+        table.add_column(head, justify="right", min_width=5)
+    table.add_column("pool, host, disk")
     for row in rows:
         figures = (row.get(key) for key in COLUMNS)
         cells = ["" if figure is None else f"{figure:.4g}" for figure in figures]
