@@ -6,6 +6,7 @@
 #include <strings.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <xmmintrin.h>
 
 #include <algorithm>
 #include <chrono>
@@ -25,6 +26,19 @@ constexpr auto kSpin = std::chrono::microseconds(40);
 
 thread_local bool in_region = false;
 
+// Meanwhile numbers too small to be normal are zeros, read and written (FTZ, DAZ): some CPUs take over a
+// hundred cycles for each, and weights of a softmax far below its largest make many of them.
+class TinyAsZero {
+ public:
+  TinyAsZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~TinyAsZero() { _mm_setcsr(before_); }
+  TinyAsZero(const TinyAsZero&) = delete;
+  TinyAsZero& operator=(const TinyAsZero&) = delete;
+
+ private:
+  const unsigned before_;
+};
+
 // What one region shares; lives on the caller's stack.
 struct Shared {
   Region work;
@@ -35,6 +49,7 @@ struct Shared {
 
   void run(int thread, int threads) {
     in_region = true;
+    const TinyAsZero tiny;
     try {
       work(context, Team{thread, threads, &barrier});
     } catch (const Barrier::Broken&) {
@@ -248,6 +263,7 @@ Source threads_in_use() {
 void run_region(int threads, bool late, Region work, void* context) {
   Shared shared{work, context, {}, {}, {}};
   if (threads <= 1 || in_region) {
+    const TinyAsZero tiny;
     work(context, Team{0, 1, &shared.barrier});
     return;
   }
