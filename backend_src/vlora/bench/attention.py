@@ -18,9 +18,10 @@ from vlora.bench.limits import Limits
 from vlora.bench.timing import Timing, geometric_mean, interleaved
 from vlora.kernels.backends import Backend
 from vlora.memory.store import KVStore
-from vlora.model.attention import AttentionPlan, Rotary
+from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.inputs import Prompt
+from vlora.model.rotary import Rotary
 
 KERNEL, TWIN = "kernel", "twin"
 COLD_BYTES = 96 << 20
@@ -159,7 +160,7 @@ class Bed:
             row += rows
         self.heads = cell.heads
         self.qkv = torch.randn(row, (cell.heads + 2 * cell.kv_heads) * cell.dim)
-        self.rotary = Rotary(torch.zeros(row, cell.dim // 2), 1.0)  # rows stay what they are
+        self.rotary = Rotary.of(torch.zeros(row, cell.dim // 2), 1.0)  # rows stay what they are
 
     def attend(self, backend: Backend) -> Callable[[], None]:
         """One layer at each call, in turn."""

@@ -1,7 +1,8 @@
 """Products with the weights, and what lies between them. Attention's are in its plan.
 
 Rows are fp32 everywhere; weights are stored as fp32 or bf16. Every function takes `backend` to
-override the default for one call.
+override the default for one call, and those that make rows take `out`: [T, width] fp32, contiguous,
+where they go, apart from what is read; None for a tensor of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ class Matrix:
             0 if bias is None else bias.data_ptr(),
         )
 
-    def __call__(self, x: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        backend: Backend | None = None,
+    ) -> torch.Tensor:
         """x weightᵀ + bias; x: [T, d_in] fp32, rows may be strided → [T, d_out] fp32.
 
         Where the CPU multiplies pairs of bf16, x is rounded to bf16 for it; else bf16 is widened on
@@ -49,12 +56,12 @@ class Matrix:
         if x.dtype != torch.float32:
             raise ValueError(f"x must be fp32, not {x.dtype}")
         if (backend or backends.default()) == "reference":
-            return reference.linear(x, self.weight, self._bias)
+            return given(reference.linear(x, self.weight, self._bias), out)
         stride, column = x.stride()
         if column != 1:
             raise ValueError("columns of x must lie side by side")
         rows = x.shape[0]
-        y = torch.empty(rows, width)
+        y = place(out, rows, width)
         native.kernels().linear.multiply(
             y.data_ptr(), width, x.data_ptr(), stride, rows, *self._native, torch.get_num_threads()
         )
@@ -78,6 +85,7 @@ def add_norm(
     weight: torch.Tensor,
     eps: float,
     *,
+    out: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """hidden += delta, in place, where there is one; → hidden / rms(hidden) · weight, by row.
@@ -86,13 +94,13 @@ def add_norm(
     square plus eps. Raises ValueError for what does not fit.
     """
     if (backend or backends.default()) == "reference":
-        return reference.add_norm(hidden, delta, weight, eps)
+        return given(reference.add_norm(hidden, delta, weight, eps), out)
     _check(hidden, weight)
     if delta is not None:
         _check(delta, weight)
         if delta.shape != hidden.shape:
             raise ValueError(f"{tuple(delta.shape)} cannot be added to {tuple(hidden.shape)}")
-    out = torch.empty_like(hidden)
+    out = place(out, *hidden.shape)
     native.kernels().linear.add_norm(
         out.data_ptr(),
         hidden.data_ptr(),
@@ -105,14 +113,16 @@ def add_norm(
     return out
 
 
-def gate(x: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
+def gate(
+    x: torch.Tensor, *, out: torch.Tensor | None = None, backend: Backend | None = None
+) -> torch.Tensor:
     """x: [T, 2 · width] fp32, contiguous → silu(its left half) · its right half, [T, width]."""
     if (backend or backends.default()) == "reference":
-        return reference.gate(x)
+        return given(reference.gate(x), out)
     if x.dim() != 2 or x.shape[1] % 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"{tuple(x.shape)} {x.dtype} is no contiguous pair of fp32 halves")
     rows, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, width)
+    out = place(out, rows, width)
     native.kernels().linear.gate(out.data_ptr(), x.data_ptr(), rows, width, torch.get_num_threads())
     return out
 
@@ -132,6 +142,23 @@ def largest(
         at.data_ptr(), finite.data_ptr(), x.data_ptr(), *x.shape, torch.get_num_threads()
     )
     return at, finite
+
+
+def place(out: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
+    """`out`, if it can hold so many rows; where there is none, a new tensor."""
+    if out is None:
+        return torch.empty(rows, width)
+    if out.shape != (rows, width) or out.dtype != torch.float32 or not out.is_contiguous():
+        raise ValueError(
+            f"out {tuple(out.shape)} {out.dtype} is no place for [{rows}, {width}] fp32, side by"
+            " side"
+        )
+    return out
+
+
+def given(found: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """What a twin has found, put where it was wanted."""
+    return found if out is None else place(out, *found.shape).copy_(found)
 
 
 def _check(rows: torch.Tensor, weight: torch.Tensor) -> None:

@@ -29,12 +29,14 @@ class LoraLinear:
         self._lora = lora
         self._matrix: ops.Matrix | None = None
 
-    def __call__(self, x: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
-        """x: [T, d_in] fp32 → [T, sum of the group's d_out] fp32."""
+    def __call__(
+        self, x: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x: [T, d_in] fp32 → [T, sum of the group's d_out] fp32, in `out` if there is one."""
         weight = self._switcher.active.views[self._index]
         if self._matrix is None or self._matrix.weight is not weight:
             self._matrix = ops.Matrix(weight, self._bias)
-        y = self._matrix(x)
+        y = self._matrix(x, out=out)
         if segments:
             op.apply(y, x, segments, self._lora)
         return y

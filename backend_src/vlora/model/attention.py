@@ -10,20 +10,12 @@ import torch
 
 from vlora import native
 from vlora.atmm.types import DTYPES
-from vlora.kernels import backends
+from vlora.kernels import backends, ops
 from vlora.kernels.backends import Backend
 from vlora.memory.store import KVStore
 from vlora.model import attention_reference
 from vlora.model.chunk import Chunk
-
-
-class Rotary:
-    """Cosines and sines, [T, dim / 2] fp32, of every row's angles; the same in every layer."""
-
-    def __init__(self, angles: torch.Tensor, scale: float) -> None:
-        """angles: [T, dim / 2]."""
-        self.cosines = angles.cos() * scale
-        self.sines = angles.sin() * scale
+from vlora.model.rotary import Rotary
 
 
 class AttentionPlan:
@@ -77,11 +69,14 @@ class AttentionPlan:
     def _reference(self) -> attention_reference.Plan:
         return attention_reference.Plan(self._chunks, self._store)
 
-    def attend(self, layer: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv: torch.Tensor, rotary: Rotary, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """qkv: [T, (heads + 2 kv_heads) · dim] fp32, contiguous, not yet rotated.
 
         Writes rotated keys, and values, to their pages, then lets every row see its sequence up
-        to itself: softmax(q kᵀ / √dim) v → [T, heads · dim] fp32.
+        to itself: softmax(q kᵀ / √dim) v → [T, heads · dim] fp32. out: where it goes; None: a
+        tensor of its own.
         """
         store = self._store
         if qkv.shape != self._shape or not qkv.is_contiguous():
@@ -91,8 +86,9 @@ class AttentionPlan:
                 " side"
             )
         if self._backend == "reference":
-            return self._reference.attend(layer, self._heads, qkv, rotary.cosines, rotary.sines)
-        out = torch.empty(self._shape[0], self._heads * store.head_dim)
+            found = self._reference.attend(layer, self._heads, qkv, rotary.cosines, rotary.sines)
+            return ops.given(found, out)
+        out = ops.place(out, self._shape[0], self._heads * store.head_dim)
         self._native.attend(
             store.cache.data_ptr() + layer * self._layer_bytes,
             out.data_ptr(),

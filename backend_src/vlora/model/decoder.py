@@ -19,9 +19,11 @@ from vlora.lora.layers import LoraLinear
 from vlora.lora.slab import GROUPS
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
-from vlora.model.attention import AttentionPlan, Rotary
+from vlora.model.attention import AttentionPlan
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import DecoderWeights
+from vlora.model.rotary import Rotary, RotaryTable
+from vlora.model.workspace import Rows, Workspace
 
 
 class Decoder:
@@ -36,6 +38,8 @@ class Decoder:
     ) -> None:
         self._config = config
         self._weights = weights
+        self._rotary = RotaryTable(weights.inverse_frequencies, weights.rope_scale)
+        self._workspace = Workspace(config)
         self._lm_head = ops.Matrix(weights.lm_head)
         self._lm_head_lora = adapters.group([(-1, LM_HEAD)])
         self._layers = [
@@ -51,11 +55,10 @@ class Decoder:
         self, hidden: torch.Tensor, attention: AttentionPlan, segments: Sequence[Segment]
     ) -> torch.Tensor:
         """hidden: [T, hidden] embeddings, overwritten → [T, hidden] before the final norm."""
-        angles = attention.positions[:, None] * self._weights.inverse_frequencies
-        rotary = Rotary(angles, self._weights.rope_scale)
+        rotary, rows = self._rotary.at(attention.positions), self._workspace.rows(len(hidden))
         delta: torch.Tensor | None = None
         for layer in self._layers:
-            delta = layer.forward(hidden, delta, attention, rotary, segments)
+            delta = layer.forward(hidden, delta, attention, rotary, segments, rows)
         return hidden if delta is None else hidden + delta
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -107,14 +110,18 @@ class DecoderLayer:
         attention: AttentionPlan,
         rotary: Rotary,
         segments: Sequence[Segment],
+        rows: Rows,
     ) -> torch.Tensor:
         """hidden: [T, hidden], to which `delta` (of the layer before) and what attention says are
-        added in place → what the MLP says, for the next layer to add."""
+        added in place → what the MLP says, for the next layer to add: `rows.delta`."""
         eps = self._config.norm_eps
-        normed = ops.add_norm(hidden, delta, self._input_norm, eps)
-        attended = attention.attend(self._layer, self._qkv(normed, segments), rotary)
-        normed = ops.add_norm(hidden, self._o(attended, segments), self._post_norm, eps)
-        return self._down(ops.gate(self._gate_up(normed, segments)), segments)
+        normed = ops.add_norm(hidden, delta, self._input_norm, eps, out=rows.normed)
+        qkv = self._qkv(normed, segments, rows.qkv)
+        attended = attention.attend(self._layer, qkv, rotary, rows.attended)
+        said = self._o(attended, segments, rows.delta)
+        normed = ops.add_norm(hidden, said, self._post_norm, eps, out=rows.normed)
+        gate_up = self._gate_up(normed, segments, rows.gate_up)
+        return self._down(ops.gate(gate_up, out=rows.gated), segments, rows.delta)
 
 
 def _fused_bias(

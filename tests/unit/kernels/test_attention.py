@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from vlora.kernels import reference
 from vlora.kernels.backends import Backend
 from vlora.memory.store import KVStore
-from vlora.model.attention import AttentionPlan, Rotary
+from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.inputs import Prompt
+from vlora.model.rotary import Rotary
 
 LAYERS = 2
 MIXED = ((5, 100), (1, 700), (130, 33), (1, 0), (1, 15), (1, 16))
@@ -64,7 +65,7 @@ class Case:
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
         frequencies = 10.0 ** -torch.linspace(0, 3, self.dim // 2)
-        return Rotary(positions[:, None] * frequencies, 1.0)
+        return Rotary.of(positions[:, None] * frequencies, 1.0)
 
     def wanted(self, index: int, start: int) -> torch.Tensor:
         rows = self.rows[index]
