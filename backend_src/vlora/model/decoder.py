@@ -52,17 +52,28 @@ class Decoder:
         return F.embedding(tokens, self._weights.embedding).float()
 
     def forward(
-        self, hidden: torch.Tensor, attention: AttentionPlan, segments: Sequence[Segment]
+        self,
+        hidden: torch.Tensor,
+        attention: AttentionPlan,
+        segments: Sequence[Segment],
+        wanted: Sequence[int],
+        wanted_segments: Sequence[Segment],
     ) -> torch.Tensor:
-        """hidden: [T, hidden] embeddings, overwritten → [T, hidden] before the final norm."""
+        """hidden: [T, hidden] embeddings, overwritten → what the LM head reads of rows `wanted`, in
+        their order: [len(wanted), hidden]. wanted_segments: over these.
+
+        The last layer's attention is the last to see all rows; behind it only these go on.
+        """
         rotary, rows = self._rotary.at(attention.positions), self._workspace.rows(len(hidden))
+        everything = list(wanted) == list(range(len(hidden)))
         delta: torch.Tensor | None = None
         for layer in self._layers:
-            delta = layer.forward(hidden, delta, attention, rotary, segments, rows)
-        return hidden if delta is None else hidden + delta
-
-    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        return ops.add_norm(hidden, None, self._weights.final_norm, self._config.norm_eps)
+            attended = layer.attend(hidden, delta, attention, rotary, segments, rows)
+            if layer is self._layers[-1] and not everything:
+                hidden, attended, segments = hidden[wanted], attended[wanted], wanted_segments
+                rows = self._workspace.rows(len(hidden))
+            delta = layer.finish(hidden, attended, segments, rows)
+        return ops.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
 
     def logits(self, hidden: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
         """hidden: [rows, hidden] after the final norm; segments over these rows → [rows, V]."""
@@ -103,7 +114,7 @@ class DecoderLayer:
             for number, group in enumerate(GROUPS)
         )
 
-    def forward(
+    def attend(
         self,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
@@ -112,14 +123,25 @@ class DecoderLayer:
         segments: Sequence[Segment],
         rows: Rows,
     ) -> torch.Tensor:
-        """hidden: [T, hidden], to which `delta` (of the layer before) and what attention says are
-        added in place → what the MLP says, for the next layer to add: `rows.delta`."""
-        eps = self._config.norm_eps
-        normed = ops.add_norm(hidden, delta, self._input_norm, eps, out=rows.normed)
+        """hidden: [T, hidden], to which `delta` (of the layer before) is added in place → what each
+        row has seen of its sequence, [T, heads · dim]: `rows.attended`."""
+        normed = ops.add_norm(
+            hidden, delta, self._input_norm, self._config.norm_eps, out=rows.normed
+        )
         qkv = self._qkv(normed, segments, rows.qkv)
-        attended = attention.attend(self._layer, qkv, rotary, rows.attended)
+        return attention.attend(self._layer, qkv, rotary, rows.attended)
+
+    def finish(
+        self,
+        hidden: torch.Tensor,
+        attended: torch.Tensor,
+        segments: Sequence[Segment],
+        rows: Rows,
+    ) -> torch.Tensor:
+        """hidden: [T, hidden], to which what attention says is added in place → what the MLP says,
+        for the next layer to add: `rows.delta`."""
         said = self._o(attended, segments, rows.delta)
-        normed = ops.add_norm(hidden, said, self._post_norm, eps, out=rows.normed)
+        normed = ops.add_norm(hidden, said, self._post_norm, self._config.norm_eps, out=rows.normed)
         gate_up = self._gate_up(normed, segments, rows.gate_up)
         return self._down(ops.gate(gate_up, out=rows.gated), segments, rows.delta)
 

@@ -55,10 +55,24 @@ class Runner:
         """With the weights that are active. chunks: in the order of their rows, best that of
         `segments.order_of`: the segments are then the fewest."""
         attention = AttentionPlan(chunks, self._store, self._query_heads)
-        rows = ((chunk.slot, chunk.length) for chunk in chunks)
-        segments = signed_segments(rows, self._switcher.live)
-        hidden = self._decoder.forward(self._embed(chunks), attention, segments)
-        return self._finish(hidden, [chunk for chunk in chunks if chunk.completes])
+        live = self._switcher.live
+        segments = signed_segments(((chunk.slot, chunk.length) for chunk in chunks), live)
+        drawn = [chunk for chunk in chunks if chunk.completes and not chunk.use_head]
+        scored = [chunk for chunk in chunks if chunk.completes and chunk.use_head]
+        ending = drawn + scored
+        hidden = self._decoder.forward(
+            self._embed(chunks),
+            attention,
+            segments,
+            [chunk.last_row for chunk in ending],
+            signed_segments(((chunk.slot, 1) for chunk in ending), live),
+        )
+        # The LM head is never merged, so its segments do not depend on the live adapter.
+        lm_head = signed_segments((chunk.slot, 1) for chunk in drawn)
+        return StepResult(
+            self._decoder.logits(hidden[: len(drawn)], lm_head),
+            self._heads(hidden[len(drawn) :], [chunk.slot for chunk in scored]),
+        )
 
     def _embed(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens])
@@ -71,23 +85,6 @@ class Runner:
             at = torch.nonzero(rows != NO_IMAGE).flatten()
             hidden[chunk.row + at] = features[rows[at]]
         return hidden
-
-    def _finish(self, hidden: torch.Tensor, chunks: Sequence[Chunk]) -> StepResult:
-        """Final norm and heads for the last rows of the chunks that complete.
-
-        The LM head is never merged, so its segments do not depend on the live adapter.
-        """
-        drawn = [chunk for chunk in chunks if not chunk.use_head]
-        scored = [chunk for chunk in chunks if chunk.use_head]
-        rows = [chunk.last_row for chunk in drawn + scored]
-        if rows != list(range(len(hidden))):  # else all of them, as they lie
-            hidden = hidden[rows]
-        normed = self._decoder.final_norm(hidden)
-        segments = signed_segments((chunk.slot, 1) for chunk in drawn)
-        logits = self._decoder.logits(normed[: len(drawn)], segments)
-        return StepResult(
-            logits, self._heads(normed[len(drawn) :], [chunk.slot for chunk in scored])
-        )
 
     def _heads(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """hidden: one row a slot → what each one's head makes of it; all heads in one call."""
