@@ -47,6 +47,17 @@ def test_adapters_count_once_however_many_rows_use_them() -> None:
     assert shared.flops == pytest.approx(5 * alone.flops)
 
 
+def test_only_answered_rows_count_behind_the_last_layers_keys_and_values() -> None:
+    five = [Rows(5, 0)]
+    silent = [Rows(5, 0, logits=False)]
+    hidden, inner = TINY.hidden, TINY.inner
+    behind = 2 * (2 * hidden**2 + 3 * hidden * inner)  # q, o, gate, up, down of a row
+    seen = 4 * hidden * 5  # products with five keys and with their values
+    lm_head = 2 * TINY.vocabulary * hidden
+    apart = work.of_step(five, TINY, 4).flops - work.of_step(silent, TINY, 4).flops
+    assert apart == behind + seen + lm_head
+
+
 def test_a_prompt_of_n_words_has_n_tokens_and_the_begin_of_text(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

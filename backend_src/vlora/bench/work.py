@@ -41,7 +41,8 @@ class Work:
 
 
 def of_step(rows: Sequence[Rows], sizes: Sizes, itemsize: int) -> Work:
-    """The work of one step."""
+    """The work of one step. In the last layer every row gives keys and values, and only those that
+    are answered do more."""
     head = sizes.hidden // sizes.heads
     slab = slab_elements(sizes)
     lm_head = sizes.vocabulary * sizes.hidden
@@ -49,10 +50,12 @@ def of_step(rows: Sequence[Rows], sizes: Sizes, itemsize: int) -> Work:
     answered = sum(part.logits for part in rows)
     # Row i of a part sees context + i + 1 positions: a product with keys, one with values.
     seen = sum(p.count * p.context + p.count * (p.count + 1) // 2 for p in rows)
+    seen_last = sum(p.context + p.count for p in rows if p.logits)
+    beyond = 2 * sizes.hidden**2 + 3 * sizes.hidden * sizes.inner  # keys and values
     width = adapter_width(sizes)
     lora = sum(2 * p.count * rank_of(p.adapter, sizes) * width for p in rows)
-    flops = 2 * total * slab + 2 * answered * lm_head + lora
-    flops += 4 * seen * sizes.heads * head * sizes.layers
+    flops = 2 * (total * slab - (total - answered) * beyond) + 2 * answered * lm_head + lora
+    flops += 4 * (seen * (sizes.layers - 1) + seen_last) * sizes.heads * head
     positions = sum(p.context + 2 * p.count for p in rows)  # read; written and read
     used = {p.adapter for p in rows if p.adapter is not None}
     return Work(

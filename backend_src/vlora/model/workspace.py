@@ -40,7 +40,7 @@ class Workspace:
         self._narrow = {"normed": config.hidden, "attended": heads, "gated": inner}
         self._delta = {"delta": config.hidden}
         self._memory: list[torch.Tensor] = []
-        self._most = 0
+        self._most = -1
         self._rows: Rows | None = None
 
     def rows(self, count: int) -> Rows:
@@ -49,7 +49,9 @@ class Workspace:
             return self._rows
         groups = (self._wide, self._narrow, self._delta)
         if count > self._most:
-            self._memory = [huge.zeros(count, max(g.values()), dtype=torch.float32) for g in groups]
+            self._memory = [
+                huge.zeros(max(1, count), max(g.values()), dtype=torch.float32) for g in groups
+            ]
             self._most = count
         self._rows = Rows(
             **{

@@ -177,3 +177,16 @@ def test_a_unit_that_multiplies_tiles_takes_bf16_from_four_rows_on(rows: int, de
         found = ops.linear(x, weight)
     wanted = seen.double() @ weight.double().T
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_numbers_too_small_to_be_normal_are_zero_in_a_kernel_and_only_there(threads: int) -> None:
+    tiny = torch.full((40, 64), 1e-40)
+    assert (tiny * 0.5 > 0).all()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert (ops.linear(tiny, torch.randn(300, 64)) == 0).all()
+    finally:
+        torch.set_num_threads(before)
+    assert (tiny * 0.5 > 0).all()
