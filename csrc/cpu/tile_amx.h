@@ -1,5 +1,7 @@
-// AMX's eight tile registers.
+// AMX's eight tile registers, and what vectors do beside them.
 #pragma once
+
+#include <immintrin.h>
 
 #include "cpu/types.h"
 
@@ -20,6 +22,11 @@ struct TileRegisters {
   static void load(const void* from, ptrdiff_t bytes) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(bytes), "i"(T) : "memory");
   }
+  // The same for what is not read again soon: it pushes nothing out of L1.
+  template <int T>
+  static void load_passing(const void* from, ptrdiff_t bytes) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(bytes), "i"(T) : "memory");
+  }
   template <int T>
   static void store(void* to, ptrdiff_t bytes) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(bytes), "i"(T) : "memory");
@@ -28,6 +35,63 @@ struct TileRegisters {
   template <int C, int A, int B>
   static void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
+};
+
+struct Beside {
+  static void copy_line(const char* from, char* to) { _mm512_store_si512(to, _mm512_loadu_si512(from)); }
+
+  // `rows` of x, `count` values of each, rounded to pairs: a tile with a line for each pair of depth.
+  static void pack(const float* x, ptrdiff_t stride, int rows, int count, void* to) {
+    alignas(64) float lines[16][16];
+    const __mmask16 low = mask(count), high = mask(count - 16);
+    for (int t = 0; t < 16; ++t, x += stride) {
+      const bool there = t < rows;
+      const __m512 first = _mm512_maskz_loadu_ps(there ? low : 0, x);
+      const __m512 second = _mm512_maskz_loadu_ps(there ? high : 0, x + 16);
+      _mm512_store_si512(lines[t], __m512i(_mm512_cvtne2ps_pbh(second, first)));
+    }
+    auto* out = static_cast<float*>(to);
+    for (int quarter = 0; quarter < 4; ++quarter, out += 64) {
+      __m512 turned[4];
+      turn(&lines[0][0], quarter, turned);
+      for (int i = 0; i < 4; ++i) _mm512_store_ps(out + 16 * i, turned[i]);
+    }
+  }
+
+  // Columns 4 quarter … of a tile of sums, each plus bias, to `rows` rows of y of `columns` values.
+  static void store_turned(const float* tile, int quarter, float* y, ptrdiff_t stride, int rows, int columns,
+                           const float* bias) {
+    const __mmask16 there = mask(columns);
+    const __m512 add = bias ? _mm512_maskz_loadu_ps(there, bias) : _mm512_setzero_ps();
+    __m512 turned[4];
+    turn(tile, quarter, turned);
+    for (int i = 0; i < 4 && i < rows; ++i)
+      _mm512_mask_storeu_ps(y + i * stride, there, _mm512_add_ps(turned[i], add));
+  }
+
+ private:
+  static __mmask16 mask(int count) {
+    return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
+  }
+  // Columns 4 quarter … 4 quarter + 3 of 16 lines.
+  static void turn(const float* tile, int quarter, __m512 (&out)[4]) {
+    __m512 r[4];
+    for (int i = 0; i < 4; ++i) {
+      const float* const at = tile + i * 16 + 4 * quarter;
+      r[i] = _mm512_castps128_ps512(_mm_load_ps(at));
+      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 64), 1);
+      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 128), 2);
+      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 192), 3);
+    }
+    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r[0], r[1]));
+    const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(r[0], r[1]));
+    const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(r[2], r[3]));
+    const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(r[2], r[3]));
+    out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+    out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+    out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
   }
 };
 

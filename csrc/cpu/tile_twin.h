@@ -44,6 +44,10 @@ struct TileRegisters {
       std::memcpy(at(T).line[row], static_cast<const char*>(from) + row * bytes, size_t(at(T).bytes));
   }
   template <int T>
+  static void load_passing(const void* from, ptrdiff_t bytes) {
+    load<T>(from, bytes);
+  }
+  template <int T>
   static void store(void* to, ptrdiff_t bytes) {
     if (!at(T).rows) std::abort();
     for (int row = 0; row < at(T).rows; ++row)
@@ -70,6 +74,34 @@ struct TileRegisters {
     float result;
     std::memcpy(&result, &bits, 4);
     return result;
+  }
+};
+
+// What tile_amx.h does by vectors.
+struct Beside {
+  static void copy_line(const char* from, char* to) { std::memcpy(to, from, 64); }
+
+  static void pack(const float* x, ptrdiff_t stride, int rows, int count, void* to) {
+    auto* const out = static_cast<uint16_t*>(to);
+    for (int t = 0; t < 16; ++t)
+      for (int k = 0; k < 32; ++k)
+        out[k / 2 * 32 + 2 * t + k % 2] = t < rows && k < count ? rounded(x[t * stride + k]) : uint16_t(0);
+  }
+
+  static void store_turned(const float* tile, int quarter, float* y, ptrdiff_t stride, int rows, int columns,
+                           const float* bias) {
+    for (int i = 0; i < rows && i < 4; ++i)
+      for (int n = 0; n < columns; ++n)
+        y[i * stride + n] = tile[n * 16 + 4 * quarter + i] + (bias ? bias[n] : 0);
+  }
+
+ private:
+  // To nearest, ties to even; a NaN stays one.
+  static uint16_t rounded(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
 };
 

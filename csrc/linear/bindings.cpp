@@ -27,7 +27,7 @@ void bind_linear(py::module_& m) {
                                   y_stride,
                                   reinterpret_cast<const float*>(bias)};
     py::gil_scoped_release released;
-    linear::multiply(linear::kernels(cpu::vector_isa(product.dtype)), cpu::tile_unit(cpu::isa(product.dtype)),
+    linear::multiply(linear::kernels(cpu::vector_isa(product.dtype)), linear::tiled(cpu::isa(product.dtype)),
                      product, threads);
   });
   m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight, int64_t rows,

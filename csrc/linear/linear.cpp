@@ -14,9 +14,8 @@ constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
 constexpr int64_t kTileUnitRows = 4;
 // From so many on a unit that multiplies tiles takes a bf16 matrix, as ATMM's does (atmm/cpu/path.h).
-constexpr int64_t kTiledRows = 4 * cpu::kTileRows;
-// Most rows of W in a piece for it.
-static_assert(kTiledRows * kPanels * kLanes <= kScratch, "their sums must fit");
+constexpr int64_t kPartBytes = 3 << 19, kMostPanels = 32;
+// Of x in a part that meets all of W: three quarters of the L2 of machines with such a unit.
 constexpr int64_t kShareRows = 64;
 // From so many on packing x is worth being shared.
 constexpr int64_t kRowsFloats = 1 << 15;
@@ -41,9 +40,11 @@ template <class PieceOf, class Work, class Done>
 void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work, const Done& done) {
   cpu::Pieces pieces(count);
   auto take = [&](const cpu::Team&) {
-    for (int64_t now = pieces.take(); now >= 0;) {
+    int64_t turn = 0;
+    for (int64_t now = pieces.take(); now >= 0; ++turn) {
       const int64_t next = pieces.take();
       Piece piece = piece_of(now);
+      piece.turn = turn;
       piece.next = next < 0 ? -1 : piece_of(next).from;
       work(piece);
       now = next;
@@ -69,7 +70,7 @@ void few(const Kernels& kernels, const Product& p, int threads) {
   run(
       threads, ceil_div(p.n, each),
       [&](int64_t i) {
-        return Piece{i * each, std::min(p.n, (i + 1) * each), 0, 0, -1};
+        return Piece{i * each, std::min(p.n, (i + 1) * each), 0, 0};
       },
       [&](const Piece& piece) { kernels.few[type](p, x, stride, piece); }, [] {});
 }
@@ -99,38 +100,35 @@ void many(const Kernels& kernels, const Product& p, int threads) {
       threads, ceil_div(p.n, kBlock) * parts,
       [&](int64_t i) {
         const int64_t from = i / parts * kBlock, panel = i % parts * each;
-        return Piece{from, std::min(p.n, from + kBlock), panel, std::min(panels - panel, each), -1};
+        return Piece{from, std::min(p.n, from + kBlock), panel, std::min(panels - panel, each)};
       },
       [&](const Piece& piece) { form.run(p, x, piece, block_scratch()); }, [] {});
 }
 
-// Rows of W, as they lie, are the unit's left side, and rows of x, in panels of pairs, its right one.
-void tiled(const cpu::TileUnit& unit, const Kernels& kernels, const Product& p, int threads) {
-  const int64_t panels = ceil_div(p.rows, kLanes), row = p.k * 2, panel_bytes = row * kLanes;
-  const auto* const w = static_cast<const char*>(p.w);
-  const auto* const x =
-      reinterpret_cast<const char*>(packed(p, kernels.pack_pairs, panels * kLanes * p.k / 2, threads));
-  const int64_t parts = ceil_div(panels, kPanels), each = ceil_div(panels, parts);
-  const int64_t rows =
-      std::clamp<int64_t>(kPieceBytes / row / cpu::kTileRows * cpu::kTileRows, cpu::kTileRows, kTiledRows);
+void by_tiles(const Tiled& tiled, const Product& p, int threads) {
+  const int64_t panels = ceil_div(p.rows, kLanes), panel = ceil_div(p.k, 32) << 10;
+  auto* const x = reinterpret_cast<char*>(row_scratch(panels * panel / 4));
+  if (p.rows < kShareRows) {
+    tiled.pack(p, x, 0, panels);
+  } else {
+    cpu::share_out(threads, panels, [&](int64_t i) { tiled.pack(p, x, i, i + 1); });
+  }
+  const int64_t most = std::clamp<int64_t>(kPartBytes / panel / 2 * 2, 2, kMostPanels);
+  const int64_t parts = ceil_div(panels, most), each = ceil_div(ceil_div(panels, parts), 2) * 2;
+  const int64_t blocks = ceil_div(p.n, cpu::kTileRows);
+  // One part after the other: its panels stay in L2, and W is read again for the next one.
   run(
-      threads, ceil_div(p.n, rows) * parts,
+      threads, blocks * parts,
       [&](int64_t i) {
-        const int64_t from = i / parts * rows, panel = i % parts * each;
-        return Piece{from, std::min(p.n, from + rows), panel, std::min(panels - panel, each), -1};
+        const int64_t from = i % blocks * cpu::kTileRows, panel = i / blocks * each;
+        return Piece{from, std::min(p.n, from + cpu::kTileRows), panel, std::min(panels - panel, each)};
       },
       [&](const Piece& piece) {
-        float* const sums = block_scratch();
-        const ptrdiff_t stride = piece.panels * kLanes;
-        for (int64_t n = piece.from; n < piece.to; n += cpu::kTileRows)
-          for (int64_t panel = 0; panel < piece.panels; panel += cpu::kTilePanels)
-            unit.multiply({w + n * row, row, int(std::min<int64_t>(cpu::kTileRows, piece.to - n)),
-                           x + (piece.panel + panel) * panel_bytes, kLanes * 4, panel_bytes,
-                           int(std::min<int64_t>(cpu::kTilePanels, piece.panels - panel)), p.k / 2,
-                           sums + (n - piece.from) * stride + panel * kLanes, stride, true});
-        kernels.store(p, piece, sums, stride, kLanes);
+        static thread_local cpu::Scratch scratch;
+        const int64_t floats = panel + each * kLanes * cpu::kTileRows;  // two copies of two tiles' rows
+        tiled.run(p, x, piece, reinterpret_cast<char*>(scratch.get(floats)));
       },
-      unit.release);
+      tiled.release);
 }
 
 // Rows in pieces of about kRowsFloats, by the caller alone where that is all there is.
@@ -167,13 +165,12 @@ void sample(const Kernels& kernels, const Sample& sample, int threads) {
   cpu::share_out(threads, sample.count, [&](int64_t i) { kernels.sample(sample, i, i + 1); });
 }
 
-void multiply(const Kernels& kernels, const cpu::TileUnit* tiles, const Product& product, int threads) {
+void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product, int threads) {
   if (product.rows <= 0 || product.n <= 0) return;
   const int64_t elements = product.n * product.k;
   if (elements <= kAloneElements && elements * product.rows <= kAloneProducts) threads = 1;
-  if (tiles && product.dtype == Dtype::kBf16 && product.k % 2 == 0 && product.k > 0 &&
-      product.rows >= kTileUnitRows) {
-    tiled(*tiles, kernels, product, threads);
+  if (tiled && product.dtype == Dtype::kBf16 && product.k > 0 && product.rows >= kTileUnitRows) {
+    by_tiles(*tiled, product, threads);
   } else if (product.rows <= kFewRows) {
     few(kernels, product, threads);
   } else {

@@ -28,11 +28,12 @@ constexpr int kBlock = 48;
 constexpr int kPanels = 16;
 // Most panels in a piece of work: their sums stay in L2.
 
-// Rows [from, to) of W times `panels` panels of x; next: the row that follows in this thread, or -1.
+// Rows [from, to) of W times `panels` panels of x; next: the row that follows in this thread, or -1;
+// turn: how many of its pieces came before.
 struct Piece {
   int64_t from, to;
   int64_t panel, panels;
-  int64_t next;
+  int64_t next = -1, turn = 0;
 };
 
 // hidden += delta, if there is one; out = hidden / sqrt(mean of its squares + eps) * weight, by row.
@@ -91,9 +92,6 @@ struct Kernels {
   // W is read where it lies, or copied to scratch on the way, as fp32: its rows are then a constant
   // stride apart. In place: bf16 is multiplied in pairs, of which a row is a whole number.
   Many in_place[kDtypes], copied[kDtypes];
-  // For a unit that multiplies tiles: x in panels of bf16 pairs; its sums, with these strides, to y.
-  void (*pack_pairs)(const Product&, float* panels, int64_t from, int64_t until);
-  void (*store)(const Product&, const Piece&, const float* sums, ptrdiff_t row, ptrdiff_t panel);
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
   void (*gate)(const Gate&, int64_t from, int64_t until);
   void (*largest)(const Largest&, int64_t from, int64_t until);
@@ -101,12 +99,23 @@ struct Kernels {
 };
 const Kernels& kernels(cpu::Isa isa);
 
+// What a unit that multiplies tiles has for a bf16 matrix: x goes in panels of ceil(k / 32) KiB, W in pieces
+// of kTileRows rows. A piece's rows are copied to scratch, next to those of the piece after it, whose
+// copy is made meanwhile.
+struct Tiled {
+  void (*pack)(const Product&, char* panels, int64_t from, int64_t until);
+  void (*run)(const Product&, const char* panels, const Piece&, char* scratch);
+  void (*release)();  // after a thread's last
+};
+// Null where the instruction set has none.
+const Tiled* tiled(cpu::Isa isa);
+
 constexpr int64_t kCopyFloats = kBlock * (256 + 16);
 // Of a block of W; two of them and its sums are the scratch of `many`.
 constexpr int64_t kScratch = 2 * kCopyFloats + int64_t(kPanels) * kBlock * kLanes;
 
-// tiles: the unit that multiplies bf16, where the CPU has one; else null.
-void multiply(const Kernels& kernels, const cpu::TileUnit* tiles, const Product& product, int threads);
+// tiled: of the unit that multiplies bf16, where the CPU has one; else null.
+void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
 void gate(const Kernels& kernels, const Gate& gate, int threads);
 void largest(const Kernels& kernels, const Largest& largest, int threads);

@@ -179,7 +179,7 @@ void check_product(cpu::Isa isa) {
   for (int64_t i = 0; i < n * k; ++i) put(stored.get(), i, w[size_t(i)] = rounded(w[size_t(i)], dtype), dtype);
   const bool biased = draw(0, 1);
   // Tiles by the unit where there is one, and by its twin.
-  const cpu::TileUnit* tiles = cpu::tile_unit(isa == cpu::Isa::kAvx512Bf16 ? cpu::Isa::kAmx : cpu::Isa::kTwin);
+  const linear::Tiled* tiles = linear::tiled(isa == cpu::Isa::kAvx512Bf16 ? cpu::Isa::kAmx : cpu::Isa::kTwin);
   if (draw(0, 1)) tiles = nullptr;
   linear::multiply(kernels, tiles,
                    {dtype, stored.get(), n, k, x.data(), rows, x_stride, y.data(), y_stride,
