@@ -12,23 +12,40 @@
 namespace py = pybind11;
 using namespace vlora;
 
+namespace {
+
+linear::Product product_of(uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
+                           uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias) {
+  return {bf16 ? Dtype::kBf16 : Dtype::kFp32,
+          reinterpret_cast<const void*>(w),
+          n,
+          k,
+          reinterpret_cast<const float*>(x),
+          rows,
+          x_stride,
+          reinterpret_cast<float*>(y),
+          y_stride,
+          reinterpret_cast<const float*>(bias)};
+}
+
+}  // namespace
+
 void bind_linear(py::module_& m) {
   m.doc() = "Products with row-major matrices, and what lies between them.";
   m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
                        uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias, int threads) {
-    const linear::Product product{bf16 ? Dtype::kBf16 : Dtype::kFp32,
-                                  reinterpret_cast<const void*>(w),
-                                  n,
-                                  k,
-                                  reinterpret_cast<const float*>(x),
-                                  rows,
-                                  x_stride,
-                                  reinterpret_cast<float*>(y),
-                                  y_stride,
-                                  reinterpret_cast<const float*>(bias)};
+    const linear::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
     py::gil_scoped_release released;
     linear::multiply(linear::kernels(cpu::vector_isa(product.dtype)), linear::tiled(cpu::isa(product.dtype)),
                      product, threads);
+  });
+  m.def("multiply_gated", [](uintptr_t out, uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
+                             int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias,
+                             int threads) {
+    const linear::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
+    py::gil_scoped_release released;
+    linear::multiply_gated(linear::kernels(cpu::vector_isa(product.dtype)), linear::tiled(cpu::isa(product.dtype)),
+                           product, reinterpret_cast<float*>(out), threads);
   });
   m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight, int64_t rows,
                        int64_t width, float eps, int threads) {

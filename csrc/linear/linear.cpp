@@ -178,4 +178,9 @@ void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product
   }
 }
 
+void multiply_gated(const Kernels& kernels, const Tiled* tiled, const Product& product, float* out, int threads) {
+  multiply(kernels, tiled, product, threads);
+  gate(kernels, {product.y, out, product.rows, product.n / 2}, threads);
+}
+
 }  // namespace vlora::linear

@@ -15,7 +15,7 @@ import torch
 
 from vlora import native
 from vlora.atmm import backends
-from vlora.atmm.types import DTYPES, Head, LoraPair
+from vlora.atmm.types import DTYPES, Head, LoraPair, Segments
 
 
 class LoraGroup:
@@ -37,6 +37,8 @@ class LoraGroup:
         self.width = sum(d_outs)
         self.dtype = dtype
         self.pairs: tuple[list[LoraPair | None], ...] = tuple([] for _ in self.d_outs)
+        self._idle: set[int] = set()
+        """Slots without any pair here, as all are where adapters leave a projection alone."""
 
     def __len__(self) -> int:
         """Slots so far."""
@@ -88,6 +90,14 @@ class LoraGroup:
             self.native.set_slot(slot, packed, into)
         for column, pair in zip(self.pairs, pairs, strict=True):
             column[slot : slot + 1] = [pair]
+        if all(pair is None for pair in pairs):
+            self._idle.add(slot)
+        else:
+            self._idle.discard(slot)
+
+    def has(self, segments: Segments) -> bool:
+        """Whether any of them changes anything here."""
+        return not segments.slots <= self._idle
 
     def clear(self, slot: int) -> None:
         """From now on nothing goes through the slot; calls that run finish with what they found."""

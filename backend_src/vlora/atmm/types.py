@@ -37,6 +37,10 @@ class Segments(tuple[Segment, ...]):
         return native.kernels().atmm.Segments([(s.start, s.length, s.slot, s.sign) for s in self])
 
     @cached_property
+    def slots(self) -> frozenset[int]:
+        return frozenset(segment.slot for segment in self)
+
+    @cached_property
     def prepared(self) -> dict[Any, Any]:
         """Other backends' copies, by whose they are."""
         return {}

@@ -21,6 +21,7 @@ PARTS = (PRODUCTS, ATTENTION, LORA)
 
 _PLACES: tuple[tuple[object, str, str], ...] = (
     (ops.Matrix, "__call__", PRODUCTS),
+    (ops.Matrix, "gated", PRODUCTS),
     (AttentionPlan, "attend", ATTENTION),
     (op, "apply", LORA),
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
-from vlora.atmm.types import Segment
+from vlora.atmm.types import Segments
 from vlora.kernels import ops
 from vlora.lora.switcher import Switcher
 
@@ -30,13 +28,24 @@ class LoraLinear:
         self._matrix: ops.Matrix | None = None
 
     def __call__(
-        self, x: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor | None = None
+        self, x: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x: [T, d_in] fp32 → [T, sum of the group's d_out] fp32, in `out` if there is one."""
+        y = self._current()(x, out=out)
+        if self._lora.has(segments):
+            op.apply(y, x, segments, self._lora)
+        return y
+
+    def gated(
+        self, x: torch.Tensor, segments: Segments, between: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """`ops.gate` of that: [T, half of it], in `out`. between: a place for the whole of it."""
+        if self._lora.has(segments):
+            return ops.gate(self(x, segments, between), out=out)
+        return self._current().gated(x, between=between, out=out)
+
+    def _current(self) -> ops.Matrix:
         weight = self._switcher.active.views[self._index]
         if self._matrix is None or self._matrix.weight is not weight:
             self._matrix = ops.Matrix(weight, self._bias)
-        y = self._matrix(x, out=out)
-        if segments:
-            op.apply(y, x, segments, self._lora)
-        return y
+        return self._matrix

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from vlora.atmm import op
-from vlora.atmm.types import Segment
+from vlora.atmm.types import Segments
 from vlora.kernels import ops
 from vlora.lora.adapter import LM_HEAD, Place
 from vlora.lora.layers import LoraLinear
@@ -55,9 +55,9 @@ class Decoder:
         self,
         hidden: torch.Tensor,
         attention: AttentionPlan,
-        segments: Sequence[Segment],
+        segments: Segments,
         wanted: Sequence[int],
-        wanted_segments: Sequence[Segment],
+        wanted_segments: Segments,
     ) -> torch.Tensor:
         """hidden: [T, hidden] embeddings, overwritten → what the LM head reads of rows `wanted`, in
         their order: [len(wanted), hidden]. wanted_segments: over these.
@@ -75,7 +75,7 @@ class Decoder:
             delta = layer.finish(hidden, attended, segments, rows)
         return ops.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
 
-    def logits(self, hidden: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
         """hidden: [rows, hidden] after the final norm; segments over these rows → [rows, V]."""
         logits = self._lm_head(hidden)
         if segments:
@@ -120,7 +120,7 @@ class DecoderLayer:
         delta: torch.Tensor | None,
         attention: AttentionPlan,
         rotary: Rotary,
-        segments: Sequence[Segment],
+        segments: Segments,
         rows: Rows,
     ) -> torch.Tensor:
         """hidden: [T, hidden], to which `delta` (of the layer before) is added in place → what each
@@ -135,15 +135,15 @@ class DecoderLayer:
         self,
         hidden: torch.Tensor,
         attended: torch.Tensor,
-        segments: Sequence[Segment],
+        segments: Segments,
         rows: Rows,
     ) -> torch.Tensor:
         """hidden: [T, hidden], to which what attention says is added in place → what the MLP says,
         for the next layer to add: `rows.delta`."""
         said = self._o(attended, segments, rows.delta)
         normed = ops.add_norm(hidden, said, self._post_norm, self._config.norm_eps, out=rows.normed)
-        gate_up = self._gate_up(normed, segments, rows.gate_up)
-        return self._down(ops.gate(gate_up, out=rows.gated), segments, rows.delta)
+        gated = self._gate_up.gated(normed, segments, rows.gate_up, rows.gated)
+        return self._down(gated, segments, rows.delta)
 
 
 def _fused_bias(

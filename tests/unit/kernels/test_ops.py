@@ -129,6 +129,32 @@ def test_the_gate_is_that_of_double_precision(backend: Backend) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 16, 17, 33, 70, 270, 530])
+def test_a_gated_product_is_the_gate_of_the_product(
+    backend: Backend, rows: int, dtype: torch.dtype
+) -> None:
+    for inner, depth in ((1, 1), (5, 32), (16, 64), (37, 100), (150, 600)):
+        x = torch.randn(rows, depth)
+        weight = (torch.randn(2 * inner, depth) / depth**0.5).to(dtype)
+        bias = torch.randn(2 * inner) if inner % 2 else None
+        matrix = ops.Matrix(weight, bias)
+        product = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        gates, ups = product.chunk(2, dim=1)
+        wanted = gates * torch.sigmoid(gates) * ups
+        found = matrix.gated(x, backend=backend)
+        size = 4 * _tolerance(dtype, backend)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=size)
+        between, out = torch.empty(rows, 2 * inner), torch.empty(rows, inner)
+        assert matrix.gated(x, between=between, out=out, backend=backend) is out
+        assert torch.equal(out, found)
+
+
+def test_a_matrix_without_two_halves_is_not_gated(backend: Backend) -> None:
+    with pytest.raises(ValueError, match="no two halves"):
+        ops.Matrix(torch.randn(3, 4)).gated(torch.randn(2, 4), backend=backend)
+
+
 def test_a_gate_or_norm_of_nan_is_nan(backend: Backend) -> None:
     x = torch.randn(2, 64)
     x[1, 3] = float("nan")
