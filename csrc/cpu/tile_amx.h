@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "cpu/tile_unit.h"
 #include "cpu/types.h"
 
 namespace vlora::cpu::VLORA_ISA {
@@ -59,15 +60,23 @@ struct Beside {
     }
   }
 
-  // Columns 4 quarter … of a tile of sums, each plus bias, to `rows` rows of y of `columns` values.
+  // Columns 4 quarter … of a tile of sums, each plus bias unless they are added to what is there, to `rows`
+  // rows of y of `columns` values.
   static void store_turned(const float* tile, int quarter, float* y, ptrdiff_t stride, int rows, int columns,
-                           const float* bias) {
+                           const float* bias, Stored how) {
     const __mmask16 there = mask(columns);
     const __m512 add = bias ? _mm512_maskz_loadu_ps(there, bias) : _mm512_setzero_ps();
     __m512 turned[4];
     turn(tile, quarter, turned);
-    for (int i = 0; i < 4 && i < rows; ++i)
-      _mm512_mask_storeu_ps(y + i * stride, there, _mm512_add_ps(turned[i], add));
+    for (int i = 0; i < 4 && i < rows; ++i, y += stride) {
+      const __m512 other = how == Stored::kAdded ? _mm512_maskz_loadu_ps(there, y) : add;
+      const __m512 sums = _mm512_add_ps(turned[i], other);
+      if (how == Stored::kPastCaches && columns == 16) {
+        _mm512_stream_ps(y, sums);
+      } else {
+        _mm512_mask_storeu_ps(y, there, sums);
+      }
+    }
   }
 
  private:

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cpu/tile_unit.h"
 #include "cpu/types.h"
 
 namespace vlora::cpu::VLORA_ISA {
@@ -89,10 +90,12 @@ struct Beside {
   }
 
   static void store_turned(const float* tile, int quarter, float* y, ptrdiff_t stride, int rows, int columns,
-                           const float* bias) {
+                           const float* bias, Stored how) {
     for (int i = 0; i < rows && i < 4; ++i)
-      for (int n = 0; n < columns; ++n)
-        y[i * stride + n] = tile[n * 16 + 4 * quarter + i] + (bias ? bias[n] : 0);
+      for (int n = 0; n < columns; ++n) {
+        float& to = y[i * stride + n];
+        to = tile[n * 16 + 4 * quarter + i] + (how == Stored::kAdded ? to : bias ? bias[n] : 0);
+      }
   }
 
  private:

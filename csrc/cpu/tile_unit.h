@@ -9,6 +9,10 @@ constexpr int kTile = 16;           // rows of a tile, and steps (pairs of depth
 constexpr int kTileRows = 2 * kTile;  // of one product: two tiles by two
 constexpr int kTilePanels = 2;
 
+// How a tile of sums goes to memory: in place of what is there, so past the caches (whole lines only), or
+// added to it.
+enum class Stored { kPlain, kPastCaches, kAdded };
+
 // out[i, n] (+)= sum over the depth of left[i, k] right[n, k], in fp32.
 struct TileProduct {
   const void* left;       // rows of bf16 pairs, as they lie in memory

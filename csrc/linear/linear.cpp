@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cpu/machine.h"
 #include "cpu/scratch.h"
 #include "cpu/threads.h"
 
@@ -14,8 +15,8 @@ constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
 constexpr int64_t kTileUnitRows = 4;
 // From so many on a unit that multiplies tiles takes a bf16 matrix, as ATMM's does (atmm/cpu/path.h).
-constexpr int64_t kPartBytes = 3 << 19, kMostPanels = 32;
-// Of x in a part that meets all of W: three quarters of the L2 of machines with such a unit.
+constexpr int64_t kPartBytes = 1 << 20, kSlicePanels = 16, kMostPanels = 32;
+// Of x in a part that meets all of W: half of the L2 of machines with such a unit.
 constexpr int64_t kShareRows = 64;
 // From so many on packing x is worth being shared.
 constexpr int64_t kRowsFloats = 1 << 15;
@@ -40,11 +41,11 @@ template <class PieceOf, class Work, class Done>
 void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work, const Done& done) {
   cpu::Pieces pieces(count);
   auto take = [&](const cpu::Team&) {
-    int64_t turn = 0;
-    for (int64_t now = pieces.take(); now >= 0; ++turn) {
+    bool first = true;
+    for (int64_t now = pieces.take(); now >= 0; first = false) {
       const int64_t next = pieces.take();
       Piece piece = piece_of(now);
-      piece.turn = turn;
+      piece.first = first;
       piece.next = next < 0 ? -1 : piece_of(next).from;
       work(piece);
       now = next;
@@ -105,17 +106,18 @@ void many(const Kernels& kernels, const Product& p, int threads) {
       [&](const Piece& piece) { form.run(p, x, piece, block_scratch()); }, [] {});
 }
 
-void by_tiles(const Tiled& tiled, const Product& p, int threads) {
-  const int64_t panels = ceil_div(p.rows, kLanes), panel = ceil_div(p.k, 32) << 10;
+void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int threads) {
+  const int64_t panels = ceil_div(p.rows, kLanes), panel = ceil_div(slice.count, 32) << 10;
   auto* const x = reinterpret_cast<char*>(row_scratch(panels * panel / 4));
   if (p.rows < kShareRows) {
-    tiled.pack(p, x, 0, panels);
+    tiled.pack(p, slice, x, 0, panels);
   } else {
-    cpu::share_out(threads, panels, [&](int64_t i) { tiled.pack(p, x, i, i + 1); });
+    cpu::share_out(threads, panels, [&](int64_t i) { tiled.pack(p, slice, x, i, i + 1); });
   }
   const int64_t most = std::clamp<int64_t>(kPartBytes / panel / 2 * 2, 2, kMostPanels);
   const int64_t parts = ceil_div(panels, most), each = ceil_div(ceil_div(panels, parts), 2) * 2;
   const int64_t blocks = ceil_div(p.n, cpu::kTileRows);
+  const bool past_caches = p.rows * p.n * 4 > cpu::machine().l2;
   // One part after the other: its panels stay in L2, and W is read again for the next one.
   run(
       threads, blocks * parts,
@@ -123,12 +125,21 @@ void by_tiles(const Tiled& tiled, const Product& p, int threads) {
         const int64_t from = i % blocks * cpu::kTileRows, panel = i / blocks * each;
         return Piece{from, std::min(p.n, from + cpu::kTileRows), panel, std::min(panels - panel, each)};
       },
-      [&](const Piece& piece) {
+      [&](Piece& piece) {
         static thread_local cpu::Scratch scratch;
-        const int64_t floats = panel + each * kLanes * cpu::kTileRows;  // two copies of two tiles' rows
-        tiled.run(p, x, piece, reinterpret_cast<char*>(scratch.get(floats)));
+        const int64_t floats = kTiledScratch + each * kLanes * cpu::kTileRows;
+        piece.past_caches = past_caches;
+        tiled.run(p, slice, x, piece, reinterpret_cast<char*>(scratch.get(floats)));
       },
       tiled.release);
+}
+
+// The depth in slices of which kSlicePanels panels fit a part.
+void by_tiles(const Tiled& tiled, const Product& p, int threads) {
+  const int64_t panels = std::min(ceil_div(p.rows, kLanes), kSlicePanels);
+  const int64_t slices = ceil_div(panels * p.k * 2 * kLanes, kPartBytes);
+  const int64_t each = ceil_div(ceil_div(p.k, slices), 32) * 32;
+  for (int64_t k = 0; k < p.k; k += each) by_tiles(tiled, p, {k, std::min(each, p.k - k)}, threads);
 }
 
 // Rows in pieces of about kRowsFloats, by the caller alone where that is all there is.

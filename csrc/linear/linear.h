@@ -28,12 +28,18 @@ constexpr int kBlock = 48;
 constexpr int kPanels = 16;
 // Most panels in a piece of work: their sums stay in L2.
 
-// Rows [from, to) of W times `panels` panels of x; next: the row that follows in this thread, or -1;
-// turn: how many of its pieces came before.
+// Rows [from, to) of W times `panels` panels of x; next: the row that follows in this thread, or -1.
 struct Piece {
   int64_t from, to;
   int64_t panel, panels;
-  int64_t next = -1, turn = 0;
+  int64_t next = -1;
+  bool first = false;        // of its thread
+  bool past_caches = false;  // y, of which the caches would not hold all
+};
+
+// Depth [from, from + count) of a product; after the first one sums are added to y.
+struct Slice {
+  int64_t from, count;
 };
 
 // hidden += delta, if there is one; out = hidden / sqrt(mean of its squares + eps) * weight, by row.
@@ -99,12 +105,14 @@ struct Kernels {
 };
 const Kernels& kernels(cpu::Isa isa);
 
-// What a unit that multiplies tiles has for a bf16 matrix: x goes in panels of ceil(k / 32) KiB, W in pieces
-// of kTileRows rows. A piece's rows are copied to scratch, next to those of the piece after it, whose
-// copy is made meanwhile.
+constexpr int64_t kTiledScratch = 10240;
+// Floats for W in the scratch of `Tiled::run`; after them the sums, kTileRows by kLanes for each panel.
+
+// What a unit that multiplies tiles has for a bf16 matrix: x goes in panels of ceil(count / 32) KiB, W in
+// pieces of kTileRows rows. A thread's pieces share their scratch, where each leaves what the next needs.
 struct Tiled {
-  void (*pack)(const Product&, char* panels, int64_t from, int64_t until);
-  void (*run)(const Product&, const char* panels, const Piece&, char* scratch);
+  void (*pack)(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
+  void (*run)(const Product&, const Slice&, const char* panels, const Piece&, char* scratch);
   void (*release)();  // after a thread's last
 };
 // Null where the instruction set has none.

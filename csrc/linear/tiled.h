@@ -8,6 +8,7 @@
 namespace vlora::linear::VLORA_ISA {
 
 using cpu::kTile;
+using cpu::Stored;
 using cpu::kTileRows;
 using namespace vlora::cpu::VLORA_ISA;
 
@@ -17,61 +18,74 @@ constexpr int64_t kTileDepth = 2 * kTile;  // values of a row in a line
 constexpr int64_t kSteps = 20;
 // Most tiles of depth at once: two rows of them, 40 KiB of W, stay in L1 while panels stream past.
 
-// Rows of W that come next, copied to tiles line by line between the products of those that are there.
+// A piece's rows of W, some tiles of depth of them at a time in scratch.
 class Copy {
  public:
-  // ahead: lines from what is fetched to what is copied.
-  Copy(const Product& p, int64_t from, int64_t until, char* to, int64_t ahead)
-      : row_bytes_(p.k * 2), lines_(ceil_div(p.k, kTileDepth)), count_((until - from) * lines_), ahead_(ahead),
-        from_(static_cast<const char*>(p.w) + from * row_bytes_), to_(to) {}
+  Copy(const Product& p, const Slice& slice, int64_t from, char* to)
+      : stride_(p.k * 2), rows_(from < 0 ? 0 : from + kTileRows < p.n ? kTileRows : int(p.n - from)),
+        row_bytes_(slice.count * 2), from_(static_cast<const char*>(p.w) + (from * p.k + slice.from) * 2), to_(to) {}
 
-  int64_t lines() const { return count_ + ahead_; }
-
-  void some(int64_t lines) {
-    for (; lines > 0 && at_ < count_ + ahead_; --lines, ++at_) {
-      if (at_ < count_) __builtin_prefetch(from_ + at_ * kLine, 0, 2);
-      if (at_ >= ahead_) copy();
+  // Tile k of the slice's depth, as the given one in scratch.
+  void tile(int64_t k, int64_t as) const {
+    const int64_t there = row_bytes_ - k * kLine;
+    const char* from = from_ + k * kLine;
+    char* to = to_ + as * 2 * kTileBytes;
+    if (there >= kLine) {
+      for (int row = 0; row < rows_; ++row, from += stride_, to += kLine) Beside::copy_line(from, to);
+    } else {  // the depth ends within a tile
+      for (int row = 0; row < rows_; ++row, from += stride_, to += kLine) {
+        __builtin_memset(to, 0, kLine);
+        __builtin_memcpy(to, from, size_t(there));
+      }
     }
   }
-  void rest() { some(lines()); }
 
  private:
-  void copy() {
-    const char* const from = from_ + row_ * row_bytes_ + column_ * kLine;
-    char* const to = to_ + (2 * column_ + row_ / kTile) * kTileBytes + row_ % kTile * kLine;
-    const int64_t there = row_bytes_ - column_ * kLine;
-    if (there >= kLine) {
-      Beside::copy_line(from, to);
-    } else {  // the depth ends within a tile
-      __builtin_memset(to, 0, kLine);
-      __builtin_memcpy(to, from, size_t(there));
-    }
-    if (++column_ == lines_) column_ = 0, ++row_;
-  }
-
-  const int64_t row_bytes_, lines_, count_, ahead_;
+  const int64_t stride_;
+  const int rows_;
+  const int64_t row_bytes_;
   const char* const from_;
   char* const to_;
-  int64_t at_ = 0, row_ = 0, column_ = 0;
+};
+
+// The rows of W that come next, brought to L2 row by row between the products.
+class Fetch {
+ public:
+  Fetch(const Product& p, const Slice& slice, int64_t from)
+      : stride_(p.k * 2), lines_(ceil_div(slice.count * 2, kLine)),
+        count_(from < 0 ? 0 : lines_ * (from + kTileRows < p.n ? kTileRows : p.n - from)),
+        row_(static_cast<const char*>(p.w) + (from * p.k + slice.from) * 2) {}
+  int64_t lines() const { return count_; }
+  void some(int64_t lines) {
+    for (; lines > 0 && count_ > 0; --lines, --count_) {
+      __builtin_prefetch(row_ + line_ * kLine, 0, 2);
+      if (++line_ == lines_) line_ = 0, row_ += stride_;
+    }
+  }
+
+ private:
+  const int64_t stride_, lines_;
+  int64_t count_, line_ = 0;
+  const char* row_;
 };
 
 // Sums of two panels to y, four rows of x by a tile's columns at a time.
 class Finish {
  public:
   Finish() = default;
-  Finish(const Product& p, const Piece& piece, int64_t panel, const float* sums)
-      : p_(&p), sums_(sums), row_(piece.from), rows_(piece.to - piece.from),
+  Finish(const Product& p, const Piece& piece, int64_t panel, const float* sums, Stored how)
+      : p_(&p), sums_(sums), how_(how), row_(piece.from), rows_(piece.to - piece.from),
         t_((piece.panel + panel) * kTile), count_(panel + 1 < piece.panels ? kQuarters : kQuarters / 2) {}
 
   void some(int64_t quarters) {
     for (; quarters > 0 && at_ < count_; --quarters, ++at_) {
-      const int64_t second = at_ / 8, lower = at_ / 4 % 2, quarter = at_ % 4;
+      const int64_t second = at_ / 8, quarter = at_ / 2 % 4, lower = at_ % 2;  // neighbours in y together
       const int64_t t = t_ + second * kTile + quarter * 4, n = row_ + lower * kTile;
       const int64_t rows = p_->rows - t, columns = rows_ - lower * kTile;
       if (rows <= 0 || columns <= 0) continue;
       Beside::store_turned(sums_ + (2 * lower + second) * kTileFloats, int(quarter),
                            p_->y + t * p_->y_stride + n, p_->y_stride, int(rows < 4 ? rows : 4),
-                           int(columns < kTile ? columns : kTile), p_->bias ? p_->bias + n : nullptr);
+                           int(columns < kTile ? columns : kTile), p_->bias ? p_->bias + n : nullptr, how_);
     }
   }
   void rest() { some(kQuarters); }
@@ -81,10 +95,11 @@ class Finish {
  private:
   const Product* p_ = nullptr;
   const float* sums_ = nullptr;
+  Stored how_ = Stored::kPlain;
   int64_t row_ = 0, rows_ = 0, t_ = 0, count_ = 0, at_ = 0;
 };
 
-// Two tiles of W's rows by one or two panels, over `steps` tiles of depth. beside: called at each step.
+// Two tiles of W's rows by one or two panels, over `steps` tiles of depth. beside: called at each step, with its number.
 template <bool kSecond, class Work>
 void block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
            const Work& beside) {
@@ -98,7 +113,7 @@ void block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, f
   begin(At<0>{});
   begin(At<2>{});
   if constexpr (kSecond) begin(At<1>{}), begin(At<3>{});
-  for (; steps > 0; --steps, w += 2 * kTileBytes, x += kTileBytes) {
+  for (int64_t step = 0; step < steps; ++step, w += 2 * kTileBytes, x += kTileBytes) {
     U::load_passing<6>(x, kLine);
     if constexpr (kSecond) U::load_passing<7>(x + panel_bytes, kLine);
     U::load<4>(w, kLine);
@@ -107,7 +122,7 @@ void block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, f
     U::load<5>(w + kTileBytes, kLine);
     U::multiply<2, 5, 6>();
     if constexpr (kSecond) U::multiply<3, 5, 7>();
-    beside();
+    beside(step);
   }
   U::store<0>(sums, kLine);
   U::store<2>(sums + 2 * kTileFloats, kLine);
@@ -117,52 +132,63 @@ void block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, f
   }
 }
 
-// At most kTileRows rows of W. scratch: two copies of them, the sums.
-inline void tiled(const Product& p, const char* panels, const Piece& piece, char* scratch) {
-  const int64_t depth = ceil_div(p.k, kTileDepth), panel_bytes = depth * kTileBytes;
-  const int64_t copy_bytes = 2 * depth * kTileBytes;
-  char* const w = scratch + piece.turn % 2 * copy_bytes;
-  auto* const sums = reinterpret_cast<float*>(scratch + 2 * copy_bytes);
-  if (piece.turn == 0) Copy(p, piece.from, piece.to, w, 64).rest();
-  const int64_t next = piece.next < 0 ? p.n : piece.next;
+// At most kTileRows rows of W. scratch: a chunk of them, the sums. Where a pair of panels has used a tile of
+// W for the last time, the one that takes its place follows: of the next chunk, or of the next piece.
+inline void tiled(const Product& p, const Slice& slice, const char* panels, const Piece& piece, char* scratch) {
+  const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kTileBytes;
   const int64_t pairs = ceil_div(piece.panels, 2);
-  Copy copy(p, next, next + kTileRows < p.n ? next + kTileRows : p.n, scratch + (piece.turn + 1) % 2 * copy_bytes,
-            next < p.n ? 8 * depth : 0);
-  const int64_t each = ceil_div(copy.lines(), depth * pairs);
-  configure(kTile, kTile, kTile);
   const int64_t chunks = ceil_div(depth, kSteps), most = ceil_div(depth, chunks);
+  auto* const sums = reinterpret_cast<float*>(scratch + kSteps * 2 * kTileBytes);
+  const Copy here(p, slice, piece.from, scratch), there(p, slice, piece.next, scratch);
+  if (piece.first)
+    for (int64_t step = 0; step < most; ++step) here.tile(step, step);
+  Fetch fetch(p, slice, piece.next);
+  // All of it is there when the last panels make room for the next piece.
+  const int64_t before = depth * pairs - most;
+  const int64_t lines = ceil_div(fetch.lines(), before > 0 ? before : most);
+  const bool aligned = reinterpret_cast<uintptr_t>(p.y) % kLine == 0 && p.y_stride % kTile == 0;
+  const Stored how = slice.from > 0 ? Stored::kAdded : piece.past_caches && aligned ? Stored::kPastCaches : Stored::kPlain;
   Finish finish;
+  configure(kTile, kTile, kTile);
   for (int64_t k = 0; k < depth; k += most) {
     const int64_t steps = depth - k < most ? depth - k : most;
     const bool last = k + most >= depth;
-    const int64_t quarters = ceil_div(Finish::kQuarters, steps);
+    const int64_t quarters = last ? ceil_div(Finish::kQuarters, steps) : 0;
+    // What follows may have more tiles than there are here.
+    const Copy& following = last ? there : here;
+    const int64_t from = last ? 0 : k + most, until = last ? most : depth - from < most ? depth - from : most;
     for (int64_t pair = 0; pair < pairs; ++pair) {
       float* const to = sums + pair * 4 * kTileFloats;
       const char* const x = panels + (piece.panel + 2 * pair) * panel_bytes + k * kTileBytes;
-      const auto beside = [&] {
-        copy.some(each);
-        if (last) finish.some(quarters);
+      const bool makes_room = pair + 1 == pairs;
+      const auto beside = [&](int64_t step) {
+        if (makes_room && step < until) following.tile(from + step, step);
+        fetch.some(lines);
+        finish.some(quarters);
       };
       if (2 * pair + 1 < piece.panels) {
-        block<true>(w + 2 * k * kTileBytes, x, panel_bytes, steps, to, k == 0, beside);
+        block<true>(scratch, x, panel_bytes, steps, to, k == 0, beside);
       } else {
-        block<false>(w + 2 * k * kTileBytes, x, panel_bytes, steps, to, k == 0, beside);
+        block<false>(scratch, x, panel_bytes, steps, to, k == 0, beside);
       }
-      if (last) finish = Finish(p, piece, 2 * pair, to);
+      if (last) {
+        finish.rest();
+        finish = Finish(p, piece, 2 * pair, to, how);
+      }
     }
+    for (int64_t step = steps; step < until; ++step) following.tile(from + step, step);
   }
-  copy.rest();
   finish.rest();
 }
 
 // Panels [from, until) of x, each of whole tiles: zeros where its rows or its depth end.
-inline void pack_tiles(const Product& p, char* to, int64_t from, int64_t until) {
-  const int64_t depth = ceil_div(p.k, kTileDepth);
+inline void pack_tiles(const Product& p, const Slice& slice, char* to, int64_t from, int64_t until) {
+  const int64_t depth = ceil_div(slice.count, kTileDepth);
   to += from * depth * kTileBytes;
   for (int64_t panel = from; panel < until; ++panel)
     for (int64_t k = 0; k < depth; ++k, to += kTileBytes) {
-      const int64_t t = panel * kTile, rows = p.rows - t, there = p.k - k * kTileDepth;
-      Beside::pack(p.x + t * p.x_stride + k * kTileDepth, p.x_stride, int(rows < kTile ? rows : kTile),
+      const int64_t t = panel * kTile, rows = p.rows - t, there = slice.count - k * kTileDepth;
+      Beside::pack(p.x + t * p.x_stride + slice.from + k * kTileDepth, p.x_stride, int(rows < kTile ? rows : kTile),
                    int(there < kTileDepth ? there : kTileDepth), to);
     }
 }
