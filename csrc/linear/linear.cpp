@@ -116,14 +116,15 @@ void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int thre
   }
   const int64_t most = std::clamp<int64_t>(kPartBytes / panel / 2 * 2, 2, kMostPanels);
   const int64_t parts = ceil_div(panels, most), each = ceil_div(ceil_div(panels, parts), 2) * 2;
-  const int64_t blocks = ceil_div(p.n, cpu::kTileRows);
-  const bool past_caches = p.rows * p.n * 4 > cpu::machine().l2;
+  const int64_t columns = p.gated ? p.n / 2 : p.n, block = p.gated ? cpu::kTile : cpu::kTileRows;
+  const int64_t blocks = ceil_div(columns, block);
+  const bool past_caches = p.rows * columns * 4 > cpu::machine().l2;
   // One part after the other: its panels stay in L2, and W is read again for the next one.
   run(
       threads, blocks * parts,
       [&](int64_t i) {
-        const int64_t from = i % blocks * cpu::kTileRows, panel = i / blocks * each;
-        return Piece{from, std::min(p.n, from + cpu::kTileRows), panel, std::min(panels - panel, each)};
+        const int64_t from = i % blocks * block, panel = i / blocks * each;
+        return Piece{from, std::min(columns, from + block), panel, std::min(panels - panel, each)};
       },
       [&](Piece& piece) {
         static thread_local cpu::Scratch scratch;
@@ -176,11 +177,23 @@ void sample(const Kernels& kernels, const Sample& sample, int threads) {
   cpu::share_out(threads, sample.count, [&](int64_t i) { kernels.sample(sample, i, i + 1); });
 }
 
+namespace {
+
+int worth(const Product& product, int threads) {
+  const int64_t elements = product.n * product.k;
+  return elements <= kAloneElements && elements * product.rows <= kAloneProducts ? 1 : threads;
+}
+
+bool takes(const Tiled* tiled, const Product& product) {
+  return tiled && product.dtype == Dtype::kBf16 && product.k > 0 && product.rows >= kTileUnitRows;
+}
+
+}  // namespace
+
 void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product, int threads) {
   if (product.rows <= 0 || product.n <= 0) return;
-  const int64_t elements = product.n * product.k;
-  if (elements <= kAloneElements && elements * product.rows <= kAloneProducts) threads = 1;
-  if (tiled && product.dtype == Dtype::kBf16 && product.k > 0 && product.rows >= kTileUnitRows) {
+  threads = worth(product, threads);
+  if (takes(tiled, product)) {
     by_tiles(*tiled, product, threads);
   } else if (product.rows <= kFewRows) {
     few(kernels, product, threads);
@@ -190,6 +203,14 @@ void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product
 }
 
 void multiply_gated(const Kernels& kernels, const Tiled* tiled, const Product& product, float* out, int threads) {
+  if (product.n > 0 && takes(tiled, product)) {
+    Product whole = product;
+    whole.y = out;
+    whole.y_stride = product.n / 2;
+    whole.gated = true;
+    by_tiles(*tiled, whole, {0, product.k}, worth(product, threads));
+    return;
+  }
   multiply(kernels, tiled, product, threads);
   gate(kernels, {product.y, out, product.rows, product.n / 2}, threads);
 }

@@ -18,6 +18,7 @@ struct Product {
   float* y;
   ptrdiff_t y_stride;
   const float* bias;  // or null
+  bool gated = false;  // W is [gates; ups], y [rows, n / 2] gets silu(product with gates) * product with ups
 };
 
 constexpr int kFewRows = 12;

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "linear/gated.h"
 #include "linear/linear.h"
 
 namespace vlora::linear::VLORA_ISA {
@@ -50,11 +51,6 @@ inline void add_norm(const Norm& n, int64_t from, int64_t until) {
       (R::load(hidden + i) * factors * R::load(n.weight + i)).store(out + i);
     for (; i < n.width; ++i) out[i] = hidden[i] * factor * n.weight[i];
   }
-}
-
-VLORA_INLINE R gated(R gate, R up) {
-  const R one = R::all(1.0f);
-  return gate / (one + exponential(R::zero() - gate)) * up;
 }
 
 inline void gate(const Gate& g, int64_t from, int64_t until) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/tile_product.h"
+#include "linear/gated.h"
 #include "linear/linear.h"
 
 namespace vlora::linear::VLORA_ISA {
@@ -18,33 +19,48 @@ constexpr int64_t kTileDepth = 2 * kTile;  // values of a row in a line
 constexpr int64_t kSteps = 20;
 // Most tiles of depth at once: two rows of them, 40 KiB of W, stay in L1 while panels stream past.
 
+// The rows of W of a piece's two tiles: neighbours, or gates and what they are for.
+struct TwoTiles {
+  int64_t row[2], rows[2];
+
+  // from: the piece's first row, or -1 for none.
+  TwoTiles(const Product& p, int64_t from) : row{from, p.gated ? p.n / 2 + from : from + kTile} {
+    const int64_t ends[2] = {p.gated ? p.n / 2 : p.n, p.n};
+    for (int i = 0; i < 2; ++i) {
+      const int64_t left = from < 0 ? 0 : ends[i] - row[i];
+      rows[i] = left < 0 ? 0 : left < kTile ? left : kTile;
+    }
+  }
+};
+
 // A piece's rows of W, some tiles of depth of them at a time in scratch.
 class Copy {
  public:
   Copy(const Product& p, const Slice& slice, int64_t from, char* to)
-      : stride_(p.k * 2), rows_(from < 0 ? 0 : from + kTileRows < p.n ? kTileRows : int(p.n - from)),
-        row_bytes_(slice.count * 2), from_(static_cast<const char*>(p.w) + (from * p.k + slice.from) * 2), to_(to) {}
+      : tiles_(p, from), stride_(p.k * 2), row_bytes_(slice.count * 2),
+        w_(static_cast<const char*>(p.w) + slice.from * 2), to_(to) {}
 
   // Tile k of the slice's depth, as the given one in scratch.
   void tile(int64_t k, int64_t as) const {
     const int64_t there = row_bytes_ - k * kLine;
-    const char* from = from_ + k * kLine;
-    char* to = to_ + as * 2 * kTileBytes;
-    if (there >= kLine) {
-      for (int row = 0; row < rows_; ++row, from += stride_, to += kLine) Beside::copy_line(from, to);
-    } else {  // the depth ends within a tile
-      for (int row = 0; row < rows_; ++row, from += stride_, to += kLine) {
-        __builtin_memset(to, 0, kLine);
-        __builtin_memcpy(to, from, size_t(there));
+    for (int i = 0; i < 2; ++i) {
+      const char* from = w_ + tiles_.row[i] * stride_ + k * kLine;
+      char* to = to_ + (2 * as + i) * kTileBytes;
+      for (int64_t row = 0; row < tiles_.rows[i]; ++row, from += stride_, to += kLine) {
+        if (there >= kLine) {
+          Beside::copy_line(from, to);
+        } else {  // the depth ends within a tile
+          __builtin_memset(to, 0, kLine);
+          __builtin_memcpy(to, from, size_t(there));
+        }
       }
     }
   }
 
  private:
-  const int64_t stride_;
-  const int rows_;
-  const int64_t row_bytes_;
-  const char* const from_;
+  const TwoTiles tiles_;
+  const int64_t stride_, row_bytes_;
+  const char* const w_;
   char* const to_;
 };
 
@@ -52,33 +68,42 @@ class Copy {
 class Fetch {
  public:
   Fetch(const Product& p, const Slice& slice, int64_t from)
-      : stride_(p.k * 2), lines_(ceil_div(slice.count * 2, kLine)),
-        count_(from < 0 ? 0 : lines_ * (from + kTileRows < p.n ? kTileRows : p.n - from)),
-        row_(static_cast<const char*>(p.w) + (from * p.k + slice.from) * 2) {}
+      : tiles_(p, from), stride_(p.k * 2), lines_(ceil_div(slice.count * 2, kLine)),
+        w_(static_cast<const char*>(p.w) + slice.from * 2), count_(lines_ * (tiles_.rows[0] + tiles_.rows[1])),
+        line_(w_ + tiles_.row[0] * stride_) {}
   int64_t lines() const { return count_; }
   void some(int64_t lines) {
-    for (; lines > 0 && count_ > 0; --lines, --count_) {
-      __builtin_prefetch(row_ + line_ * kLine, 0, 2);
-      if (++line_ == lines_) line_ = 0, row_ += stride_;
+    for (; lines > 0 && count_ > 0; --lines, --count_, line_ += kLine) {
+      __builtin_prefetch(line_, 0, 2);
+      if (++at_ < lines_) continue;
+      at_ = 0;
+      const bool lower = ++row_ >= tiles_.rows[0];
+      line_ = w_ + (lower ? tiles_.row[1] + row_ - tiles_.rows[0] : tiles_.row[0] + row_) * stride_ - kLine;
     }
   }
 
  private:
+  const TwoTiles tiles_;
   const int64_t stride_, lines_;
-  int64_t count_, line_ = 0;
-  const char* row_;
+  const char* const w_;
+  int64_t count_, at_ = 0, row_ = 0;
+  const char* line_;
 };
 
 // Sums of two panels to y, four rows of x by a tile's columns at a time.
 class Finish {
  public:
   Finish() = default;
-  Finish(const Product& p, const Piece& piece, int64_t panel, const float* sums, Stored how)
+  Finish(const Product& p, const Piece& piece, int64_t panel, float* sums, Stored how)
       : p_(&p), sums_(sums), how_(how), row_(piece.from), rows_(piece.to - piece.from),
         t_((piece.panel + panel) * kTile), count_(panel + 1 < piece.panels ? kQuarters : kQuarters / 2) {}
 
   void some(int64_t quarters) {
     for (; quarters > 0 && at_ < count_; --quarters, ++at_) {
+      if (p_->gated) {
+        gated_quarter();
+        continue;
+      }
       const int64_t second = at_ / 8, quarter = at_ / 2 % 4, lower = at_ % 2;  // neighbours in y together
       const int64_t t = t_ + second * kTile + quarter * 4, n = row_ + lower * kTile;
       const int64_t rows = p_->rows - t, columns = rows_ - lower * kTile;
@@ -93,13 +118,35 @@ class Finish {
   static constexpr int64_t kQuarters = 16;
 
  private:
+  // Of each panel first the gates, four of W's rows at a time, then what they leave, four rows of x.
+  void gated_quarter() const {
+    const int64_t second = at_ / 8, quarter = at_ % 4, t = t_ + second * kTile + quarter * 4;
+    float* const gates = sums_ + second * kTileFloats;
+    if (at_ / 4 % 2 == 0) {
+      for (int64_t n = 4 * quarter; n < 4 * quarter + 4 && n < rows_; ++n) {
+        const float* const biases = p_->bias ? p_->bias + row_ + n : nullptr;
+        gate_line(gates + n * kTile, gates + 2 * kTileFloats + n * kTile, biases ? biases[0] : 0,
+                  biases ? biases[p_->n / 2] : 0);
+      }
+    } else if (const int64_t rows = p_->rows - t; rows > 0) {
+      Beside::store_turned(gates, int(quarter), p_->y + t * p_->y_stride + row_, p_->y_stride,
+                           int(rows < 4 ? rows : 4), int(rows_), nullptr, how_);
+    }
+  }
+
+  static void gate_line(float* gates, const float* ups, float gate_bias, float up_bias) {
+    for (int i = 0; i < kTile; i += R::kWidth)
+      gated(R::load(gates + i) + R::all(gate_bias), R::load(ups + i) + R::all(up_bias)).store(gates + i);
+  }
+
   const Product* p_ = nullptr;
-  const float* sums_ = nullptr;
+  float* sums_ = nullptr;
   Stored how_ = Stored::kPlain;
   int64_t row_ = 0, rows_ = 0, t_ = 0, count_ = 0, at_ = 0;
 };
 
-// Two tiles of W's rows by one or two panels, over `steps` tiles of depth. beside: called at each step, with its number.
+// Two tiles of W's rows by one or two panels, over `steps` tiles of depth. beside: called at each step,
+// with its number.
 template <bool kSecond, class Work>
 void block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
            const Work& beside) {
@@ -132,7 +179,7 @@ void block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, f
   }
 }
 
-// At most kTileRows rows of W. scratch: a chunk of them, the sums. Where a pair of panels has used a tile of
+// At most kTileRows rows of W, half of them gates where the product is gated. scratch: a chunk of them, the sums. Where a pair of panels has used a tile of
 // W for the last time, the one that takes its place follows: of the next chunk, or of the next piece.
 inline void tiled(const Product& p, const Slice& slice, const char* panels, const Piece& piece, char* scratch) {
   const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kTileBytes;

@@ -31,7 +31,7 @@ def units(build: Path) -> list[Unit]:
         headers = kernels.register_headers(isa, HEADERS)
         found.append(kernels.unit(build, "linear", "tiles", isa, headers, body(isa)))
     for isa in TILES:
-        headers = (f"cpu/tile_{isa.name}.h", "linear/tiled.h")
+        headers = kernels.register_headers(isa, (f"cpu/tile_{isa.name}.h", "linear/tiled.h"))
         made = "Tiled unit() { return {pack_tiles, tiled, release_tiles}; }\n"
         found.append(kernels.unit(build, "linear", "tiled", isa, headers, made))
     return [*found, kernels.table(build, "linear", "linear/linear.h"), table(build)]
