@@ -138,7 +138,7 @@ void attend(const Kernels& kernels, const Problem& problem, int threads) {
     if (!partial) return;
     // Whoever ends last puts the parts together.
     if (done[size_t(piece.group)].fetch_add(1, std::memory_order_acq_rel) + 1 < piece.parts) return;
-    kernels.combine[int(plan.layout.dtype)](problem, piece, partials + piece.first * size);
+    kernels.combine(problem, piece, partials + piece.first * size);
   });
 }
 

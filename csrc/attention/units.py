@@ -10,7 +10,7 @@ from kernels import CSRC, ISAS, Unit
 BODY = (
     "Kernels table() {\n"
     "  return {{attend<float>, attend<uint16_t>}, {write<float>, write<uint16_t>},\n"
-    "          {combine<float>, combine<uint16_t>}};\n}\n"
+    "          combine};\n}\n"
 )
 
 

@@ -125,8 +125,11 @@ void check_attention(cpu::Isa isa) {
           key[d] = rounded(key[d], dtype);
           value[d] = rounded(value[d], dtype);
           if (position >= chunk.start) continue;
-          put(cache.data(), panel + d * kLanes + slot % kLanes, key[d], dtype);
-          put(cache.data(), panel + layout.values() + slot % kLanes * layout.padded() + d, value[d], dtype);
+          // In bf16 by pairs.
+          const int64_t pair = dtype == Dtype::kBf16 ? 2 : 1, lane = slot % kLanes;
+          put(cache.data(), panel + d / pair * pair * kLanes + lane * pair + d % pair, key[d], dtype);
+          put(cache.data(), panel + layout.values() + lane / pair * pair * layout.padded() + d * pair + lane % pair,
+              value[d], dtype);
         }
       }
   }

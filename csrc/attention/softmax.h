@@ -1,0 +1,91 @@
+// Scores to weights, and what becomes of sums at the end, for one instruction set.
+#pragma once
+
+#include <cmath>
+
+#include "attention/attention.h"
+
+namespace vlora::attention::VLORA_ISA {
+
+using namespace vlora::cpu::VLORA_ISA;
+
+constexpr float kSlack = 8;
+// A new maximum is taken when it is so much over the last one: weights stay under e to this power.
+constexpr int64_t kScoreStride = kBlockPanels * kLanes;
+
+// One item's scores, the first `valid` of them, to weights, the others up to `slots` to zeros; its
+// earlier sums are scaled to the new maximum, if it is one. sum: of each lane.
+VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& most, float* sum,
+                         float* out, int64_t padded) {
+  const int64_t used = ceil_div(valid, int64_t(R::kWidth)) * R::kWidth;
+  for (int64_t i = used; i < slots; ++i) scores[i] = 0;
+  for (int64_t i = valid; i < used; ++i) scores[i] = -INFINITY;
+  R high = R::all(most);
+  for (int64_t i = 0; i < used; i += R::kWidth) high = max(high, R::load(scores + i));
+  const float now = high.largest();
+  if (now == -INFINITY) {
+    for (int64_t i = 0; i < used; ++i) scores[i] = 0;
+    return;
+  }
+  if (!(now <= most + kSlack)) {  // a NaN is taken
+    const R factor = most == -INFINITY ? R::zero() : exponential(R::all(most - now));
+    (R::load(sum) * factor).store(sum);
+    for (int64_t d = 0; d < padded; d += R::kWidth) (R::load(out + d) * factor).store(out + d);
+    most = now;
+  }
+  const R level = R::all(most);
+  R total = R::load(sum);
+  for (int64_t i = 0; i + R::kWidth <= valid; i += R::kWidth) {
+    const R weight = exponential(R::load(scores + i) - level);
+    weight.store(scores + i);
+    total = total + weight;
+  }
+  if (valid < used) {
+    float* const rest = scores + used - R::kWidth;
+    exponential(R::load(rest) - level).store(rest);
+    for (int64_t i = valid; i < used; ++i) scores[i] = 0;
+    total = total + R::load(rest);
+  }
+  total.store(sum);
+}
+
+// One item's values, times `factor`, to where they belong.
+VLORA_INLINE void finish(const float* values, float factor, int64_t dim, float* to) {
+  int64_t d = 0;
+  for (; d + R::kWidth <= dim; d += R::kWidth) (R::load(values + d) * R::all(factor)).store(to + d);
+  for (; d < dim; ++d) to[d] = values[d] * factor;
+}
+
+inline void combine(const Problem& p, const Piece& piece, const float* partials) {
+  const Plan& plan = *p.plan;
+  const int64_t group = plan.heads / plan.layout.kv_heads, of_head = piece.rows * group;
+  const int64_t padded = plan.layout.padded(), dim = plan.layout.dim, size = partial_floats(plan);
+  const Chunk& chunk = plan.chunks[size_t(piece.chunk)];
+  float found[kMostDim];
+  for (int64_t i = 0; i < of_head * piece.kv_heads; ++i) {
+    float most = -INFINITY;
+    for (int32_t part = 0; part < piece.parts; ++part) {
+      const float here = partials[part * size + i];
+      if (!(here <= most)) most = here;  // a NaN stays
+    }
+    for (int64_t d = 0; d < padded; d += R::kWidth) R::zero().store(found + d);
+    float sum = 0;
+    for (int32_t part = 0; part < piece.parts; ++part) {
+      const float* from = partials + part * size;
+      if (from[i] == -INFINITY) continue;
+      const R weight = exponential(R::all(from[i] - most));
+      sum += weight.largest() * from[plan.items() + i];
+      const float* values = from + 2 * plan.items() + i * padded;
+      for (int64_t d = 0; d < padded; d += R::kWidth) {
+        R value = R::load(found + d);
+        value.add_product(weight, R::load(values + d));
+        value.store(found + d);
+      }
+    }
+    const int64_t head = (piece.kv_head + i / of_head) * group + i % group;
+    float* y = p.y + (chunk.row + piece.row + i % of_head / group) * p.y_stride + head * dim;
+    finish(found, 1 / sum, dim, y);
+  }
+}
+
+}  // namespace vlora::attention::VLORA_ISA
