@@ -81,8 +81,15 @@ Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t
     }
   }
   if (threads > 1) share(work / double(threads * kPiecesOfThread), threads);
-  // Large ones first: what is left at the end is small.
-  std::stable_sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
+  // Large ones first: what is left at the end is small. But those of one chunk's long rows read the same
+  // keys and values one after the other, while a core still has them.
+  const auto alone = [&](const Piece& a) { return a.rows == chunks[size_t(a.chunk)].length; };
+  std::stable_sort(pieces_.begin(), pieces_.end(), [&](const Piece& a, const Piece& b) {
+    if (alone(a) != alone(b)) return alone(b);
+    if (!alone(a)) {
+      const auto place = std::pair(a.chunk, a.kv_head), other = std::pair(b.chunk, b.kv_head);
+      if (place != other) return place < other;
+    }
     return a.cost / a.parts > b.cost / b.parts;
   });
 }
@@ -114,7 +121,7 @@ void Plan::share(double most, int threads) {
 
 int64_t scratch_floats(const Plan& plan) {
   const int64_t padded = plan.layout.padded();
-  return plan.items() * (2 * padded + kBlockPanels * kLanes + kLanes + 4) + 256;
+  return plan.items() * (kMostDim + kLanes + padded + kBlockPanels * kLanes + kLanes + 4) + 256;
 }
 
 void attend(const Kernels& kernels, const Problem& problem, int threads) {

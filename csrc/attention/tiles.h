@@ -19,6 +19,9 @@ constexpr int kStreamItems = 2;
 constexpr int64_t kChunkBytes = 512, kChunkTokens = 4;
 // Of one panel before the next one's turn.
 
+constexpr int64_t kQueryStride = kMostDim + kLanes;
+// From query to query, whatever the dim: addresses need no registers, and no two fall on the same sets.
+
 // Registers of 16 lanes' sums, or panels, beside each other where M items' sums fill the registers.
 constexpr int at_once(int items) {
   if (kMany) return items <= 6 ? 4 : 2;
@@ -40,12 +43,12 @@ VLORA_INLINE void load(const T* pair, ptrdiff_t row, int second, R (&to)[N]) {
   }
 }
 
-// Scores of the tokens of P panels: M queries (`stride` apart) times [dim][kLanes], for the depths
+// Scores of the tokens of P panels: M queries times [dim][kLanes], for the depths
 // from … until, all even; later ones are added to what earlier ones left. fetch: null, or as many bytes
 // as a panel has are asked for meanwhile. Where sums are few there are several of each, since a sum waits
 // for the one before.
 template <class T, int M, int P, bool kFetch>
-VLORA_INLINE void score(const float* q, ptrdiff_t stride, const T* const* keys, int64_t from,
+VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from,
                         int64_t until, float* scores, const char* fetch) {
   constexpr int kSums = M * P == 1 ? 4 : M * P <= (kMany ? 6 : 3) ? 2 : 1;
   R acc[kSums][P][M][kRegisters];
@@ -65,16 +68,16 @@ VLORA_INLINE void score(const float* q, ptrdiff_t stride, const T* const* keys, 
   for (int p = 0; p < P; ++p) at[p] = keys[p];
   constexpr int kSteps = kSums > 1 ? kSums : 2;  // of depth, at a time: whole cache lines
   const auto add = [&](int k, int64_t d, int second) __attribute__((always_inline)) {
+    R b[P][kRegisters];
 #pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) {
-      R b[kRegisters];
-      load(at[p] + d * kLanes, kLanes, second, b);
+    for (int p = 0; p < P; ++p) load(at[p] + d * kLanes, kLanes, second, b[p]);
 #pragma GCC unroll 12
-      for (int m = 0; m < M; ++m) {
-        const R s = R::broadcast(q + m * stride + d + second);
+    for (int m = 0; m < M; ++m) {
+      const R s = R::broadcast(q + m * kQueryStride + d + second);
 #pragma GCC unroll 4
-        for (int n = 0; n < kRegisters; ++n) acc[k][p][m][n].add_product(s, b[n]);
-      }
+      for (int p = 0; p < P; ++p)
+#pragma GCC unroll 4
+        for (int n = 0; n < kRegisters; ++n) acc[k][p][m][n].add_product(s, b[p][n]);
     }
   };
   int64_t d = from;
@@ -106,23 +109,23 @@ VLORA_INLINE void score(const float* q, ptrdiff_t stride, const T* const* keys, 
 
 // Up to P panels.
 template <class T, int M, int P>
-VLORA_INLINE void score_up_to(int64_t panels, const float* q, ptrdiff_t stride, const T* const* keys,
+VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys,
                               int64_t from, int64_t until, float* scores) {
-  if (panels >= P) return score<T, M, P, false>(q, stride, keys, from, until, scores, nullptr);
-  if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, stride, keys, from, until, scores);
+  if (panels >= P) return score<T, M, P, false>(q, keys, from, until, scores, nullptr);
+  if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores);
 }
 
 // As many panels at a time as fill the registers with sums; if there are more, by turns.
 template <class T, int M>
-void score_panels(const float* q, ptrdiff_t stride, const T* const* keys, int64_t panels, int64_t dim,
+void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t dim,
                   float* scores, const char* fetch) {
   constexpr int kAtOnce = at_once(M);
-  if (fetch) return score<T, M, 1, true>(q, stride, keys, 0, dim, scores, fetch);
+  if (fetch) return score<T, M, 1, true>(q, keys, 0, dim, scores, fetch);
   const int64_t each = panels <= kAtOnce ? dim : kChunkBytes / (kLanes * int64_t(sizeof(T)));
   for (int64_t d = 0; d < dim; d += each) {
     const int64_t until = d + each < dim ? d + each : dim;
     for (int64_t p = 0; p < panels; p += kAtOnce)
-      score_up_to<T, M, kAtOnce>(panels - p, q, stride, keys + p, d, until, scores + p * kLanes);
+      score_up_to<T, M, kAtOnce>(panels - p, q, keys + p, d, until, scores + p * kLanes);
   }
 }
 
@@ -200,10 +203,10 @@ void add_all_values(const float* weights, const T* const* values, int64_t panels
 }
 
 template <class T, int M = kTile>
-VLORA_INLINE void score_some(int64_t items, const float* q, ptrdiff_t stride, const T* const* keys,
+VLORA_INLINE void score_some(int64_t items, const float* q, const T* const* keys,
                              int64_t panels, int64_t dim, float* scores, const char* fetch) {
-  if (items >= M) return score_panels<T, M>(q, stride, keys, panels, dim, scores, fetch);
-  if constexpr (M > 1) score_some<T, M - 1>(items, q, stride, keys, panels, dim, scores, fetch);
+  if (items >= M) return score_panels<T, M>(q, keys, panels, dim, scores, fetch);
+  if constexpr (M > 1) score_some<T, M - 1>(items, q, keys, panels, dim, scores, fetch);
 }
 
 // Any number of items, M at a time.
@@ -228,7 +231,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   const int64_t dim = layout.dim, padded = layout.padded(), per_page = layout.panels();
   const int64_t first_position = chunk.start + piece.row;
   float* const q = scratch;
-  float* const scores = q + plan.items() * padded;
+  float* const scores = q + plan.items() * kQueryStride;
   float* const sums = scores + plan.items() * kScoreStride;  // of each lane
   float* const own = sums + plan.items() * R::kWidth;
   float* const most = partial ? partial : own;
@@ -238,7 +241,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     const int64_t of = chunk.row + piece.row + i % of_head / group;
     const int64_t head = (piece.kv_head + i / of_head) * group + i % group;
     rotate(p.q + of * p.q_stride + head * dim, p.cosines + of * (dim / 2), p.sines + of * (dim / 2),
-           dim / 2, p.scale, q + i * padded);
+           dim / 2, p.scale, q + i * kQueryStride);
     for (int64_t d = 0; d < padded; ++d) out[i * padded + d] = 0;
     most[i] = -INFINITY;
     R::zero().store(sums + i * R::kWidth);
@@ -309,7 +312,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
         for (int64_t t = 0; t * tile < of_head; ++t) {
           if (j >= seen[t]) continue;
           const int64_t i = h * of_head + t * tile, rest = of_head - t * tile;
-          score_some<T>(rest < tile ? rest : tile, q + i * padded, padded, panels,
+          score_some<T>(rest < tile ? rest : tile, q + i * kQueryStride, panels,
                         (seen[t] < until ? seen[t] : until) - j, dim,
                         scores + i * kScoreStride + j * kLanes, fetch);
           fetch = nullptr;
