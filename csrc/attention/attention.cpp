@@ -119,9 +119,17 @@ void Plan::share(double most, int threads) {
   }
 }
 
+const Kernels& kernels_of(Dtype dtype) {
+  const Kernels& found = kernels(cpu::isa(dtype));
+  return found.attend[int(dtype)] ? found : kernels(cpu::vector_isa(dtype));
+}
+
 int64_t scratch_floats(const Plan& plan) {
-  const int64_t padded = plan.layout.padded();
-  return plan.items() * (kMostDim + kLanes + padded + kBlockPanels * kLanes + kLanes + 4) + 256;
+  const int64_t padded = plan.layout.padded(), block = kBlockPanels * kLanes;
+  // Items of tiles may take twice as many slots, and some panels of values are copied.
+  const int64_t vectors = plan.items() * (kMostDim + kLanes + padded + block + kLanes + 4);
+  const int64_t tiles = 2 * plan.items() * (2 * padded + block + kLanes + 1) + block * padded / 2;
+  return std::max(vectors, tiles) + 256;
 }
 
 void attend(const Kernels& kernels, const Problem& problem, int threads) {

@@ -116,6 +116,8 @@ struct Kernels {
   void (*combine)(const Problem&, const Piece&, const float* partials);
 };
 const Kernels& kernels(cpu::Isa isa);
+// Those in use for pages of a type: of a unit that multiplies tiles, or of vectors.
+const Kernels& kernels_of(Dtype dtype);
 
 // fp32 values that `attend` needs.
 int64_t scratch_floats(const Plan& plan);

@@ -13,11 +13,42 @@ constexpr float kSlack = 8;
 // A new maximum is taken when it is so much over the last one: weights stay under e to this power.
 constexpr int64_t kScoreStride = kBlockPanels * kLanes;
 
+// Panels whose scores are held at a time, and which of their tokens a row sees.
+struct Visible {
+  int64_t count;
+  int64_t position[kBlockPanels], room[kBlockPanels];  // of the first token, for how many
+
+  // Those that begin up to a position.
+  int64_t panels(int64_t at) const {
+    int64_t found = count;
+    while (found > 0 && position[found - 1] > at) --found;
+    return found;
+  }
+  // How many of the first `panels` panels' scores count for the row of a position, after those in
+  // between that hold nothing, or what comes later, were left out.
+  VLORA_INLINE int64_t mask(int64_t at, int64_t panels, int64_t block, float* scores) const {
+    if (panels == 0 || (at >= position[panels - 1] + kLanes - 1 && block % kLanes == 0))
+      return panels * kLanes;
+    int64_t valid = 0;
+    for (int64_t j = 0; j < panels; ++j) {
+      const int64_t until = at + 1 - position[j];
+      const int64_t here = until < 0 ? 0 : until < room[j] ? until : room[j];
+      if (here > 0) valid = j * kLanes + here;
+      if (here < kLanes && j + 1 < panels)
+        for (int64_t s = here; s < kLanes; ++s) scores[j * kLanes + s] = -INFINITY;
+    }
+    return valid;
+  }
+};
+
 // One item's scores, the first `valid` of them, to weights, the others up to `slots` to zeros; its
-// earlier sums are scaled to the new maximum, if it is one. sum: of each lane.
+// earlier sums are scaled to the new maximum, if it is one. sum: of each lane. kHalves: every 32 scores
+// give way to the upper halves of their weights and what these leave, as bf16; `slots` is a multiple.
+template <bool kHalves>
 VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& most, float* sum,
                          float* out, int64_t padded) {
-  const int64_t used = ceil_div(valid, int64_t(R::kWidth)) * R::kWidth;
+  constexpr int64_t kAtOnce = kHalves ? 2 * kLanes : R::kWidth;
+  const int64_t used = ceil_div(valid, kAtOnce) * kAtOnce;
   for (int64_t i = used; i < slots; ++i) scores[i] = 0;
   for (int64_t i = valid; i < used; ++i) scores[i] = -INFINITY;
   R high = R::all(most);
@@ -35,16 +66,36 @@ VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& mos
   }
   const R level = R::all(most);
   R total = R::load(sum);
-  for (int64_t i = 0; i + R::kWidth <= valid; i += R::kWidth) {
-    const R weight = exponential(R::load(scores + i) - level);
-    weight.store(scores + i);
-    total = total + weight;
-  }
-  if (valid < used) {
-    float* const rest = scores + used - R::kWidth;
-    exponential(R::load(rest) - level).store(rest);
-    for (int64_t i = valid; i < used; ++i) scores[i] = 0;
-    total = total + R::load(rest);
+  if constexpr (kHalves) {
+    // What is left out weighs next to nothing here: the least that the exponential gives.
+    constexpr int kAll = 2 * kLanes / R::kWidth;
+    const auto store = [](auto first, auto second, uint16_t* high) __attribute__((always_inline)) {
+      decltype(first)::store_halves(first, second, high, high + kAtOnce);
+    };
+    for (int64_t i = 0; i < used; i += kAtOnce) {
+      R weights[kAll];
+#pragma GCC unroll 8
+      for (int n = 0; n < kAll; ++n) {
+        weights[n] = exponential(R::load(scores + i + n * R::kWidth) - level);
+        total = total + weights[n];
+      }
+      uint16_t* const to = reinterpret_cast<uint16_t*>(scores + i);
+#pragma GCC unroll 8
+      for (int n = 0; n < kAll; n += 2)
+        store(weights[n], weights[n + 1], to + n * R::kWidth);
+    }
+  } else {
+    for (int64_t i = 0; i + R::kWidth <= valid; i += R::kWidth) {
+      const R weight = exponential(R::load(scores + i) - level);
+      weight.store(scores + i);
+      total = total + weight;
+    }
+    if (valid < used) {
+      float* const rest = scores + used - R::kWidth;
+      exponential(R::load(rest) - level).store(rest);
+      for (int64_t i = valid; i < used; ++i) scores[i] = 0;
+      total = total + R::load(rest);
+    }
   }
   total.store(sum);
 }

@@ -8,7 +8,7 @@ namespace vlora::attention::VLORA_ISA {
 
 constexpr int kRegisters = kLanes / R::kWidth;  // of a panel
 constexpr bool kMany = kRegisters == 1;         // 32 registers where a panel is one, else 16
-constexpr int kTile = kMany ? 12 : kTileItems;
+constexpr int kMost = kMany ? 12 : kTileItems;
 // (row, head) pairs whose sums over a panel, or two, fill the registers.
 constexpr int64_t kAhead = 8, kAheadBytes = 8192;
 constexpr int64_t kStreams = 4;
@@ -202,7 +202,7 @@ void add_all_values(const float* weights, const T* const* values, int64_t panels
   }
 }
 
-template <class T, int M = kTile>
+template <class T, int M = kMost>
 VLORA_INLINE void score_some(int64_t items, const float* q, const T* const* keys,
                              int64_t panels, int64_t dim, float* scores, const char* fetch) {
   if (items >= M) return score_panels<T, M>(q, keys, panels, dim, scores, fetch);
@@ -252,7 +252,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     return base + pages[panel / per_page] * layout.page + panel % per_page * layout.panel();
   };
   // Tiles of one head, of like sizes.
-  const int64_t tile = ceil_div(of_head, ceil_div(of_head, int64_t(kTile)));
+  const int64_t tile = ceil_div(of_head, ceil_div(of_head, int64_t(kMost)));
   const int64_t last = piece.panel + piece.panels;
   const bool writes = chunk.length == 1 && piece.last();
   const int64_t size = layout.panel() * int64_t(sizeof(T));
@@ -267,13 +267,12 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     const int64_t begin = piece.panel + piece.panels * block / blocks;
     const int64_t count = piece.panel + piece.panels * (block + 1) / blocks - begin;
     const T* keys[kBlockPanels];
-    int64_t position[kBlockPanels];
-    int room[kBlockPanels];
+    Visible see{count, {}, {}};
     for (int64_t j = 0; j < count; ++j) {
       const int64_t panel = begin + j, part = panel % per_page;
       keys[j] = keys_of(panel);
-      position[j] = panel / per_page * layout.block + part * kLanes;
-      room[j] = int(layout.block - part * kLanes < kLanes ? layout.block - part * kLanes : kLanes);
+      see.position[j] = panel / per_page * layout.block + part * kLanes;
+      see.room[j] = layout.block - part * kLanes < kLanes ? layout.block - part * kLanes : int64_t(kLanes);
     }
     // What is read, in its order: keys of all panels and heads, values of all, the next block's keys.
     const T* order[(2 * kBlockPanels * kMostHeads) + kAhead];
@@ -292,8 +291,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     for (int64_t t = 0; t * tile < of_head; ++t) {
       const int64_t until = (t + 1) * tile < of_head ? (t + 1) * tile : of_head;
       at[t] = first_position + (until - 1) / group;
-      seen[t] = count;
-      while (seen[t] > 0 && position[seen[t] - 1] > at[t]) --seen[t];
+      seen[t] = see.panels(at[t]);
     }
     const auto from_head = [&](int64_t first, int64_t until, int64_t head, const T** to) {
       for (int64_t j = first; j < until; ++j) to[j - first] = order[j * heads + head];
@@ -322,19 +320,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     for (int64_t i = 0; i < items; ++i) {
       const int64_t own_at = first_position + i % of_head / group, panels = seen[i % of_head / tile];
       float* const row = scores + i * kScoreStride;
-      int64_t valid = panels * kLanes;
-      if (panels > 0 && (own_at < position[panels - 1] + kLanes - 1 || layout.block % kLanes)) {
-        // Slots that hold nothing, or what comes later, are left out.
-        valid = 0;
-        for (int64_t j = 0; j < panels; ++j) {
-          const int64_t until = own_at + 1 - position[j];
-          const int64_t here = until < 0 ? 0 : until < room[j] ? until : room[j];
-          if (here > 0) valid = j * kLanes + here;
-          if (here < kLanes && j + 1 < panels)
-            for (int64_t s = here; s < kLanes; ++s) row[j * kLanes + s] = -INFINITY;
-        }
-      }
-      soften(row, valid, panels * kLanes, most[i], sums + i * R::kWidth, out + i * padded,
+      const int64_t valid = see.mask(own_at, panels, layout.block, row);
+      soften<false>(row, valid, panels * kLanes, most[i], sums + i * R::kWidth, out + i * padded,
              padded);
     }
     const int64_t value_runs = ceil_div(count, value_run);
@@ -351,8 +338,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
           const int64_t i = h * of_head + t * tile, rest = of_head - t * tile;
           // What the last row sees: beyond lies what may be another sequence's.
           const auto tokens = [&](int64_t panel) {
-            const int64_t there = at[t] + 1 - position[panel];
-            return there < room[panel] ? there : int64_t(room[panel]);
+            const int64_t there = at[t] + 1 - see.position[panel];
+            return there < see.room[panel] ? there : see.room[panel];
           };
           const int64_t end = seen[t] < until ? seen[t] : until;
           for (int64_t k = j; k < end;) {  // those of like numbers together
@@ -365,7 +352,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
               add_some_values<T, kStreamItems, true>(some, weights, from, k - first, each, padded,
                                                      out + i * padded, nullptr);
             } else {
-              add_some_values<T, kTile, false>(some, weights, from, k - first, each, padded,
+              add_some_values<T, kMost, false>(some, weights, from, k - first, each, padded,
                                                     out + i * padded, fetch);
             }
             fetch = nullptr;

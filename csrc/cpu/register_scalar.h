@@ -3,6 +3,8 @@
 
 #include <emmintrin.h>
 
+#include <initializer_list>
+
 #include "cpu/types.h"
 
 namespace vlora::cpu::VLORA_ISA {
@@ -39,6 +41,18 @@ struct R {
     for (int i = 0; i < kWidth; ++i) {
       const bool nan = (bits[i] & 0x7fffffffu) > 0x7f800000u;
       p[i] = uint16_t((nan ? bits[i] | 0x00400000u : bits[i] + 0x7fffu + (bits[i] >> 16 & 1)) >> 16);
+    }
+  }
+
+  // Both, one after the other, as the upper halves of their bits, and as bf16 what these leave.
+  static void store_halves(R a, R b, uint16_t* high, uint16_t* low) {
+    for (const R& x : {a, b}) {
+      const __m128i upper = _mm_and_si128(_mm_castps_si128(x.r), _mm_set1_epi32(int(0xffff0000u)));
+      uint32_t bits[kWidth];
+      __builtin_memcpy(bits, &upper, sizeof bits);
+      for (int i = 0; i < kWidth; ++i) *high++ = uint16_t(bits[i] >> 16);
+      R{_mm_sub_ps(x.r, _mm_castsi128_ps(upper))}.store(low);
+      low += kWidth;
     }
   }
 
