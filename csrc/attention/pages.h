@@ -76,18 +76,19 @@ VLORA_INLINE void write_value(const Problem& p, int64_t row, int64_t head, const
   const Layout& layout = p.plan->layout;
   const int64_t at = p.plan->heads + layout.kv_heads + head, padded = layout.padded();
   const float* const value = p.q + row * p.q_stride + at * layout.dim;
-  if constexpr (sizeof(T) == 4) return narrow(value, layout.dim, to.values + to.lane * padded);
-  // Its half of each pair; the other one is its neighbour's.
-  T narrowed[kMostDim];
-  narrow(value, layout.dim, narrowed);
-  T* const pairs = to.values + to.lane / 2 * 2 * padded;
-  const int shift = to.lane % 2 * 16;
-  const uint32_t others = 0xffff0000u >> shift;
-  for (int64_t d = 0; d < layout.dim; ++d) {
-    uint32_t pair;
-    std::memcpy(&pair, pairs + 2 * d, 4);
-    pair = (pair & others) | uint32_t(narrowed[d]) << shift;
-    std::memcpy(pairs + 2 * d, &pair, 4);
+  if constexpr (sizeof(T) == 4) {
+    narrow(value, layout.dim, to.values + to.lane * padded);
+  } else {
+    // Its half of each pair; the other one is its neighbour's.
+    using Pair __attribute__((may_alias)) = uint32_t;
+    T narrowed[kMostDim];
+    narrow(value, layout.dim, narrowed);
+    Pair* const pairs = reinterpret_cast<Pair*>(to.values + to.lane / 2 * 2 * padded);
+    const int shift = to.lane % 2 * 16;
+    const uint32_t others = 0xffff0000u >> shift;
+    const int64_t dim = layout.dim;
+#pragma GCC ivdep
+    for (int64_t d = 0; d < dim; ++d) pairs[d] = (pairs[d] & others) | uint32_t(narrowed[d]) << shift;
   }
 }
 

@@ -9,8 +9,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "attention/pages.h"
-#include "attention/softmax.h"
+#include "attention/tiles.h"
 
 namespace vlora::attention::VLORA_ISA {
 
@@ -112,12 +111,18 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
   const Layout& layout = plan.layout;
   const Chunk& chunk = plan.chunks[size_t(piece.chunk)];
   const int64_t group = plan.heads / layout.kv_heads, of_head = piece.rows * group;
-  const int64_t heads = piece.kv_heads, items = of_head * heads;
+  const int64_t heads = piece.kv_heads;
   const int64_t dim = layout.dim, padded = layout.padded(), per_page = layout.panels();
   const int64_t first_position = chunk.start + piece.row, end = chunk.start + chunk.length;
   const int rows = int(std::min<int64_t>(of_head, kRows));
   const int64_t per_head = ceil_div(of_head, int64_t(rows)) * rows, slots = per_head * heads;
-  const auto slot_of = [&](int64_t item) { return item / of_head * per_head + item % of_head; };
+  // visit(item, slot, row of the chunk, head of queries)
+  const auto each_item = [&](const auto& visit) __attribute__((always_inline)) {
+    for (int64_t h = 0, i = 0; h < heads; ++h)
+      for (int64_t row = 0, slot = h * per_head; row < piece.rows; ++row)
+        for (int64_t g = 0; g < group; ++g, ++i, ++slot)
+          visit(i, slot, piece.row + row, (piece.kv_head + h) * group + g);
+  };
 
   T* const q = reinterpret_cast<T*>(scratch);
   float* const scores = scratch + slots * padded;  // halves of a query take as much as itself
@@ -128,9 +133,8 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
   std::memset(q, 0, size_t(slots * padded) * 4);
   std::memset(out, 0, size_t(slots * padded) * 4);
   float query[kMostDim + 2 * R::kWidth];
-  for (int64_t i = 0; i < items; ++i) {
-    const int64_t of = chunk.row + piece.row + i % of_head / group, slot = slot_of(i);
-    const int64_t head = (piece.kv_head + i / of_head) * group + i % group;
+  each_item([&](int64_t, int64_t slot, int64_t row, int64_t head) __attribute__((always_inline)) {
+    const int64_t of = chunk.row + row;
     rotate(p.q + of * p.q_stride + head * dim, p.cosines + of * (dim / 2), p.sines + of * (dim / 2),
            dim / 2, p.scale, query);
     for (int64_t d = dim; d < padded; ++d) query[d] = 0;
@@ -146,7 +150,7 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
     }
     most[slot] = -INFINITY;
     R::zero().store(sums + slot * R::kWidth);
-  }
+  });
   const int32_t* pages = plan.pages.data() + chunk.first_page;
   const T* const base = reinterpret_cast<const T*>(p.cache) + piece.kv_head * layout.head();
   const int64_t last = piece.panel + piece.panels;
@@ -194,14 +198,16 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
             product_of<1>(columns, left, depth, key_tiles, right, kStepBytes, to, kScoreStride, true);
         }
       }
-    for (int64_t i = 0; i < items; ++i) {
-      const int64_t slot = slot_of(i), panels = seen(i % of_head / unit);
-      float* const row = scores + slot * kScoreStride;
-      const int64_t valid = see.mask(first_position + i % of_head / group, panels, layout.block, row);
+    int64_t panels = 0;
+    each_item([&](int64_t, int64_t slot, int64_t row, int64_t) __attribute__((always_inline)) {
+      const int64_t in_head = slot % per_head;
+      if (in_head % unit == 0) panels = seen(in_head / unit);
+      float* const own = scores + slot * kScoreStride;
+      const int64_t valid = see.mask(chunk.start + row, panels, layout.block, own);
       // Tiles of values take panels by two.
-      soften<true>(row, valid, ceil_div(panels, int64_t(2)) * 2 * kLanes, most[slot],
+      soften<true>(own, valid, ceil_div(panels, int64_t(2)) * 2 * kLanes, most[slot],
                    sums + slot * R::kWidth, out + slot * padded, padded);
-    }
+    });
     configure(rows, rows, many ? kSteps : kSteps / 2);
     for (int64_t j = 0; j < count; j += run)
       for (int64_t h = 0; h < heads; ++h) {
@@ -246,19 +252,23 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
       }
   }
   release_tiles();
-  for (int64_t i = 0; i < items; ++i) {
-    const int64_t slot = slot_of(i);
+  each_item([&](int64_t i, int64_t slot, int64_t row, int64_t head) __attribute__((always_inline)) {
     const float sum = sum_of(R::load(sums + slot * R::kWidth));
     if (partial) {
       partial[i] = most[slot];
       partial[plan.items() + i] = sum;
       std::memcpy(partial + 2 * plan.items() + i * padded, out + slot * padded, size_t(padded) * 4);
-      continue;
+      return;
     }
-    const int64_t head = (piece.kv_head + i / of_head) * group + i % group;
-    float* to = p.y + (chunk.row + piece.row + i % of_head / group) * p.y_stride + head * dim;
-    finish(out + slot * padded, 1 / sum, dim, to);
-  }
+    finish(out + slot * padded, 1 / sum, dim, p.y + (chunk.row + row) * p.y_stride + head * dim);
+  });
+}
+
+// A tile with few rows takes as long as a whole one.
+constexpr int64_t kFewItems = 8;
+inline void attend_by_size(const Problem& p, const Piece& piece, float* scratch, float* partial) {
+  const bool few = piece.rows * (p.plan->heads / p.plan->layout.kv_heads) < kFewItems;
+  (few ? attend<uint16_t> : attend_tiled)(p, piece, scratch, partial);
 }
 
 }  // namespace vlora::attention::VLORA_ISA

@@ -14,7 +14,7 @@ BODY = (
 )
 TILED_BODY = (
     "Kernels table() {\n"
-    "  return {{nullptr, attend_tiled}, {nullptr, write<uint16_t>}, combine};\n}\n"
+    "  return {{nullptr, attend_by_size}, {nullptr, write<uint16_t>}, combine};\n}\n"
 )
 """Of units that multiply tiles of bf16 pairs: what is fp32 has the vectors of another."""
 

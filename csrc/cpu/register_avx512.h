@@ -76,6 +76,10 @@ struct R {
   R nearest() const {
     return {_mm512_roundscale_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
   }
+  // Its low bits as an exponent.
+  R exponent_of_low_bits() const {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(r), 23))};
+  }
   // 2 to the power of whole numbers in -126 … 127.
   R power_of_two() const {
     const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(r), _mm512_set1_epi32(127));

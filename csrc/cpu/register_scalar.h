@@ -65,6 +65,10 @@ struct R {
   friend R max(R a, R b) { return {_mm_max_ps(a.r, b.r)}; }
   friend R min(R a, R b) { return {_mm_min_ps(a.r, b.r)}; }
   R nearest() const { return {_mm_cvtepi32_ps(_mm_cvtps_epi32(r))}; }
+  // Its low bits as an exponent.
+  R exponent_of_low_bits() const {
+    return {_mm_castsi128_ps(_mm_slli_epi32(_mm_castps_si128(r), 23))};
+  }
   // 2 to the power of whole numbers in -126 … 127.
   R power_of_two() const {
     const __m128i exponent = _mm_add_epi32(_mm_cvtps_epi32(r), _mm_set1_epi32(127));
