@@ -128,7 +128,7 @@ int64_t scratch_floats(const Plan& plan) {
   const int64_t padded = plan.layout.padded(), block = kBlockPanels * kLanes;
   // Items of tiles may take twice as many slots, and some panels of values are copied.
   const int64_t vectors = plan.items() * (kMostDim + kLanes + padded + block + kLanes + 4);
-  const int64_t tiles = 2 * plan.items() * (2 * padded + block + kLanes + 1) + block * padded / 2;
+  const int64_t tiles = 2 * plan.items() * (2 * padded + block + 2 * kLanes + 1) + block * padded / 2;
   return std::max(vectors, tiles) + 256;
 }
 

@@ -27,8 +27,10 @@ struct Visible {
   // How many of the first `panels` panels' scores count for the row of a position, after those in
   // between that hold nothing, or what comes later, were left out.
   VLORA_INLINE int64_t mask(int64_t at, int64_t panels, int64_t block, float* scores) const {
-    if (panels == 0 || (at >= position[panels - 1] + kLanes - 1 && block % kLanes == 0))
-      return panels * kLanes;
+    if (block % kLanes == 0) {  // there is nothing in between
+      const int64_t until = at + 1 - position[0];
+      return until < panels * kLanes ? until : panels * kLanes;
+    }
     int64_t valid = 0;
     for (int64_t j = 0; j < panels; ++j) {
       const int64_t until = at + 1 - position[j];
@@ -77,8 +79,9 @@ VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& mos
                          float* out, int64_t padded) {
   constexpr int64_t kAtOnce = kHalves ? 2 * kLanes : R::kWidth;
   const int64_t used = ceil_div(valid, kAtOnce) * kAtOnce;
-  for (int64_t i = used; i < slots; ++i) scores[i] = 0;
-  for (int64_t i = valid; i < used; ++i) scores[i] = -INFINITY;
+  for (int64_t i = used; i < slots; i += R::kWidth) R::zero().store(scores + i);
+  for (int64_t i = valid / R::kWidth * R::kWidth; i < used; i += R::kWidth)
+    R::load(scores + i).first(int(valid - i), R::all(-INFINITY)).store(scores + i);
   R high = R::all(most);
   for (int64_t i = 0; i < used; i += R::kWidth) high = max(high, R::load(scores + i));
   const float now = high.largest();
@@ -87,9 +90,11 @@ VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& mos
     return;
   }
   if (!(now <= most + kSlack)) {  // a NaN is taken
-    const R factor = most == -INFINITY ? R::zero() : exponential(R::all(most - now));
-    (R::load(sum) * factor).store(sum);
-    for (int64_t d = 0; d < padded; d += R::kWidth) (R::load(out + d) * factor).store(out + d);
+    if (most != -INFINITY) {  // else there are none
+      const R factor = exponential(R::all(most - now));
+      (R::load(sum) * factor).store(sum);
+      for (int64_t d = 0; d < padded; d += R::kWidth) (R::load(out + d) * factor).store(out + d);
+    }
     most = now;
   }
   const R level = R::all(most);
@@ -113,16 +118,11 @@ VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& mos
         store(weights[n], weights[n + 1], to + n * R::kWidth);
     }
   } else {
-    for (int64_t i = 0; i + R::kWidth <= valid; i += R::kWidth) {
-      const R weight = weight_of(R::load(scores + i) - level);
+    for (int64_t i = 0; i < used; i += R::kWidth) {
+      R weight = weight_of(R::load(scores + i) - level);
+      if (valid < i + R::kWidth) weight = weight.first(int(valid - i), R::zero());
       weight.store(scores + i);
       total = total + weight;
-    }
-    if (valid < used) {
-      float* const rest = scores + used - R::kWidth;
-      weight_of(R::load(rest) - level).store(rest);
-      for (int64_t i = valid; i < used; ++i) scores[i] = 0;
-      total = total + R::load(rest);
     }
   }
   total.store(sum);

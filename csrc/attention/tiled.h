@@ -125,12 +125,13 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
   };
 
   T* const q = reinterpret_cast<T*>(scratch);
-  float* const scores = scratch + slots * padded;  // halves of a query take as much as itself
+  const int64_t half = ceil_div(padded, 2 * kLanes) * 2 * kLanes;  // of a query, in two whole registers
+  float* const scores = scratch + slots * half;  // both halves take as much as the whole
   float* const out = scores + slots * kScoreStride;
   float* const sums = out + slots * padded;  // of each lane
   float* const most = sums + slots * R::kWidth;
   T* const copied = reinterpret_cast<T*>(most + ceil_div(slots, kLanes) * kLanes);
-  std::memset(q, 0, size_t(slots * padded) * 4);
+  std::memset(q, 0, size_t(slots * half) * 4);
   std::memset(out, 0, size_t(slots * padded) * 4);
   float query[kMostDim + 2 * R::kWidth];
   each_item([&](int64_t, int64_t slot, int64_t row, int64_t head) __attribute__((always_inline)) {
@@ -138,15 +139,10 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
     rotate(p.q + of * p.q_stride + head * dim, p.cosines + of * (dim / 2), p.sines + of * (dim / 2),
            dim / 2, p.scale, query);
     for (int64_t d = dim; d < padded; ++d) query[d] = 0;
-    T* const to = q + slot * 2 * padded;
+    T* const to = q + slot * 2 * half;
     for (int64_t d = 0; d < padded; d += 2 * R::kWidth) {
-      // A panel's width is one register of the widest, or several.
       const R second = d + R::kWidth < padded ? R::load(query + d + R::kWidth) : R::zero();
-      alignas(64) T high[2 * R::kWidth], low[2 * R::kWidth];
-      R::store_halves(R::load(query + d), second, high, low);
-      const size_t some = size_t(std::min<int64_t>(2 * R::kWidth, padded - d)) * sizeof(T);
-      std::memcpy(to + d, high, some);
-      std::memcpy(to + padded + d, low, some);
+      R::store_halves(R::load(query + d), second, to + d, to + half + d);
     }
     most[slot] = -INFINITY;
     R::zero().store(sums + slot * R::kWidth);
@@ -186,7 +182,7 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
         for (int64_t u = 0; u < units; ++u) {
           const int64_t columns = std::min(seen(u), j + run) - j, slot = h * per_head + u * unit;
           if (columns <= 0) continue;
-          const Left left{reinterpret_cast<const char*>(q + slot * 2 * padded), padded * 4, padded * 2};
+          const Left left{reinterpret_cast<const char*>(q + slot * 2 * half), half * 4, half * 2};
           const auto depth = [&](int64_t k) { return k * key_steps * 4; };
           const auto right = [&](int64_t k, int64_t c) {
             return keys[j + c] + h * layout.head() + k * key_steps * (kStepBytes / 2);

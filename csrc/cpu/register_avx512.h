@@ -76,6 +76,11 @@ struct R {
   R nearest() const {
     return {_mm512_roundscale_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
   }
+  // The first `count` lanes, those of `others` beyond them.
+  R first(int count, R others) const {
+    const unsigned some = count <= 0 ? 0 : count >= kWidth ? 0xffffu : (1u << count) - 1;
+    return {_mm512_mask_blend_ps(__mmask16(some), others.r, r)};
+  }
   // Its low bits as an exponent.
   R exponent_of_low_bits() const {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(r), 23))};

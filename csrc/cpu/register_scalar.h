@@ -65,6 +65,11 @@ struct R {
   friend R max(R a, R b) { return {_mm_max_ps(a.r, b.r)}; }
   friend R min(R a, R b) { return {_mm_min_ps(a.r, b.r)}; }
   R nearest() const { return {_mm_cvtepi32_ps(_mm_cvtps_epi32(r))}; }
+  // The first `count` lanes, those of `others` beyond them.
+  R first(int count, R others) const {
+    const __m128 some = _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_set1_epi32(count), _mm_setr_epi32(0, 1, 2, 3)));
+    return {_mm_or_ps(_mm_and_ps(some, r), _mm_andnot_ps(some, others.r))};
+  }
   // Its low bits as an exponent.
   R exponent_of_low_bits() const {
     return {_mm_castsi128_ps(_mm_slli_epi32(_mm_castps_si128(r), 23))};
