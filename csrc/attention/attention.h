@@ -37,7 +37,7 @@ struct Chunk {
   int64_t row, length, start, first_page;
 };
 
-constexpr int64_t kItems = 48;
+constexpr int64_t kItems = 64;
 // Most (row, head) pairs that share one pass over keys and values, unless a group of heads is larger.
 constexpr int64_t kBlockPanels = 8;
 // Panels whose scores are held at a time: 128 tokens of a head's keys and values stay in L2 meanwhile.

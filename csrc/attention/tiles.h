@@ -14,7 +14,7 @@ constexpr int64_t kAhead = 8, kAheadBytes = 8192;
 constexpr int64_t kStreams = 4;
 // Panels that are read at once: the machine's own prefetching follows each of them, and brings more than
 // one stream by itself or what is asked for line by line.
-constexpr int kStreamItems = 2;
+constexpr int kStreamItems = kMany ? 4 : 2;
 // (row, head) pairs that meet values so read: more of a row's columns at a time.
 constexpr int64_t kChunkBytes = 512, kChunkTokens = 4;
 // Of one panel before the next one's turn.
@@ -258,7 +258,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   const int64_t size = layout.panel() * int64_t(sizeof(T));
   // Panels read at once: several where there is time left while they are read. With more products for
   // each byte turns cost more than they bring: one panel, asked for so far ahead that it is there in time.
-  const int64_t streams = heads > 1 && of_head <= int64_t(sizeof(T)) ? kStreams : 1;
+  const int64_t streams = heads > 1 && of_head <= (kMany ? 4 : int64_t(sizeof(T))) ? kStreams : 1;
   const int64_t key_run = heads > 1 ? streams : kMany ? at_once(int(tile)) : 1;
   const int64_t value_run = heads > 1 ? streams : kBlockPanels;
   const int64_t ahead = size * kAhead <= kAheadBytes ? kAhead : ceil_div(kAheadBytes, size);
