@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kPiecesOfThread = 8;
 // So many pieces for each thread, that the last ones end together.
-constexpr int64_t kLeastBytes = 65536;
+constexpr int64_t kLeastBytes = 262144;
 // Of a part: shorter ones are not worth a partial result.
 constexpr int64_t kItemsOfRead = 12;
 // (row, head) pairs whose products with a panel take about as long as reading it does.

@@ -74,6 +74,11 @@ class AttentionPlan:
         )
 
     @cached_property
+    def _out(self) -> torch.Tensor:
+        # Of all layers: a long prompt's would go back to the system and be faulted in again.
+        return torch.empty(self._shape[0], self._heads * self._store.head_dim)
+
+    @cached_property
     def _reference(self) -> attention_reference.Plan:
         return attention_reference.Plan(self._chunks, self._store)
 
@@ -81,7 +86,7 @@ class AttentionPlan:
         """qkv: [T, (heads + 2 kv_heads) · dim] fp32, contiguous, not yet rotated.
 
         Writes rotated keys, and values, to their pages, then lets every row see its sequence up
-        to itself: softmax(q kᵀ / √dim) v → [T, heads · dim] fp32.
+        to itself: softmax(q kᵀ / √dim) v → [T, heads · dim] fp32, which the next call overwrites.
         """
         store = self._store
         if qkv.shape != self._shape or not qkv.is_contiguous():
@@ -92,7 +97,7 @@ class AttentionPlan:
             )
         if self._backend == "reference":
             return self._reference.attend(layer, self._heads, qkv, rotary.cosines, rotary.sines)
-        out = torch.empty(self._shape[0], self._heads * store.head_dim)
+        out = self._out
         self._native.attend(
             store.cache.data_ptr() + layer * self._layer_bytes,
             out.data_ptr(),

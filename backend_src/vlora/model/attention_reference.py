@@ -61,7 +61,8 @@ class Plan:
         query = reference.rotate(query, cosines, sines)
         key = reference.rotate(key, cosines, sines)
         keys, values = store.keys(layer), store.values(layer)
-        keys[self._page, :, self._panel, :, :, self._lane] = key.unflatten(-1, (-1, 2)).to(keys.dtype)
+        pairs = key.unflatten(-1, (-1, 2)).to(keys.dtype)
+        keys[self._page, :, self._panel, :, :, self._lane] = pairs
         values[self._page, :, self._panel, self._lane // 2, self._lane % 2] = value.to(values.dtype)
         keys = keys.permute(0, 1, 2, 5, 3, 4)
         out = torch.empty_like(query)
