@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kPiecesOfThread = 8;
 // So many pieces for each thread, that the last ones end together.
-constexpr int64_t kLeastBytes = 65536;
+constexpr int64_t kLeastBytes = 262144;
 // Of a part: shorter ones are not worth a partial result.
 constexpr int64_t kItemsOfRead = 12;
 // (row, head) pairs whose products with a panel take about as long as reading it does.
@@ -81,8 +81,15 @@ Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t
     }
   }
   if (threads > 1) share(work / double(threads * kPiecesOfThread), threads);
-  // Large ones first: what is left at the end is small.
-  std::stable_sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
+  // Large ones first: what is left at the end is small. But those of one chunk's long rows read the same
+  // keys and values one after the other, while a core still has them.
+  const auto alone = [&](const Piece& a) { return a.rows == chunks[size_t(a.chunk)].length; };
+  std::stable_sort(pieces_.begin(), pieces_.end(), [&](const Piece& a, const Piece& b) {
+    if (alone(a) != alone(b)) return alone(b);
+    if (!alone(a)) {
+      const auto place = std::pair(a.chunk, a.kv_head), other = std::pair(b.chunk, b.kv_head);
+      if (place != other) return place < other;
+    }
     return a.cost / a.parts > b.cost / b.parts;
   });
 }
@@ -112,9 +119,17 @@ void Plan::share(double most, int threads) {
   }
 }
 
+const Kernels& kernels_of(Dtype dtype) {
+  const Kernels& found = kernels(cpu::isa(dtype));
+  return found.attend[int(dtype)] ? found : kernels(cpu::vector_isa(dtype));
+}
+
 int64_t scratch_floats(const Plan& plan) {
-  const int64_t padded = plan.layout.padded();
-  return plan.items() * (2 * padded + kBlockPanels * kLanes + kLanes + 4) + 256;
+  const int64_t padded = plan.layout.padded(), block = kBlockPanels * kLanes;
+  // Items of tiles may take twice as many slots, and some panels of values are copied.
+  const int64_t vectors = plan.items() * (kMostDim + kLanes + padded + block + kLanes + 4);
+  const int64_t tiles = 2 * plan.items() * (2 * padded + block + 2 * kLanes + 1) + block * padded / 2;
+  return std::max(vectors, tiles) + 256;
 }
 
 void attend(const Kernels& kernels, const Problem& problem, int threads) {
@@ -138,7 +153,7 @@ void attend(const Kernels& kernels, const Problem& problem, int threads) {
     if (!partial) return;
     // Whoever ends last puts the parts together.
     if (done[size_t(piece.group)].fetch_add(1, std::memory_order_acq_rel) + 1 < piece.parts) return;
-    kernels.combine[int(plan.layout.dtype)](problem, piece, partials + piece.first * size);
+    kernels.combine(problem, piece, partials + piece.first * size);
   });
 }
 

@@ -1,8 +1,11 @@
 // Attention over paged keys and values. No torch, no Python, no ownership.
 //
 // Pages: a page of `block` tokens holds, for each layer, first keys, then values of each head, in panels
-// of kLanes tokens (the last one of a page may be partly used). A panel of keys is [dim][kLanes], so
-// that the scores of its tokens fill a vector; a panel of values is [kLanes][padded dim].
+// of kLanes tokens (the last one of a page may be partly used). In fp32 a panel of keys is
+// [dim][kLanes], so that the scores of its tokens fill a vector, and a panel of values is
+// [kLanes][padded dim]. In bf16 neighbours along what a product adds up are pairs, which a shift and a
+// mask widen, and which products of pairs take: keys [dim / 2][kLanes][2], values
+// [kLanes / 2][padded dim][2]. What lies beyond the dim is zero.
 #pragma once
 
 #include <vector>
@@ -34,7 +37,7 @@ struct Chunk {
   int64_t row, length, start, first_page;
 };
 
-constexpr int64_t kItems = 48;
+constexpr int64_t kItems = 64;
 // Most (row, head) pairs that share one pass over keys and values, unless a group of heads is larger.
 constexpr int64_t kBlockPanels = 8;
 // Panels whose scores are held at a time: 128 tokens of a head's keys and values stay in L2 meanwhile.
@@ -110,9 +113,11 @@ struct Kernels {
   void (*attend[kDtypes])(const Problem&, const Piece&, float* scratch, float* partial);
   void (*write[kDtypes])(const Problem&, const Written&);
   // The parts of rows whose keys were shared out, as one. piece: any of them.
-  void (*combine[kDtypes])(const Problem&, const Piece&, const float* partials);
+  void (*combine)(const Problem&, const Piece&, const float* partials);
 };
 const Kernels& kernels(cpu::Isa isa);
+// Those in use for pages of a type: of a unit that multiplies tiles, or of vectors.
+const Kernels& kernels_of(Dtype dtype);
 
 // fp32 values that `attend` needs.
 int64_t scratch_floats(const Plan& plan);

@@ -47,6 +47,6 @@ void bind_attention(py::module_& m) {
                                          reinterpret_cast<const float*>(sines),
                                          scale};
         py::gil_scoped_release released;
-        attention::attend(attention::kernels(cpu::vector_isa(plan.layout.dtype)), problem, threads);
+        attention::attend(attention::kernels_of(plan.layout.dtype), problem, threads);
       });
 }

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import kernels
-from kernels import CSRC, ISAS, Unit
+from kernels import CSRC, ISAS, TILES, Unit
 
 BODY = (
     "Kernels table() {\n"
     "  return {{attend<float>, attend<uint16_t>}, {write<float>, write<uint16_t>},\n"
-    "          {combine<float>, combine<uint16_t>}};\n}\n"
+    "          combine};\n}\n"
 )
+TILED_BODY = (
+    "Kernels table() {\n"
+    "  return {{nullptr, attend_by_size}, {nullptr, write<uint16_t>}, combine};\n}\n"
+)
+"""Of units that multiply tiles of bf16 pairs: what is fp32 has the vectors of another."""
 
 
 def units(build: Path) -> list[Unit]:
@@ -19,4 +24,8 @@ def units(build: Path) -> list[Unit]:
     for isa in ISAS:
         headers = kernels.register_headers(isa, ("attention/tiles.h",))
         found.append(kernels.unit(build, "attention", "tiles", isa, headers, BODY))
-    return [*found, kernels.table(build, "attention", "attention/attention.h")]
+    for isa in TILES:
+        tiles = (f"cpu/tile_{isa.name}.h", "cpu/tile_product.h")
+        headers = (*tiles, *kernels.register_headers(isa, ("attention/tiled.h",)))
+        found.append(kernels.unit(build, "attention", "tiled", isa, headers, TILED_BODY))
+    return [*found, kernels.table(build, "attention", "attention/attention.h", (*ISAS, *TILES))]

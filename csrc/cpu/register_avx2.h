@@ -53,6 +53,15 @@ struct R {
   friend R max(R a, R b) { return {_mm256_max_ps(a.r, b.r)}; }
   friend R min(R a, R b) { return {_mm256_min_ps(a.r, b.r)}; }
   R nearest() const { return {_mm256_round_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+  // The first `count` lanes, those of `others` beyond them.
+  R first(int count, R others) const {
+    const __m256i some = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    return {_mm256_blendv_ps(others.r, r, _mm256_castsi256_ps(some))};
+  }
+  // Its low bits as an exponent.
+  R exponent_of_low_bits() const {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(r), 23))};
+  }
   // 2 to the power of whole numbers in -126 … 127.
   R power_of_two() const {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(r), _mm256_set1_epi32(127));

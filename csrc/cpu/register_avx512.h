@@ -47,6 +47,24 @@ struct R {
                         _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
   }
 
+  // Both, one after the other, as the upper halves of their bits, and as bf16 what these leave.
+  static void store_halves(R a, R b, uint16_t* high, uint16_t* low) {
+    const __m512i place = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
+                                           29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));
+    const auto rest = [&](R x) {
+      return R{_mm512_sub_ps(x.r, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x.r), upper)))};
+    };
+    _mm512_storeu_si512(high, _mm512_permutex2var_epi16(_mm512_castps_si512(a.r), place,
+                                                        _mm512_castps_si512(b.r)));
+#ifdef VLORA_HAS_BF16_PRODUCTS
+    _mm512_storeu_si512(low, __m512i(_mm512_cvtne2ps_pbh(rest(b).r, rest(a).r)));
+#else
+    rest(a).store(low);
+    rest(b).store(low + kWidth);
+#endif
+  }
+
   void add_product(R a, R b) { r = _mm512_fmadd_ps(a.r, b.r, r); }
   friend R operator+(R a, R b) { return {_mm512_add_ps(a.r, b.r)}; }
   friend R operator-(R a, R b) { return {_mm512_sub_ps(a.r, b.r)}; }
@@ -57,6 +75,15 @@ struct R {
   friend R min(R a, R b) { return {_mm512_min_ps(a.r, b.r)}; }
   R nearest() const {
     return {_mm512_roundscale_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  }
+  // The first `count` lanes, those of `others` beyond them.
+  R first(int count, R others) const {
+    const unsigned some = count <= 0 ? 0 : count >= kWidth ? 0xffffu : (1u << count) - 1;
+    return {_mm512_mask_blend_ps(__mmask16(some), others.r, r)};
+  }
+  // Its low bits as an exponent.
+  R exponent_of_low_bits() const {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(r), 23))};
   }
   // 2 to the power of whole numbers in -126 … 127.
   R power_of_two() const {

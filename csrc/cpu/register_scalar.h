@@ -3,6 +3,8 @@
 
 #include <emmintrin.h>
 
+#include <initializer_list>
+
 #include "cpu/types.h"
 
 namespace vlora::cpu::VLORA_ISA {
@@ -42,6 +44,18 @@ struct R {
     }
   }
 
+  // Both, one after the other, as the upper halves of their bits, and as bf16 what these leave.
+  static void store_halves(R a, R b, uint16_t* high, uint16_t* low) {
+    for (const R& x : {a, b}) {
+      const __m128i upper = _mm_and_si128(_mm_castps_si128(x.r), _mm_set1_epi32(int(0xffff0000u)));
+      uint32_t bits[kWidth];
+      __builtin_memcpy(bits, &upper, sizeof bits);
+      for (int i = 0; i < kWidth; ++i) *high++ = uint16_t(bits[i] >> 16);
+      R{_mm_sub_ps(x.r, _mm_castsi128_ps(upper))}.store(low);
+      low += kWidth;
+    }
+  }
+
   void add_product(R a, R b) { r = _mm_add_ps(_mm_mul_ps(a.r, b.r), r); }
   friend R operator+(R a, R b) { return {_mm_add_ps(a.r, b.r)}; }
   friend R operator-(R a, R b) { return {_mm_sub_ps(a.r, b.r)}; }
@@ -51,6 +65,15 @@ struct R {
   friend R max(R a, R b) { return {_mm_max_ps(a.r, b.r)}; }
   friend R min(R a, R b) { return {_mm_min_ps(a.r, b.r)}; }
   R nearest() const { return {_mm_cvtepi32_ps(_mm_cvtps_epi32(r))}; }
+  // The first `count` lanes, those of `others` beyond them.
+  R first(int count, R others) const {
+    const __m128 some = _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_set1_epi32(count), _mm_setr_epi32(0, 1, 2, 3)));
+    return {_mm_or_ps(_mm_and_ps(some, r), _mm_andnot_ps(some, others.r))};
+  }
+  // Its low bits as an exponent.
+  R exponent_of_low_bits() const {
+    return {_mm_castsi128_ps(_mm_slli_epi32(_mm_castps_si128(r), 23))};
+  }
   // 2 to the power of whole numbers in -126 … 127.
   R power_of_two() const {
     const __m128i exponent = _mm_add_epi32(_mm_cvtps_epi32(r), _mm_set1_epi32(127));

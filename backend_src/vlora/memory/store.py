@@ -21,8 +21,9 @@ class KVStore:
     """[pages, layers, 2, kv_heads, panels, LANES · padded dim] fp32 or bf16, a page contiguous.
 
     A page's tokens lie in panels of LANES; the last one is filled in part where the block is no
-    multiple of it. Keys of a panel are [dim, LANES], its values [LANES, dim], the dim padded to a
-    multiple of LANES with zeros. `cache[:, layer, 0]` are keys, `[:, layer, 1]` values.
+    multiple of it. Keys of a panel are [dim, LANES], its values [LANES, dim], in bf16 by pairs
+    [dim / 2, LANES, 2] and [LANES / 2, dim, 2], the dim padded to a multiple of LANES with zeros.
+    `cache[:, layer, 0]` are keys, `[:, layer, 1]` values.
     """
 
     def __init__(
@@ -59,14 +60,19 @@ class KVStore:
         self.cache[pages.start : pages.stop].zero_()
 
     def keys(self, layer: int) -> torch.Tensor:
-        """View [pages, kv_heads, panels, dim, LANES] of one layer."""
-        found = self.cache[:, layer, 0]
-        return found.view(*found.shape[:3], self._padded, LANES)[..., : self.head_dim, :]
+        """View [pages, kv_heads, panels, dim / 2, 2, LANES] of one layer."""
+        found = self._pairs(self.cache[:, layer, 0], self._padded, LANES)
+        return found[..., : self.head_dim // 2, :, :]
 
     def values(self, layer: int) -> torch.Tensor:
-        """View [pages, kv_heads, panels, LANES, dim] of one layer."""
-        found = self.cache[:, layer, 1]
-        return found.view(*found.shape[:3], LANES, self._padded)[..., : self.head_dim]
+        """View [pages, kv_heads, panels, LANES / 2, 2, dim] of one layer."""
+        return self._pairs(self.cache[:, layer, 1], LANES, self._padded)[..., : self.head_dim]
+
+    def _pairs(self, panels: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """[…, rows · columns] as they lie in memory → view […, rows / 2, 2, columns]."""
+        if self.cache.dtype == torch.bfloat16:
+            return panels.unflatten(-1, (rows // 2, columns, 2)).transpose(-2, -1)
+        return panels.unflatten(-1, (rows // 2, 2, columns))
 
 
 def page_shape(

@@ -61,9 +61,10 @@ class Plan:
         query = reference.rotate(query, cosines, sines)
         key = reference.rotate(key, cosines, sines)
         keys, values = store.keys(layer), store.values(layer)
-        keys[self._page, :, self._panel, :, self._lane] = key.to(keys.dtype)
-        values[self._page, :, self._panel, self._lane] = value.to(values.dtype)
-        keys = keys.transpose(-2, -1)
+        pairs = key.unflatten(-1, (-1, 2)).to(keys.dtype)
+        keys[self._page, :, self._panel, :, :, self._lane] = pairs
+        values[self._page, :, self._panel, self._lane // 2, self._lane % 2] = value.to(values.dtype)
+        keys = keys.permute(0, 1, 2, 5, 3, 4)
         out = torch.empty_like(query)
         for chunk, pages, mask in self._long:
             rows = slice(chunk.row, chunk.row + chunk.length)
@@ -87,9 +88,11 @@ class Plan:
         return out.flatten(1)
 
     def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """[pages, kv_heads, panels, LANES, dim] by [batch, n] → [batch, kv_heads, length, dim]."""
-        gathered = view[pages].transpose(1, 2).flatten(3, 4)[:, :, :, : self._store.block]
-        return gathered.flatten(2, 3)[:, :, :length].float()
+        """[pages, kv_heads, panels, …], what is left LANES · dim in that order, by [batch, n] →
+        [batch, kv_heads, length, dim]."""
+        store = self._store
+        gathered = view[pages].transpose(1, 2).flatten(3).unflatten(3, (-1, store.head_dim))
+        return gathered[:, :, :, : store.block].flatten(2, 3)[:, :, :length].float()
 
 
 def _causal(chunk: Chunk) -> torch.Tensor | None:

@@ -75,8 +75,8 @@ std::vector<float> turned(const float* x, int64_t dim, const float* cosines, con
 }  // namespace
 
 void check_attention(cpu::Isa isa) {
-  if (!attention::kernels(isa).attend[0]) return;  // a unit for tiles has no vectors of its own
   const Dtype dtype = Dtype(draw(0, 1));
+  if (!attention::kernels(isa).attend[int(dtype)]) return;  // a unit for tiles has nothing for fp32
   const int64_t block = any_of({1, 3, 16, 32, 48}), kv_heads = any_of({1, 2, 3}),
                 group = any_of({1, 2, 4, 7}), dim = any_of({8, 16, 48, 64, 80}), heads = kv_heads * group;
   std::vector<attention::Chunk> chunks;
@@ -125,8 +125,11 @@ void check_attention(cpu::Isa isa) {
           key[d] = rounded(key[d], dtype);
           value[d] = rounded(value[d], dtype);
           if (position >= chunk.start) continue;
-          put(cache.data(), panel + d * kLanes + slot % kLanes, key[d], dtype);
-          put(cache.data(), panel + layout.values() + slot % kLanes * layout.padded() + d, value[d], dtype);
+          // In bf16 by pairs.
+          const int64_t pair = dtype == Dtype::kBf16 ? 2 : 1, lane = slot % kLanes;
+          put(cache.data(), panel + d / pair * pair * kLanes + lane * pair + d % pair, key[d], dtype);
+          put(cache.data(), panel + layout.values() + lane / pair * pair * layout.padded() + d * pair + lane % pair,
+              value[d], dtype);
         }
       }
   }
