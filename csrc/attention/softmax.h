@@ -29,7 +29,7 @@ struct Visible {
   VLORA_INLINE int64_t mask(int64_t at, int64_t panels, int64_t block, float* scores) const {
     if (block % kLanes == 0) {  // there is nothing in between
       const int64_t until = at + 1 - position[0];
-      return until < panels * kLanes ? until : panels * kLanes;
+      return until < 0 ? 0 : until < panels * kLanes ? until : panels * kLanes;
     }
     int64_t valid = 0;
     for (int64_t j = 0; j < panels; ++j) {

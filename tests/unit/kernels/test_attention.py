@@ -131,6 +131,17 @@ def test_a_long_context_is_shared_out(backend: Backend) -> None:
     Case(4, 2, 32, 16, torch.float32, ((1, 3000),)).check(backend)
 
 
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_a_part_of_their_keys_comes_after(backend: Backend, dtype: torch.dtype) -> None:
+    Case(1, 1, 512, 16, dtype, ((60, 104),)).check(backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_prompt_in_pieces_of_all_sizes(backend: Backend, dtype: torch.dtype) -> None:
+    Case(4, 2, 64, 16, dtype, ((300, 0), (3, 200), (20, 129))).check(backend)
+
+
 def test_a_sequence_that_is_not_finite_spoils_itself_alone(backend: Backend) -> None:
     case = Case(4, 2, 32, 16, torch.float32, ((1, 40), (20, 10), (1, 5)))
     case.rows[1][12] = float("nan")
