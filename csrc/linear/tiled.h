@@ -162,17 +162,10 @@ inline void tiled_in_place(const Product& p, const Slice& slice, const char* pan
   const auto* const w = static_cast<const char*>(p.w) + piece.from * row + slice.from * 2;
   Fetch fetch(p, slice, piece.next);
   const int64_t pairs = ceil_div(piece.panels, 2), lines = ceil_div(fetch.lines(), depth * pairs);
-  Finish finish;
-  for (int64_t pair = 0; pair < pairs; ++pair) {
-    float* const to = sums + pair * kPairFloats;
-    block({w, row, kLine, kTile * row}, piece, pair, panels, panel_bytes, depth, to, true, [&](int64_t) {
-      fetch.some(lines);
-      finish.some(1);
-    });
-    finish.rest();
-    finish = Finish(p, piece, 2 * pair, to, how);
-  }
-  finish.rest();
+  for (int64_t pair = 0; pair < pairs; ++pair)
+    block({w, row, kLine, kTile * row}, piece, pair, panels, panel_bytes, depth, sums + pair * kPairFloats, true,
+          [&](int64_t) { fetch.some(lines); });
+  for (int64_t pair = 0; pair < pairs; ++pair) Finish(p, piece, 2 * pair, sums + pair * kPairFloats, how).rest();
 }
 
 // At most kTileRows rows of W. scratch: a chunk of them, the sums. Where a pair of panels has used a tile of
