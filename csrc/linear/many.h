@@ -17,7 +17,7 @@ struct Fp32 {
   using Stored = float;
   using W = float;
   using X = float;
-  static constexpr int kUnits = 1, kDepth = R::kWidth == kLanes ? 128 : 256, kBatch = R::kWidth;
+  static constexpr int kUnits = 1, kDepth = 256, kBatch = R::kWidth;
 
   template <int M, int N>
   static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x, ptrdiff_t apart) {
