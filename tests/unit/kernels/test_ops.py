@@ -42,7 +42,9 @@ def test_a_product_is_the_double_precision_one(
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=_tolerance(dtype, backend))
 
 
-@pytest.mark.parametrize("shape", [(250, 70, 2210), (600, 1040, 65), (530, 1040, 96), (135, 33, 5000)])
+@pytest.mark.parametrize(
+    "shape", [(250, 70, 2210), (600, 1040, 65), (530, 1040, 96), (135, 33, 5000)]
+)
 def test_a_product_larger_than_a_cache_is_the_double_precision_one(
     backend: Backend, shape: tuple[int, int, int]
 ) -> None:
