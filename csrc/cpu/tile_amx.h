@@ -55,19 +55,19 @@ struct Beside {
     auto* out = static_cast<float*>(to);
     for (int quarter = 0; quarter < 4; ++quarter, out += 64) {
       __m512 turned[4];
-      turn(&lines[0][0], quarter, turned);
+      turn(&lines[0][0], 16, quarter, turned);
       for (int i = 0; i < 4; ++i) _mm512_store_ps(out + 16 * i, turned[i]);
     }
   }
 
   // Columns 4 quarter … of a tile of sums, each plus bias unless they are added to what is there, to `rows`
   // rows of y of `columns` values.
-  static void store_turned(const float* tile, int quarter, float* y, ptrdiff_t stride, int rows, int columns,
-                           const float* bias, Stored how) {
+  static void store_turned(const float* tile, ptrdiff_t line, int quarter, float* y, ptrdiff_t stride, int rows,
+                           int columns, const float* bias, Stored how) {
     const __mmask16 there = mask(columns);
     const __m512 add = bias ? _mm512_maskz_loadu_ps(there, bias) : _mm512_setzero_ps();
     __m512 turned[4];
-    turn(tile, quarter, turned);
+    turn(tile, line, quarter, turned);
     for (int i = 0; i < 4 && i < rows; ++i, y += stride) {
       const __m512 other = how == Stored::kAdded ? _mm512_maskz_loadu_ps(there, y) : add;
       const __m512 sums = _mm512_add_ps(turned[i], other);
@@ -83,15 +83,15 @@ struct Beside {
   static __mmask16 mask(int count) {
     return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
   }
-  // Columns 4 quarter … 4 quarter + 3 of 16 lines.
-  static void turn(const float* tile, int quarter, __m512 (&out)[4]) {
+  // Columns 4 quarter … 4 quarter + 3 of 16 lines, `line` floats apart.
+  static void turn(const float* tile, ptrdiff_t line, int quarter, __m512 (&out)[4]) {
     __m512 r[4];
     for (int i = 0; i < 4; ++i) {
-      const float* const at = tile + i * 16 + 4 * quarter;
+      const float* const at = tile + i * line + 4 * quarter;
       r[i] = _mm512_castps128_ps512(_mm_load_ps(at));
-      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 64), 1);
-      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 128), 2);
-      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 192), 3);
+      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 4 * line), 1);
+      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 8 * line), 2);
+      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 12 * line), 3);
     }
     const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r[0], r[1]));
     const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(r[0], r[1]));

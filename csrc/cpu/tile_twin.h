@@ -89,12 +89,12 @@ struct Beside {
         out[k / 2 * 32 + 2 * t + k % 2] = t < rows && k < count ? rounded(x[t * stride + k]) : uint16_t(0);
   }
 
-  static void store_turned(const float* tile, int quarter, float* y, ptrdiff_t stride, int rows, int columns,
-                           const float* bias, Stored how) {
+  static void store_turned(const float* tile, ptrdiff_t line, int quarter, float* y, ptrdiff_t stride, int rows,
+                           int columns, const float* bias, Stored how) {
     for (int i = 0; i < rows && i < 4; ++i)
       for (int n = 0; n < columns; ++n) {
         float& to = y[i * stride + n];
-        to = tile[n * 16 + 4 * quarter + i] + (how == Stored::kAdded ? to : bias ? bias[n] : 0);
+        to = tile[n * line + 4 * quarter + i] + (how == Stored::kAdded ? to : bias ? bias[n] : 0);
       }
   }
 

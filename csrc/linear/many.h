@@ -20,10 +20,10 @@ struct Fp32 {
   static constexpr int kUnits = 1, kDepth = 256, kBatch = R::kWidth;
 
   template <int M, int N>
-  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x) {
+  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x, ptrdiff_t apart) {
     R b[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) b[n] = R::load(x + n * R::kWidth);
+    for (int n = 0; n < N; ++n) b[n] = R::load(x + n * apart);
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
       const R s = R::broadcast(w + m * stride);
@@ -55,10 +55,10 @@ struct Bf16Pairs : Paired {
   static constexpr int kDepth = 256, kBatch = 2 * R::kWidth;
 
   template <int M, int N>
-  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x) {
+  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x, ptrdiff_t apart) {
     R::Pairs b[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) b[n] = R::load_pairs(x + n * 2 * R::kWidth);
+    for (int n = 0; n < N; ++n) b[n] = R::load_pairs(x + n * apart);
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
       const R::Pairs s = R::broadcast_pair(w + m * stride);
@@ -85,15 +85,24 @@ struct Beside {
 
 enum class Also { kNothing, kFetch, kFetchAndCopy };
 
+// A register that holds a panel's whole line meets two panels at once, so that a value of W is loaded once
+// for both; else two registers make a line.
+constexpr bool kTwoPanels = R::kWidth == kLanes;
+constexpr ptrdiff_t kSumsApart = kTwoPanels ? kBlock * kLanes : R::kWidth;
+template <class P>
+VLORA_INLINE ptrdiff_t apart(ptrdiff_t depth) {  // of two registers of x
+  return kTwoPanels ? depth * kLanes : P::kUnits * R::kWidth;
+}
+
 template <class P, int M, int N, Also kAlso>
 VLORA_INLINE void panel_tile(const typename P::W* w, ptrdiff_t stride, const typename P::X* panel,
-                             int64_t depth, float* c, bool first, const Beside<P>& beside) {
+                             ptrdiff_t apart, int64_t depth, float* c, bool first, const Beside<P>& beside) {
   R acc[M][N];
 #pragma GCC unroll 24
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n)
-      acc[m][n] = first ? R::zero() : R::load(c + m * kLanes + n * R::kWidth);
+      acc[m][n] = first ? R::zero() : R::load(c + m * kLanes + n * kSumsApart);
   int64_t steps = depth / P::kUnits;
   if constexpr (kAlso != Also::kNothing) {
     constexpr int kLine = 64 / int(sizeof(typename P::Stored));
@@ -109,17 +118,17 @@ VLORA_INLINE void panel_tile(const typename P::W* w, ptrdiff_t stride, const typ
         }
 #pragma GCC unroll 4
         for (int j = 0; j < P::kBatch; j += P::kUnits, w += P::kUnits, panel += P::kUnits * kLanes)
-          P::step(acc, w, stride, panel);
+          P::step(acc, w, stride, panel, apart);
       }
       steps -= kLine / P::kUnits;
     }
   }
   for (; steps > 0; --steps, w += P::kUnits, panel += P::kUnits * kLanes)
-    P::step(acc, w, stride, panel);
+    P::step(acc, w, stride, panel, apart);
 #pragma GCC unroll 24
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) acc[m][n].store(c + m * kLanes + n * R::kWidth);
+    for (int n = 0; n < N; ++n) acc[m][n].store(c + m * kLanes + n * kSumsApart);
 }
 
 // Values [from, until) of rows of W to scratch, with zeros up to a whole batch.
@@ -161,7 +170,7 @@ void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Bloc
   int64_t n = 0;
   for (; n + M <= rows; n += M, w += M * stride, c += M * kLanes) {
     if (!next) {
-      panel_tile<P, M, N, Also::kNothing>(w, stride, panel, now.depth, c, first, {});
+      panel_tile<P, M, N, Also::kNothing>(w, stride, panel, apart<P>(p.k), now.depth, c, first, {});
       continue;
     }
     const bool here = n + 2 * M <= rows;  // the tile after this one, and the one after that
@@ -169,7 +178,7 @@ void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Bloc
                      nullptr, nullptr, p.k, now.depth};
     const Block<P>& block = here ? now : *next;
     if (!kCopied || !block.depth) {
-      panel_tile<P, M, N, Also::kFetch>(w, stride, panel, now.depth, c, first, beside);
+      panel_tile<P, M, N, Also::kFetch>(w, stride, panel, apart<P>(p.k), now.depth, c, first, beside);
       continue;
     }
     const int64_t row = here ? n + M : 0;
@@ -178,7 +187,7 @@ void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Bloc
     constexpr int kLine = 64 / int(sizeof(typename P::Stored));
     beside.columns = (block.depth < now.depth ? block.depth : now.depth) / kLine * kLine;
     if constexpr (kCopied) {
-      panel_tile<P, M, N, Also::kFetchAndCopy>(w, stride, panel, now.depth, c, first, beside);
+      panel_tile<P, M, N, Also::kFetchAndCopy>(w, stride, panel, apart<P>(p.k), now.depth, c, first, beside);
       copy_rows<P>(beside.from, p.k, M, beside.columns, block.depth, beside.to);
     }
   }
@@ -189,7 +198,7 @@ void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Bloc
     }
   }
   for (; n < rows; ++n, w += stride, c += kLanes)
-    panel_tile<P, 1, N, Also::kNothing>(w, stride, panel, now.depth, c, first, {});
+    panel_tile<P, 1, N, Also::kNothing>(w, stride, panel, apart<P>(p.k), now.depth, c, first, {});
 }
 
 // The sums of a piece, [panel][row of W][row of x] with these strides, to y.
@@ -232,26 +241,34 @@ void many(const Product& p, const float* packed, const Piece& piece, float* scra
   const auto* const all = static_cast<const typename P::Stored*>(p.w) + piece.from * p.k;
   const int64_t rows = piece.to - piece.from;
   float* const sums = scratch + 2 * kCopyFloats;
-  auto is_narrow = [&](int64_t panel) { return p.rows - (piece.panel + panel) * kLanes <= R::kWidth; };
+  // Registers of x that meet W at once, from this panel on.
+  auto registers = [&](int64_t panel) {
+    if (kTwoPanels) return piece.panels - panel > 1 ? 2 : 1;
+    return p.rows - (piece.panel + panel) * kLanes <= R::kWidth ? 1 : int(kLanes / R::kWidth);
+  };
   auto block_at = [&](int64_t k) {
     const int64_t depth = p.k - k < P::kDepth ? p.k - k : P::kDepth;
     return Block<P>{all + k, depth, scratch + k / P::kDepth % 2 * kCopyFloats};
   };
   Block<P> now = block_at(0);
   if constexpr (kCopied) {  // the first tile's rows
-    const int64_t most = is_narrow(0) ? kAccumulators : kAccumulators * R::kWidth / kLanes;
+    const int64_t most = kAccumulators / registers(0);
     copy_rows<P>(now.w, p.k, rows < most ? rows : most, 0, now.depth, now.copy);
   }
   for (int64_t k = 0; k < p.k; k += P::kDepth) {
     const bool last = k + P::kDepth >= p.k;
     const int64_t other = piece.next < 0 ? 0 : piece.next - piece.from;  // a piece that is only fetched
     const Block<P> next = last ? Block<P>{all + other * p.k, 0, nullptr} : block_at(k + P::kDepth);
-    for (int64_t panel = 0; panel < piece.panels; ++panel) {
+    for (int64_t panel = 0, count; panel < piece.panels; panel += count) {
       const typename P::X* const x = values + ((piece.panel + panel) * p.k + k) * kLanes;
       float* const c = sums + panel * kBlock * kLanes;
       const Block<P>* const after = panel == 0 ? &next : nullptr;
-      if (is_narrow(panel)) {
+      const int n = registers(panel);
+      count = kTwoPanels ? n : 1;
+      if (n == 1) {
         panel_block<P, 1, kCopied>(p, rows, now, after, x, c, k == 0);
+      } else if constexpr (R::kWidth * 2 >= kLanes) {
+        panel_block<P, 2, kCopied>(p, rows, now, after, x, c, k == 0);
       } else {
         panel_block<P, kLanes / R::kWidth, kCopied>(p, rows, now, after, x, c, k == 0);
       }

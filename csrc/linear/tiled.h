@@ -9,15 +9,19 @@
 namespace vlora::linear::VLORA_ISA {
 
 using cpu::kTile;
-using cpu::Stored;
 using cpu::kTileRows;
+using cpu::Stored;
 using namespace vlora::cpu::VLORA_ISA;
 
 constexpr int64_t kLine = 64, kTileBytes = kTile * kLine;
-constexpr int64_t kTileFloats = kTile * kTile;
+constexpr int64_t kSumLine = 2 * kTile, kPairFloats = kTileRows * kSumLine;  // sums of a pair of panels
 constexpr int64_t kTileDepth = 2 * kTile;  // values of a row in a line
 constexpr int64_t kSteps = 20;
 // Most tiles of depth at once: two rows of them, 40 KiB of W, stay in L1 while panels stream past.
+static_assert(kSteps * 2 * kTileBytes == kTiledScratch * 4);
+
+constexpr int64_t kInPlacePanels = 8;
+// Up to so many panels copying W costs more than what its rows' common stride does.
 
 // The rows of W of a piece's two tiles: neighbours, or gates and what they are for.
 struct TwoTiles {
@@ -108,7 +112,7 @@ class Finish {
       const int64_t t = t_ + second * kTile + quarter * 4, n = row_ + lower * kTile;
       const int64_t rows = p_->rows - t, columns = rows_ - lower * kTile;
       if (rows <= 0 || columns <= 0) continue;
-      Beside::store_turned(sums_ + (2 * lower + second) * kTileFloats, int(quarter),
+      Beside::store_turned(sums_ + lower * kTile * kSumLine + second * kTile, kSumLine, int(quarter),
                            p_->y + t * p_->y_stride + n, p_->y_stride, int(rows < 4 ? rows : 4),
                            int(columns < kTile ? columns : kTile), p_->bias ? p_->bias + n : nullptr, how_);
     }
@@ -121,15 +125,15 @@ class Finish {
   // Of each panel first the gates, four of W's rows at a time, then what they leave, four rows of x.
   void gated_quarter() const {
     const int64_t second = at_ / 8, quarter = at_ % 4, t = t_ + second * kTile + quarter * 4;
-    float* const gates = sums_ + second * kTileFloats;
+    float* const gates = sums_ + second * kTile;
     if (at_ / 4 % 2 == 0) {
       for (int64_t n = 4 * quarter; n < 4 * quarter + 4 && n < rows_; ++n) {
         const float* const biases = p_->bias ? p_->bias + row_ + n : nullptr;
-        gate_line(gates + n * kTile, gates + 2 * kTileFloats + n * kTile, biases ? biases[0] : 0,
+        gate_line(gates + n * kSumLine, gates + (kTile + n) * kSumLine, biases ? biases[0] : 0,
                   biases ? biases[p_->n / 2] : 0);
       }
     } else if (const int64_t rows = p_->rows - t; rows > 0) {
-      Beside::store_turned(gates, int(quarter), p_->y + t * p_->y_stride + row_, p_->y_stride,
+      Beside::store_turned(gates, kSumLine, int(quarter), p_->y + t * p_->y_stride + row_, p_->y_stride,
                            int(rows < 4 ? rows : 4), int(rows_), nullptr, how_);
     }
   }
@@ -145,58 +149,97 @@ class Finish {
   int64_t row_ = 0, rows_ = 0, t_ = 0, count_ = 0, at_ = 0;
 };
 
-// Two tiles of W's rows by one or two panels, over `steps` tiles of depth. beside: called at each step,
-// with its number.
+// Where kTileRows rows of W lie: lines of a tile, tiles of depth, and the lower tile are so many bytes apart.
+struct Left {
+  const char* at;
+  ptrdiff_t line, step, lower;
+};
+
+// These rows by one or two panels, over `steps` tiles of depth. beside: called at each step, with its number.
 template <bool kSecond, class Work>
-void block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
+void block(const Left& left, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
            const Work& beside) {
   using U = TileRegisters;
+  const auto sums_of = [&](int tile) { return sums + tile / 2 * kTile * kSumLine + tile % 2 * kTile; };
   const auto begin = [&](auto tile) {
     if (first)
       U::zero<tile.value>();
     else
-      U::load_passing<tile.value>(sums + tile.value * kTileFloats, kLine);
+      U::load_passing<tile.value>(sums_of(tile.value), kSumLine * 4);
   };
   begin(At<0>{});
   begin(At<2>{});
   if constexpr (kSecond) begin(At<1>{}), begin(At<3>{});
-  for (int64_t step = 0; step < steps; ++step, w += 2 * kTileBytes, x += kTileBytes) {
+  const char* w = left.at;
+  for (int64_t step = 0; step < steps; ++step, w += left.step, x += kTileBytes) {
     U::load_passing<6>(x, kLine);
     if constexpr (kSecond) U::load_passing<7>(x + panel_bytes, kLine);
-    U::load<4>(w, kLine);
+    U::load<4>(w, left.line);
     U::multiply<0, 4, 6>();
     if constexpr (kSecond) U::multiply<1, 4, 7>();
-    U::load<5>(w + kTileBytes, kLine);
+    U::load<5>(w + left.lower, left.line);
     U::multiply<2, 5, 6>();
     if constexpr (kSecond) U::multiply<3, 5, 7>();
     beside(step);
   }
-  U::store<0>(sums, kLine);
-  U::store<2>(sums + 2 * kTileFloats, kLine);
+  U::store<0>(sums_of(0), kSumLine * 4);
+  U::store<2>(sums_of(2), kSumLine * 4);
   if constexpr (kSecond) {
-    U::store<1>(sums + kTileFloats, kLine);
-    U::store<3>(sums + 3 * kTileFloats, kLine);
+    U::store<1>(sums_of(1), kSumLine * 4);
+    U::store<3>(sums_of(3), kSumLine * 4);
   }
 }
 
-// At most kTileRows rows of W, half of them gates where the product is gated. scratch: a chunk of them, the sums. Where a pair of panels has used a tile of
+template <class Work>
+void block(const Left& left, const Piece& piece, int64_t pair, const char* x, ptrdiff_t panel_bytes, int64_t steps,
+           float* sums, bool first, const Work& beside) {
+  x += (piece.panel + 2 * pair) * panel_bytes;
+  if (2 * pair + 1 < piece.panels) {
+    block<true>(left, x, panel_bytes, steps, sums, first, beside);
+  } else {
+    block<false>(left, x, panel_bytes, steps, sums, first, beside);
+  }
+}
+
+// Few panels: W is read where it lies, over the whole depth at once, while the next piece's rows come.
+inline void tiled_in_place(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
+                           float* sums, Stored how) {
+  const int64_t depth = slice.count / kTileDepth, panel_bytes = depth * kTileBytes, row = p.k * 2;
+  const auto* const w = static_cast<const char*>(p.w) + piece.from * row + slice.from * 2;
+  const ptrdiff_t lower = (p.gated ? p.n / 2 : kTile) * row;
+  Fetch fetch(p, slice, piece.next);
+  const int64_t pairs = ceil_div(piece.panels, 2), lines = ceil_div(fetch.lines(), depth * pairs);
+  for (int64_t pair = 0; pair < pairs; ++pair)
+    block({w, row, kLine, lower}, piece, pair, panels, panel_bytes, depth, sums + pair * kPairFloats, true,
+          [&](int64_t) { fetch.some(lines); });
+  for (int64_t pair = 0; pair < pairs; ++pair) Finish(p, piece, 2 * pair, sums + pair * kPairFloats, how).rest();
+}
+
+// Two tiles of W's rows. scratch: a chunk of them, the sums. Where a pair of panels has used a tile of
 // W for the last time, the one that takes its place follows: of the next chunk, or of the next piece.
 inline void tiled(const Product& p, const Slice& slice, const char* panels, const Piece& piece, char* scratch) {
   const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kTileBytes;
   const int64_t pairs = ceil_div(piece.panels, 2);
   const int64_t chunks = ceil_div(depth, kSteps), most = ceil_div(depth, chunks);
   auto* const sums = reinterpret_cast<float*>(scratch + kSteps * 2 * kTileBytes);
+  const bool aligned = reinterpret_cast<uintptr_t>(p.y) % kLine == 0 && p.y_stride % kTile == 0;
+  const Stored how = slice.from > 0                  ? Stored::kAdded
+                     : piece.past_caches && aligned ? Stored::kPastCaches
+                                                    : Stored::kPlain;
+  configure(kTile, kTile, kTile);
+  const bool few = piece.panels <= kInPlacePanels;
+  if (few && piece.to - piece.from == (p.gated ? kTile : kTileRows) && slice.count % kTileDepth == 0) {
+    tiled_in_place(p, slice, panels, piece, sums, how);
+    return;
+  }
   const Copy here(p, slice, piece.from, scratch), there(p, slice, piece.next, scratch);
-  if (piece.first)
+  if (piece.first || few)  // the piece before has left no copy
     for (int64_t step = 0; step < most; ++step) here.tile(step, step);
   Fetch fetch(p, slice, piece.next);
   // All of it is there when the last panels make room for the next piece.
   const int64_t before = depth * pairs - most;
   const int64_t lines = ceil_div(fetch.lines(), before > 0 ? before : most);
-  const bool aligned = reinterpret_cast<uintptr_t>(p.y) % kLine == 0 && p.y_stride % kTile == 0;
-  const Stored how = slice.from > 0 ? Stored::kAdded : piece.past_caches && aligned ? Stored::kPastCaches : Stored::kPlain;
   Finish finish;
-  configure(kTile, kTile, kTile);
   for (int64_t k = 0; k < depth; k += most) {
     const int64_t steps = depth - k < most ? depth - k : most;
     const bool last = k + most >= depth;
@@ -205,19 +248,15 @@ inline void tiled(const Product& p, const Slice& slice, const char* panels, cons
     const Copy& following = last ? there : here;
     const int64_t from = last ? 0 : k + most, until = last ? most : depth - from < most ? depth - from : most;
     for (int64_t pair = 0; pair < pairs; ++pair) {
-      float* const to = sums + pair * 4 * kTileFloats;
-      const char* const x = panels + (piece.panel + 2 * pair) * panel_bytes + k * kTileBytes;
+      float* const to = sums + pair * kPairFloats;
       const bool makes_room = pair + 1 == pairs;
       const auto beside = [&](int64_t step) {
         if (makes_room && step < until) following.tile(from + step, step);
         fetch.some(lines);
         finish.some(quarters);
       };
-      if (2 * pair + 1 < piece.panels) {
-        block<true>(scratch, x, panel_bytes, steps, to, k == 0, beside);
-      } else {
-        block<false>(scratch, x, panel_bytes, steps, to, k == 0, beside);
-      }
+      block({scratch, kLine, 2 * kTileBytes, kTileBytes}, piece, pair, panels + k * kTileBytes, panel_bytes, steps, to,
+            k == 0, beside);
       if (last) {
         finish.rest();
         finish = Finish(p, piece, 2 * pair, to, how);

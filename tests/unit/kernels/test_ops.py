@@ -42,6 +42,23 @@ def test_a_product_is_the_double_precision_one(
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=_tolerance(dtype, backend))
 
 
+@pytest.mark.parametrize(
+    "shape", [(250, 70, 2210), (600, 1040, 65), (530, 1040, 96), (135, 33, 5000)]
+)
+def test_a_product_larger_than_a_cache_is_the_double_precision_one(
+    backend: Backend, shape: tuple[int, int, int]
+) -> None:
+    """Its depth is cut, its rows go in parts, and its result past the caches."""
+    rows, width, depth = shape
+    x, bias = torch.randn(rows, depth), torch.randn(width)
+    weight = (torch.randn(width, depth) / depth**0.5).bfloat16()
+    found = ops.linear(x, weight, bias, backend=backend)
+    wanted = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(
+        found.double(), wanted, rtol=0, atol=_tolerance(torch.bfloat16, backend)
+    )
+
+
 def test_rows_of_a_product_may_be_strided(backend: Backend) -> None:
     wide, weight = torch.randn(20, 100), torch.randn(33, 40)
     for rows in (3, 20):
@@ -134,7 +151,7 @@ def test_the_gate_is_that_of_double_precision(backend: Backend) -> None:
 def test_a_gated_product_is_the_gate_of_the_product(
     backend: Backend, rows: int, dtype: torch.dtype
 ) -> None:
-    for inner, depth in ((1, 1), (5, 32), (16, 64), (37, 100), (150, 600)):
+    for inner, depth in ((1, 1), (5, 32), (16, 64), (37, 100), (100, 128), (150, 600)):
         x = torch.randn(rows, depth)
         weight = (torch.randn(2 * inner, depth) / depth**0.5).to(dtype)
         bias = torch.randn(2 * inner) if inner % 2 else None
