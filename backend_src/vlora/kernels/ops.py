@@ -6,6 +6,8 @@ override the default for one call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vlora import native
@@ -37,8 +39,17 @@ class Matrix:
             0 if bias is None else bias.data_ptr(),
         )
 
-    def __call__(self, x: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        also: Callable[[int, int, int, int, int], None] | None = None,
+        backend: Backend | None = None,
+    ) -> torch.Tensor:
         """x weightᵀ + bias; x: [T, d_in] fp32, rows may be strided → [T, d_out] fp32.
+
+        also: what adds to the product: called with the addresses and strides (elements) of the
+        product and of x, and the number of rows.
 
         Where the CPU multiplies pairs of bf16, x is rounded to bf16 for it; else bf16 is widened on
         its way. Raises ValueError for what does not fit.
@@ -48,16 +59,22 @@ class Matrix:
             raise ValueError(f"x {tuple(x.shape)} and weight {tuple(self.weight.shape)} do not fit")
         if x.dtype != torch.float32:
             raise ValueError(f"x must be fp32, not {x.dtype}")
-        if (backend or backends.default()) == "reference":
-            return reference.linear(x, self.weight, self._bias)
         stride, column = x.stride()
+        if (backend or backends.default()) == "reference":
+            y = reference.linear(x, self.weight, self._bias)
+            if also is not None:
+                also(y.data_ptr(), width, x.data_ptr(), stride, x.shape[0])
+            return y
         if column != 1:
             raise ValueError("columns of x must lie side by side")
         rows = x.shape[0]
         y = torch.empty(rows, width)
+        to, at = y.data_ptr(), x.data_ptr()
         native.kernels().linear.multiply(
-            y.data_ptr(), width, x.data_ptr(), stride, rows, *self._native, torch.get_num_threads()
+            to, width, at, stride, rows, *self._native, torch.get_num_threads()
         )
+        if also is not None:
+            also(to, width, at, stride, rows)
         return y
 
 

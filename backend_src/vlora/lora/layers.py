@@ -33,8 +33,16 @@ class LoraLinear:
         """x: [T, d_in] fp32 → [T, sum of the group's d_out] fp32."""
         weight = self._switcher.active.views[self._index]
         if self._matrix is None or self._matrix.weight is not weight:
+            if weight.shape != (self._lora.width, self._lora.d_in):
+                raise ValueError(
+                    f"adapters of {self._lora.d_in} → {self._lora.width} beside a matrix"
+                    f" {tuple(weight.shape)}"
+                )
             self._matrix = ops.Matrix(weight, self._bias)
-        y = self._matrix(x)
-        if segments:
+        if not segments:
+            return self._matrix(x)
+        also = op.adding(segments, self._lora)
+        y = self._matrix(x, also=also)
+        if also is None:
             op.apply(y, x, segments, self._lora)
         return y
