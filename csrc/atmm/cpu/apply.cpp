@@ -111,7 +111,8 @@ double seconds_of(const Call& c, const Segment& s) {
     }
   const cpu::Machine& machine = cpu::machine();
   const double rate = kHot * machine.memory, rows = double(s.length);
-  const double moved = elements * double(size_of(c.p.dtype)) + rows * columns * double(size_of(c.p.rows_dtype));
+  const double moved =
+      elements * double(size_of(c.p.dtype)) + rows * columns * double(size_of(c.p.rows_dtype));
   return std::max(2 * rows * elements / machine.peak[int(c.p.dtype)], moved / rate);
 }
 
