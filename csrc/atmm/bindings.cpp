@@ -217,6 +217,12 @@ class Group {
     vlora::atmm::apply(current(dtype_), p, segments, chooser, threads);
   }
 
+  // `apply` to fp32 rows, what is known before the rows first.
+  void add(const SegmentList& segments, int threads, uintptr_t y, int64_t y_stride, uintptr_t x,
+           int64_t x_stride, int64_t rows) const {
+    apply(y, y_stride, x, x_stride, rows, true, segments, -1, threads);
+  }
+
   void heads(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows,
              const SegmentList& segments) const {
     const std::shared_ptr<const Slots> slots = now();
@@ -399,6 +405,7 @@ void bind_atmm(py::module_& m) {
       .def("set_head", &Group::set_head)
       .def("clear_slot", &Group::clear_slot)
       .def("apply", &Group::apply)
+      .def("add", &Group::add)
       .def("heads", &Group::heads);
   m.def("merge", &merge_all);
   m.def("bundle", [](const std::string& dtype) { return current(dtype_of(dtype)).bundle; });

@@ -62,6 +62,7 @@ struct V {
     const __m256 sums = _mm256_hadd_ps(lo, hi);  // within halves of 128 bits
     _mm256_storeu_ps(p, _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xd8)));
   }
+  static constexpr bool kJoins = false;  // two registers of bf16 are one line
   void store_past_caches(float* p) const {
     _mm256_stream_ps(p, lo);
     _mm256_stream_ps(p + 8, hi);

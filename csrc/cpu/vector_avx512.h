@@ -49,6 +49,15 @@ struct V {
     const __m512 sums = _mm512_add_ps(r, _mm512_permute_ps(r, 0xb1));
     _mm256_storeu_ps(p, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x5555, sums)));
   }
+  // Of bf16, two registers to one line.
+  static constexpr bool kJoins = true;
+  static void store_joined(uint16_t* p, V a, V b, bool past_caches) {
+    const __m512i line = joined(a, b);
+    if (past_caches)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(p), line);
+    else
+      _mm512_storeu_si512(p, line);
+  }
   void store_past_caches(float* p) const { _mm512_stream_ps(p, r); }
   void store_past_caches(uint16_t* p) const {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(p), rounded());
@@ -67,6 +76,7 @@ struct V {
   }
   void add_pairs(Pairs s, Pairs b) { r = _mm512_dpbf16_ps(r, s, b); }
   __m256i rounded() const { return __m256i(_mm512_cvtneps_pbh(r)); }
+  static __m512i joined(V a, V b) { return __m512i(_mm512_cvtne2ps_pbh(b.r, a.r)); }
 #else
   // To nearest, ties to even; a NaN keeps its sign and stays a NaN.
   __m256i rounded() const {
@@ -76,6 +86,9 @@ struct V {
     const __mmask16 nan = _mm512_cmp_ps_mask(r, r, _CMP_UNORD_Q);
     up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x00400000));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+  }
+  static __m512i joined(V a, V b) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a.rounded()), b.rounded(), 1);
   }
 #endif
 

@@ -81,6 +81,7 @@ struct V {
   void store_sums_of_two(float* p) const {
     for (int i = 0; i < kLanes / 2; ++i) p[i] = v[2 * i] + v[2 * i + 1];
   }
+  static constexpr bool kJoins = false;  // two registers of bf16 are one line
   template <class T>
   void store_past_caches(T* p) const {
     store(p);

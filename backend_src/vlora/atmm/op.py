@@ -7,7 +7,8 @@ function takes `backend` to override it for one call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -17,6 +18,8 @@ from vlora.atmm.backends import Backend
 from vlora.atmm.cuda import operator
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import DTYPES, Merges, MergeUpdate, Segment, Segments
+
+Adding = Callable[[int, int, int, int, int], None]
 
 
 def apply(
@@ -82,6 +85,19 @@ def apply(
         -1 if config is None else config,
         threads or torch.get_num_threads(),
     )
+
+
+def adding(segments: Sequence[Segment], group: LoraGroup) -> Adding | None:
+    """`apply` as the last part of a product (`Matrix`), which has checked its fp32 rows: called
+    with the addresses and strides (elements) of y and x, and the number of rows. None where no
+    backend takes addresses; then `apply` serves.
+
+    After a product little of the interpreter is left in the caches: what `apply` checks takes
+    longer there than a row of a small adapter.
+    """
+    if backends.default() != "cpu":
+        return None
+    return partial(group.native.add, Segments.of(segments).native, torch.get_num_threads())
 
 
 def _on_cuda(

@@ -7,6 +7,8 @@ where they go, apart from what is read; None for a tensor of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vlora import native
@@ -43,21 +45,30 @@ class Matrix:
         x: torch.Tensor,
         *,
         out: torch.Tensor | None = None,
+        also: Callable[[int, int, int, int, int], None] | None = None,
         backend: Backend | None = None,
     ) -> torch.Tensor:
         """x weightᵀ + bias; x: [T, d_in] fp32, rows may be strided → [T, d_out] fp32.
 
+        also: what adds to the product: called with the addresses and strides (elements) of the
+        product and of x, and the number of rows.
+
         Where the CPU multiplies pairs of bf16, x is rounded to bf16 for it; else bf16 is widened on
         its way. Raises ValueError for what does not fit.
         """
+        width = self._native[2]
+        at, stride, rows = self._rows(x)
         if (backend or backends.default()) == "reference":
-            self._check(x)
-            return given(reference.linear(x, self.weight, self._bias), out)
-        rows = self._rows(x)
-        y = place(out, x.shape[0], self._native[2])
-        native.kernels().linear.multiply(
-            y.data_ptr(), self._native[2], *rows, *self._native, torch.get_num_threads()
-        )
+            y = given(reference.linear(x, self.weight, self._bias), out)
+            to = y.data_ptr()
+        else:
+            y = place(out, rows, width)
+            to = y.data_ptr()
+            native.kernels().linear.multiply(
+                to, width, at, stride, rows, *self._native, torch.get_num_threads()
+            )
+        if also is not None:
+            also(to, width, at, stride, rows)
         return y
 
     def gated(
@@ -75,29 +86,32 @@ class Matrix:
         width = self._native[2]
         if width % 2:
             raise ValueError(f"weight {tuple(self.weight.shape)} has no two halves")
+        at, stride, rows = self._rows(x)
         if (backend or backends.default()) == "reference":
-            self._check(x)
             return given(reference.gate(reference.linear(x, self.weight, self._bias)), out)
-        rows = self._rows(x)
-        y, out = place(between, x.shape[0], width), place(out, x.shape[0], width // 2)
+        y, out = place(between, rows, width), place(out, rows, width // 2)
         native.kernels().linear.multiply_gated(
-            out.data_ptr(), y.data_ptr(), width, *rows, *self._native, torch.get_num_threads()
+            out.data_ptr(),
+            y.data_ptr(),
+            width,
+            at,
+            stride,
+            rows,
+            *self._native,
+            torch.get_num_threads(),
         )
         return out
 
     def _rows(self, x: torch.Tensor) -> tuple[int, int, int]:
         """(address, elements from row to row, rows)"""
-        self._check(x)
-        stride, column = x.stride()
-        if column != 1:
-            raise ValueError("columns of x must lie side by side")
-        return x.data_ptr(), stride, x.shape[0]
-
-    def _check(self, x: torch.Tensor) -> None:
         if x.dim() != 2 or x.shape[1] != self._native[3]:
             raise ValueError(f"x {tuple(x.shape)} and weight {tuple(self.weight.shape)} do not fit")
         if x.dtype != torch.float32:
             raise ValueError(f"x must be fp32, not {x.dtype}")
+        stride, column = x.stride()
+        if column != 1:
+            raise ValueError("columns of x must lie side by side")
+        return x.data_ptr(), stride, x.shape[0]
 
 
 def linear(

@@ -31,8 +31,12 @@ class LoraLinear:
         self, x: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x: [T, d_in] fp32 → [T, sum of the group's d_out] fp32, in `out` if there is one."""
-        y = self._current()(x, out=out)
-        if self._lora.has(segments):
+        matrix = self._current()
+        if not self._lora.has(segments):
+            return matrix(x, out=out)
+        also = op.adding(segments, self._lora)
+        y = matrix(x, out=out, also=also)
+        if also is None:
             op.apply(y, x, segments, self._lora)
         return y
 
@@ -47,5 +51,10 @@ class LoraLinear:
     def _current(self) -> ops.Matrix:
         weight = self._switcher.active.views[self._index]
         if self._matrix is None or self._matrix.weight is not weight:
+            if weight.shape != (self._lora.width, self._lora.d_in):
+                raise ValueError(
+                    f"adapters of {self._lora.d_in} → {self._lora.width} beside a matrix"
+                    f" {tuple(weight.shape)}"
+                )
             self._matrix = ops.Matrix(weight, self._bias)
         return self._matrix

@@ -103,12 +103,17 @@ Shape shape_of(const Call& c, const Segment& s, const SegmentList& segments, int
 }
 
 double seconds_of(const Call& c, const Segment& s) {
-  double elements = 0;
+  double elements = 0, columns = double(c.p.d_in);  // of the adapter; of rows, y's read and written
   for (int o = 0; o < c.p.outputs; ++o)
-    elements += double(c.pair(s, o).rank) * double(c.p.d_in + c.p.output[o].d_out);
+    if (const int32_t rank = c.pair(s, o).rank) {
+      elements += double(rank) * double(c.p.d_in + c.p.output[o].d_out);
+      columns += 2 * double(c.p.output[o].d_out);
+    }
   const cpu::Machine& machine = cpu::machine();
-  return std::max(2 * double(s.length) * elements / machine.peak[int(c.p.dtype)],
-                  elements * double(size_of(c.p.dtype)) / (kHot * machine.memory));
+  const double rate = kHot * machine.memory, rows = double(s.length);
+  const double moved =
+      elements * double(size_of(c.p.dtype)) + rows * columns * double(size_of(c.p.rows_dtype));
+  return std::max(2 * rows * elements / machine.peak[int(c.p.dtype)], moved / rate);
 }
 
 // Blocks of rows in the order in which they are taken.

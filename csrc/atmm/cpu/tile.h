@@ -151,6 +151,13 @@ struct NarrowToScratch : ToScratch {
   }
 };
 
+// (A template: not every V joins.)
+template <class Vector>
+inline __attribute__((always_inline)) void store_line(uint16_t* to, Vector first, Vector second,
+                                                      bool past_caches) {
+  Vector::store_joined(to, first, second, past_caches);
+}
+
 // The tile's end: out = in + sign * tile. T is the storage type.
 template <class T, bool kStream>
 struct Added {
@@ -178,6 +185,17 @@ struct Added {
       for (int n = 0; n < N; ++n) {
         const T* from = in + m * t.in_stride + n * kPanel;
         T* to = out + m * t.out_stride + n * kPanel;
+        if constexpr (V::kJoins && sizeof(T) == 2 && N % 2 == 0) {
+          // A line at a time: half as many stores.
+          if (n < N - 2 || !cut) {
+            if (n % 2) continue;
+            V first = V::load(from), second = V::load(from + kPanel);
+            first.add_product(sign, acc[m][n]);
+            second.add_product(sign, acc[m][n + 1]);
+            store_line<V>(to, first, second, kStream);
+            continue;
+          }
+        }
         if (n == N - 1 && cut) {
           V sum = V::load_some(from, t.tail);
           sum.add_product(sign, acc[m][n]);

@@ -330,10 +330,10 @@ static_assert(goes({4, true, false, false, false, false, false, false}, RowsIn::
                    Path::kStream));
 static_assert(goes({64, true, false, false, false, false, false, false}, RowsIn::kPieces, Path::kWidened,
                    Path::kWidened));
-static_assert(goes({3, true, true, true, true, false, false, false}, RowsIn::kPlace, Path::kStream,
-                   Path::kStream));
-static_assert(goes({4, true, true, true, true, false, false, false}, RowsIn::kPlace, Path::kTiles,
-                   Path::kTiles));
+static_assert(goes({kTileUnitRows - 1, true, true, true, true, false, false, false}, RowsIn::kPlace,
+                   Path::kStream, Path::kStream));
+static_assert(goes({kTileUnitRows, true, true, true, true, false, false, false}, RowsIn::kPlace,
+                   Path::kTiles, Path::kTiles));
 static_assert(goes({1, true, true, true, true, false, false, true}, RowsIn::kPlace, Path::kTiles,
                    Path::kTiles));
 static_assert(goes({1, false, false, false, true, false, false, true}, RowsIn::kPlace, Path::kDirect,

@@ -10,9 +10,11 @@ import torch
 
 from tests.unit.atmm.problems import FP32, check, compiled, expected, group_of
 from vlora import native
-from vlora.atmm import op, tiles
+from vlora.atmm import backends, op, tiles
 from vlora.atmm.groups import HeadGroup, LoraGroup, factors
 from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
+from vlora.bench.parts import LORA, PRODUCTS, clocked
+from vlora.kernels import ops
 
 pytestmark = compiled
 
@@ -214,3 +216,24 @@ def test_nested_pins_end_in_their_order() -> None:
     tiles.reset_counters()
     op.apply(torch.zeros(40, 130), x, [Segment(0, 40, 0)], group, backend="cpu")
     assert sum(tiles.counters().values()) == 1  # adaptive again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_what_a_product_adds_is_what_apply_adds_to_it(
+    dtype: torch.dtype, backend: backends.Backend
+) -> None:
+    pairs = [LoraPair(torch.randn(r, 96).to(dtype), torch.randn(80, r).to(dtype)) for r in (8, 40)]
+    group = LoraGroup.of(96, pairs)
+    matrix = ops.Matrix(torch.randn(80, 96))
+    segments = [Segment(0, 1, 1), Segment(2, 9, 0, sign=-1)]
+    x = torch.randn(12, 192)[:, :96]
+    want = matrix(x, backend=backend)
+    op.apply(want, x, segments, group)
+    with clocked() as spent:
+        got = matrix(x, also=op.adding(segments, group), backend=backend)
+    assert torch.equal(got, want)
+    assert spent[LORA] > 0
+    assert spent[PRODUCTS] > 0
+    with pytest.raises(ValueError, match="outside"):
+        matrix(x[:5], also=op.adding(segments, group), backend=backend)
