@@ -24,12 +24,6 @@ struct R {
   static R odd(const uint16_t* p) {
     return {_mm256_castsi256_ps(_mm256_and_si256(pairs(p), _mm256_set1_epi32(int(0xffff0000u))))};
   }
-  // From values at even and at odd places to the first and the second half.
-  static void interleave(R& even, R& odd) {
-    const __m256 low = _mm256_unpacklo_ps(even.r, odd.r), high = _mm256_unpackhi_ps(even.r, odd.r);
-    even.r = _mm256_permute2f128_ps(low, high, 0x20);
-    odd.r = _mm256_permute2f128_ps(low, high, 0x31);
-  }
 
   void store(float* p) const { _mm256_storeu_ps(p, r); }
   // Rounded to nearest, ties to even; a NaN keeps its sign and stays a NaN.

@@ -27,13 +27,6 @@ struct R {
     return {_mm512_castsi512_ps(
         _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000u))))};
   }
-  // From values at even and at odd places to the first and the second half.
-  static void interleave(R& even, R& odd) {
-    const __m512i half = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512 low = _mm512_permutex2var_ps(even.r, half, odd.r);
-    odd.r = _mm512_permutex2var_ps(even.r, _mm512_add_epi32(half, _mm512_set1_epi32(8)), odd.r);
-    even.r = low;
-  }
 
   void store(float* p) const { _mm512_storeu_ps(p, r); }
   // Rounded to nearest, ties to even; a NaN keeps its sign and stays a NaN.

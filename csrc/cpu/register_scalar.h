@@ -26,12 +26,6 @@ struct R {
   static R odd(const uint16_t* p) {
     return {_mm_castsi128_ps(_mm_and_si128(pairs(p), _mm_set1_epi32(int(0xffff0000u))))};
   }
-  // From values at even and at odd places to the first and the second half.
-  static void interleave(R& even, R& odd) {
-    const __m128 low = _mm_unpacklo_ps(even.r, odd.r);
-    odd.r = _mm_unpackhi_ps(even.r, odd.r);
-    even.r = low;
-  }
 
   void store(float* p) const { _mm_storeu_ps(p, r); }
   // Rounded to nearest, ties to even; a NaN keeps its sign and stays a NaN.

@@ -42,13 +42,9 @@ struct Widening : Fp32 {
   static VLORA_INLINE void copy(const Stored* from, W* to) { R::load(from).store(to); }
 };
 
-// How x lies for products of pairs, by vectors or by a unit that multiplies tiles.
-struct Paired {
-  static constexpr int kUnits = 2;
-};
-
 #ifdef VLORA_HAS_BF16_PRODUCTS
-struct Bf16Pairs : Paired {
+struct Bf16Pairs {
+  static constexpr int kUnits = 2;
   using Stored = uint16_t;
   using W = uint16_t;
   using X = uint16_t;

@@ -70,9 +70,10 @@ class KVStore:
 
     def _pairs(self, panels: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         """[…, rows · columns] as they lie in memory → view […, rows / 2, 2, columns]."""
+        before = panels.shape[:-1]
         if self.cache.dtype == torch.bfloat16:
-            return panels.unflatten(-1, (rows // 2, columns, 2)).transpose(-2, -1)
-        return panels.unflatten(-1, (rows // 2, 2, columns))
+            return panels.view(*before, rows // 2, columns, 2).transpose(-2, -1)
+        return panels.view(*before, rows // 2, 2, columns)
 
 
 def page_shape(

@@ -61,7 +61,7 @@ class Plan:
         query = reference.rotate(query, cosines, sines)
         key = reference.rotate(key, cosines, sines)
         keys, values = store.keys(layer), store.values(layer)
-        pairs = key.unflatten(-1, (-1, 2)).to(keys.dtype)
+        pairs = key.reshape(*key.shape[:-1], -1, 2).to(keys.dtype)
         keys[self._page, :, self._panel, :, :, self._lane] = pairs
         values[self._page, :, self._panel, self._lane // 2, self._lane % 2] = value.to(values.dtype)
         keys = keys.permute(0, 1, 2, 5, 3, 4)
@@ -91,7 +91,8 @@ class Plan:
         """[pages, kv_heads, panels, …], what is left LANES · dim in that order, by [batch, n] →
         [batch, kv_heads, length, dim]."""
         store = self._store
-        gathered = view[pages].transpose(1, 2).flatten(3).unflatten(3, (-1, store.head_dim))
+        gathered = view[pages].transpose(1, 2)
+        gathered = gathered.reshape(*gathered.shape[:3], -1, store.head_dim)
         return gathered[:, :, :, : store.block].flatten(2, 3)[:, :, :length].float()
 
 
