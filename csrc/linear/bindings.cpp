@@ -44,8 +44,9 @@ void bind_linear(py::module_& m) {
                              int threads) {
     const linear::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
     py::gil_scoped_release released;
-    linear::multiply_gated(linear::kernels(cpu::vector_isa(product.dtype)), linear::tiled(cpu::isa(product.dtype)),
-                           product, reinterpret_cast<float*>(out), threads);
+    linear::multiply_gated(linear::kernels(cpu::vector_isa(product.dtype)),
+                           linear::tiled(cpu::isa(product.dtype)), product, reinterpret_cast<float*>(out),
+                           threads);
   });
   m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight, int64_t rows,
                        int64_t width, float eps, int threads) {

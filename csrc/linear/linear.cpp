@@ -218,7 +218,8 @@ void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product
   }
 }
 
-void multiply_gated(const Kernels& kernels, const Tiled* tiled, const Product& product, float* out, int threads) {
+void multiply_gated(const Kernels& kernels, const Tiled* tiled, const Product& product, float* out,
+                    int threads) {
   if (product.n > 0 && takes(tiled, product)) {
     Product whole = product;
     whole.y = out;

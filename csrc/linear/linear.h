@@ -128,7 +128,8 @@ void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
 void gate(const Kernels& kernels, const Gate& gate, int threads);
 // gate of the product; product.y, [rows, n], may be left as it was.
-void multiply_gated(const Kernels& kernels, const Tiled* tiled, const Product& product, float* out, int threads);
+void multiply_gated(const Kernels& kernels, const Tiled* tiled, const Product& product, float* out,
+                    int threads);
 void largest(const Kernels& kernels, const Largest& largest, int threads);
 void sample(const Kernels& kernels, const Sample& sample, int threads);
 

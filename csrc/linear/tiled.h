@@ -73,8 +73,8 @@ class Fetch {
  public:
   Fetch(const Product& p, const Slice& slice, int64_t from)
       : tiles_(p, from), stride_(p.k * 2), lines_(ceil_div(slice.count * 2, kLine)),
-        w_(static_cast<const char*>(p.w) + slice.from * 2), count_(lines_ * (tiles_.rows[0] + tiles_.rows[1])),
-        line_(w_ + tiles_.row[0] * stride_) {}
+        w_(static_cast<const char*>(p.w) + slice.from * 2),
+        count_(lines_ * (tiles_.rows[0] + tiles_.rows[1])), line_(w_ + tiles_.row[0] * stride_) {}
   int64_t lines() const { return count_; }
   void some(int64_t lines) {
     for (; lines > 0 && count_ > 0; --lines, --count_, line_ += kLine) {
@@ -191,8 +191,8 @@ void block(const Left& left, const char* x, ptrdiff_t panel_bytes, int64_t steps
 }
 
 template <class Work>
-void block(const Left& left, const Piece& piece, int64_t pair, const char* x, ptrdiff_t panel_bytes, int64_t steps,
-           float* sums, bool first, const Work& beside) {
+void block(const Left& left, const Piece& piece, int64_t pair, const char* x, ptrdiff_t panel_bytes,
+           int64_t steps, float* sums, bool first, const Work& beside) {
   x += (piece.panel + 2 * pair) * panel_bytes;
   if (2 * pair + 1 < piece.panels) {
     block<true>(left, x, panel_bytes, steps, sums, first, beside);
@@ -212,12 +212,14 @@ inline void tiled_in_place(const Product& p, const Slice& slice, const char* pan
   for (int64_t pair = 0; pair < pairs; ++pair)
     block({w, row, kLine, lower}, piece, pair, panels, panel_bytes, depth, sums + pair * kPairFloats, true,
           [&](int64_t) { fetch.some(lines); });
-  for (int64_t pair = 0; pair < pairs; ++pair) Finish(p, piece, 2 * pair, sums + pair * kPairFloats, how).rest();
+  for (int64_t pair = 0; pair < pairs; ++pair)
+    Finish(p, piece, 2 * pair, sums + pair * kPairFloats, how).rest();
 }
 
 // Two tiles of W's rows. scratch: a chunk of them, the sums. Where a pair of panels has used a tile of
 // W for the last time, the one that takes its place follows: of the next chunk, or of the next piece.
-inline void tiled(const Product& p, const Slice& slice, const char* panels, const Piece& piece, char* scratch) {
+inline void tiled(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
+                  char* scratch) {
   const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kTileBytes;
   const int64_t pairs = ceil_div(piece.panels, 2);
   const int64_t chunks = ceil_div(depth, kSteps), most = ceil_div(depth, chunks);
@@ -255,8 +257,8 @@ inline void tiled(const Product& p, const Slice& slice, const char* panels, cons
         fetch.some(lines);
         finish.some(quarters);
       };
-      block({scratch, kLine, 2 * kTileBytes, kTileBytes}, piece, pair, panels + k * kTileBytes, panel_bytes, steps, to,
-            k == 0, beside);
+      block({scratch, kLine, 2 * kTileBytes, kTileBytes}, piece, pair, panels + k * kTileBytes, panel_bytes,
+            steps, to, k == 0, beside);
       if (last) {
         finish.rest();
         finish = Finish(p, piece, 2 * pair, to, how);
@@ -274,8 +276,8 @@ inline void pack_tiles(const Product& p, const Slice& slice, char* to, int64_t f
   for (int64_t panel = from; panel < until; ++panel)
     for (int64_t k = 0; k < depth; ++k, to += kTileBytes) {
       const int64_t t = panel * kTile, rows = p.rows - t, there = slice.count - k * kTileDepth;
-      Beside::pack(p.x + t * p.x_stride + slice.from + k * kTileDepth, p.x_stride, int(rows < kTile ? rows : kTile),
-                   int(there < kTileDepth ? there : kTileDepth), to);
+      Beside::pack(p.x + t * p.x_stride + slice.from + k * kTileDepth, p.x_stride,
+                   int(rows < kTile ? rows : kTile), int(there < kTileDepth ? there : kTileDepth), to);
     }
 }
 
