@@ -17,7 +17,7 @@ constexpr int64_t kPieceBytes = 64 << 10;
 // Of W, for few rows: some microseconds of memory.
 constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
-constexpr int64_t kTileUnitRows = 4;
+constexpr int64_t kTileUnitRows = 2;
 // From so many on a unit that multiplies tiles takes a bf16 matrix, as ATMM's does (atmm/cpu/path.h).
 constexpr int64_t kPartBytes = 1 << 20, kSlicePanels = 16, kMostPanels = 32;
 // Of x in a part that meets all of W: half of the L2 of machines with such a unit.
@@ -46,6 +46,13 @@ float* row_scratch(int64_t floats) {
 float* block_scratch() {
   static thread_local cpu::Scratch scratch;
   return scratch.get(kScratch);
+}
+
+// Of pieces that `threads` threads take in turn, as they do, each gets neighbours: two streams through W that
+// are far apart. A permutation of 0 … count - 1.
+int64_t apart(int64_t piece, int64_t count, int64_t threads) {
+  const int64_t of = piece % threads, longer = count % threads;
+  return of * (count / threads) + std::min(of, longer) + piece / threads;
 }
 
 // Pieces are taken one ahead, so that the next one's rows of W can be fetched. done: after a thread's
@@ -81,10 +88,12 @@ void few(const Kernels& kernels, const Product& p, int threads) {
   const int64_t share = ceil_div(p.n, int64_t(threads) * 8);
   const int64_t bytes = kPieceBytes / std::max<int64_t>(1, p.k * int64_t(size_of(p.dtype)));
   const int64_t each = std::max<int64_t>(4, std::min(share, bytes) / 4 * 4);
+  const int64_t count = ceil_div(p.n, each);
   run(
-      threads, ceil_div(p.n, each),
+      threads, count,
       [&](int64_t i) {
-        return Piece{i * each, std::min(p.n, (i + 1) * each), 0, 0};
+        const int64_t from = apart(i, count, threads) * each;
+        return Piece{from, std::min(p.n, from + each), 0, 0};
       },
       [&](const Piece& piece) { kernels.few[type](p, x, stride, piece); }, [] {});
 }
@@ -110,10 +119,11 @@ void many(const Kernels& kernels, const Product& p, int threads) {
   const int64_t panels = ceil_div(p.rows, kLanes);
   const float* const x = packed(p, form.pack, panels * kLanes * p.k, threads);
   const int64_t parts = ceil_div(panels, kPanels), each = ceil_div(panels, parts);
+  const int64_t blocks = ceil_div(p.n, kBlock);
   run(
-      threads, ceil_div(p.n, kBlock) * parts,
+      threads, blocks * parts,
       [&](int64_t i) {
-        const int64_t from = i / parts * kBlock, panel = i % parts * each;
+        const int64_t from = apart(i / parts, blocks, threads) * kBlock, panel = i % parts * each;
         return Piece{from, std::min(p.n, from + kBlock), panel, std::min(panels - panel, each)};
       },
       [&](const Piece& piece) { form.run(p, x, piece, block_scratch()); }, [] {});
@@ -136,7 +146,7 @@ void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int thre
   run(
       threads, blocks * parts,
       [&](int64_t i) {
-        const int64_t from = i % blocks * block, panel = i / blocks * each;
+        const int64_t from = apart(i % blocks, blocks, threads) * block, panel = i / blocks * each;
         return Piece{from, std::min(columns, from + block), panel, std::min(panels - panel, each)};
       },
       [&](Piece& piece) {
