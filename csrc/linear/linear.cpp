@@ -18,7 +18,7 @@ constexpr int64_t kPieceBytes = 64 << 10;
 constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
 constexpr int64_t kTileUnitRows = 2;
-// From so many on a unit that multiplies tiles takes a bf16 matrix, as ATMM's does (atmm/cpu/path.h).
+// From so many on a unit that multiplies tiles takes a bf16 matrix: one row is read faster as one stream.
 constexpr int64_t kPartBytes = 1 << 20, kSlicePanels = 16, kMostPanels = 32;
 // Of x in a part that meets all of W: half of the L2 of machines with such a unit.
 constexpr int64_t kShareRows = 64;

@@ -208,14 +208,14 @@ def _backend_with(named: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("rows", [3, 4, 16, 33])
+@pytest.mark.parametrize("rows", [1, 2, 16, 33])
 @pytest.mark.parametrize("depth", [64, 65, 90])
-def test_a_unit_that_multiplies_tiles_takes_bf16_from_four_rows_on(rows: int, depth: int) -> None:
+def test_a_unit_that_multiplies_tiles_takes_bf16_from_two_rows_on(rows: int, depth: int) -> None:
     """It rounds x, which plain C++ without it does not; an odd depth is filled up."""
     if backends.default() != "cpu":
         pytest.skip("the kernels are not compiled here")
     x, weight = torch.randn(rows, depth), torch.randn(40, depth).bfloat16()
-    rounds = rows >= 4
+    rounds = rows >= 2
     seen = x.bfloat16() if rounds else x
     with tiles.isa("twin"):
         found = ops.linear(x, weight)
