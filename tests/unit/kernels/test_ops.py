@@ -39,7 +39,11 @@ def test_a_product_is_the_double_precision_one(
         found = ops.linear(x, weight, bias, backend=backend)
         wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=_tolerance(dtype, backend))
+        allowed = torch.full_like(wanted, _tolerance(dtype, backend))
+        if dtype == torch.bfloat16 and depth < 32:
+            # Few products do not level their roundings out: one of 6 may be off by 0.02.
+            allowed += 2**-8 * (x.abs().double() @ weight.abs().double().T)
+        assert ((found - wanted).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize(
