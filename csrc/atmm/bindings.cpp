@@ -423,9 +423,10 @@ void bind_atmm(py::module_& m) {
   });
   // On a machine of the caller's: the bytes of L1 and L2, bytes/s from memory.
   m.def("built_in_on", [](const std::string& operation, const std::string& dtype, int64_t rows,
-                          int64_t rank, int64_t l1, int64_t l2, double memory, bool widening) {
+                          int64_t rank, int64_t l1, int64_t l2, double memory, bool widening,
+                          bool tiles) {
     const Shape shape{operation_of(operation), dtype_of(dtype), rows, 1024, 1024, rank, 1, 1};
-    return name_of(built_in(shape, cpu::Machine{l1, l2, 32 << 20, {}, memory}, widening));
+    return name_of(built_in(shape, cpu::Machine{l1, l2, 32 << 20, {}, memory}, widening, tiles));
   });
   m.def("use_table", &use_table);
   m.def("pin", &pin);

@@ -232,12 +232,14 @@ def bandwidth(size: int, seconds: float, threads: int = 1) -> float:
 
 def built_in_on(
     operation: Operation, dtype: str, *, rows: int, rank: int, l1: int, l2: int, memory: float,
-    widening: bool,
+    widening: bool, multiplies_tiles: bool,
 ) -> str:  # fmt: skip
     """`built_in` on a machine of the caller's: bytes of L1 and L2, bytes/s that a core reads from
-    memory; widening: its instruction set makes bf16 panels fp32."""
+    memory; widening: its instruction set makes bf16 panels fp32; multiplies_tiles: it has a unit
+    for them."""
     core = native.kernels().atmm
-    return str(core.built_in_on(operation, dtype, rows, rank, l1, l2, memory, widening))
+    machine = l1, l2, memory, widening, multiplies_tiles
+    return str(core.built_in_on(operation, dtype, rows, rank, *machine))
 
 
 def read(address: int, size: int, threads: int = 1) -> None:

@@ -119,14 +119,20 @@ def test_built_in_tiles_come_from_the_machines_caches_and_its_memorys_rate(
     def choice(operation: tiles.Operation, rows: int) -> str:
         return tiles.built_in_on(
             operation, "bf16", rows=rows, rank=64, l1=l1 << 10, l2=l2 << 10, memory=memory,
-            widening=widening,
+            widening=widening, multiplies_tiles=tiled,
         )  # fmt: skip
 
+    tiled = False
     assert choice("apply", 4) == f"r8-s64-e64-d0-{few}"
     assert choice("apply", 64) == many
     assert choice("merge", 1024) == f"merge-n64-{merge}-p4"
     names = {config["name"] for op in ("apply", "merge") for config in tiles.configs(op, "bf16")}
     assert {choice("apply", 4), choice("apply", 64), choice("merge", 1024)} <= names
+    tiled = True
+    assert choice("apply", 4) == f"r8-s64-e64-d0-{few}"
+    assert choice("apply", l2 // 8 - 1) == many  # a row moves 4 KiB: less than half of L2
+    assert choice("apply", l2 // 8) == many.replace("r192", "r24").replace("r96", "r24")
+    assert choice("apply", l2 // 8) in names
 
 
 def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
