@@ -191,8 +191,8 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     The slow twin of `draw`: it sorts the whole vocabulary.
     """
     weights = weights_of(scores, params.temperature)
-    if params.min_p > 0.0:
-        weights[weights < params.min_p] = 0.0
+    # Whether numbers too small to be normal come out of the exponential depends on the CPU.
+    weights[weights < max(params.min_p, sys.float_info.min)] = 0.0
     if 0 < params.top_k < weights.size:
         smallest = np.partition(weights, -params.top_k)[-params.top_k]
         weights[weights < smallest] = 0.0
