@@ -18,6 +18,15 @@ struct Visible {
   int64_t count;
   int64_t position[kBlockPanels], room[kBlockPanels];  // of the first token, for how many
 
+  // Panels begin … begin + panels - 1 of a sequence.
+  Visible(const Layout& layout, int64_t begin, int64_t panels) : count(panels) {
+    for (int64_t j = 0; j < panels; ++j) {
+      const int64_t page = (begin + j) / layout.panels(), first = (begin + j) % layout.panels() * kLanes;
+      position[j] = page * layout.block + first;
+      room[j] = layout.block - first < kLanes ? layout.block - first : kLanes;
+    }
+  }
+
   // Those that begin up to a position.
   int64_t panels(int64_t at) const {
     int64_t found = count;

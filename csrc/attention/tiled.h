@@ -163,12 +163,10 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
     const int64_t begin = piece.panel + piece.panels * block / blocks;
     const int64_t count = piece.panel + piece.panels * (block + 1) / blocks - begin;
     const T* keys[kBlockPanels];
-    Visible see{count, {}, {}};
+    const Visible see(layout, begin, count);
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t panel = begin + j, part = panel % per_page;
-      keys[j] = base + pages[panel / per_page] * layout.page + part * layout.panel();
-      see.position[j] = panel / per_page * layout.block + part * kLanes;
-      see.room[j] = std::min(layout.block - part * kLanes, int64_t(kLanes));
+      const int64_t panel = begin + j;
+      keys[j] = base + pages[panel / per_page] * layout.page + panel % per_page * layout.panel();
     }
     // Panels that a unit's last row sees.
     const auto seen = [&](int64_t u) {

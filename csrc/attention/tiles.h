@@ -267,13 +267,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     const int64_t begin = piece.panel + piece.panels * block / blocks;
     const int64_t count = piece.panel + piece.panels * (block + 1) / blocks - begin;
     const T* keys[kBlockPanels];
-    Visible see{count, {}, {}};
-    for (int64_t j = 0; j < count; ++j) {
-      const int64_t panel = begin + j, part = panel % per_page;
-      keys[j] = keys_of(panel);
-      see.position[j] = panel / per_page * layout.block + part * kLanes;
-      see.room[j] = layout.block - part * kLanes < kLanes ? layout.block - part * kLanes : int64_t(kLanes);
-    }
+    const Visible see(layout, begin, count);
+    for (int64_t j = 0; j < count; ++j) keys[j] = keys_of(begin + j);
     // What is read, in its order: keys of all panels and heads, values of all, the next block's keys.
     const T* order[(2 * kBlockPanels * kMostHeads) + kAhead];
     const int64_t steps = count * heads;

@@ -98,15 +98,15 @@ void few(const Kernels& kernels, const Product& p, int threads) {
       [&](const Piece& piece) { kernels.few[type](p, x, stride, piece); }, [] {});
 }
 
-// All panels of x, in this thread's scratch.
-float* packed(const Product& p, void (*pack)(const Product&, float*, int64_t, int64_t), int64_t floats,
-              int threads) {
+// All panels of x, in this thread's scratch: pack(to, first panel, end).
+template <class Pack>
+float* packed(const Product& p, int64_t floats, int threads, const Pack& pack) {
   const int64_t panels = ceil_div(p.rows, kLanes);
   float* const x = row_scratch(floats);
   if (p.rows < kShareRows) {
-    pack(p, x, 0, panels);
+    pack(x, 0, panels);
   } else {
-    cpu::share_out(threads, panels, [&](int64_t i) { pack(p, x, i, i + 1); });
+    cpu::share_out(threads, panels, [&](int64_t i) { pack(x, i, i + 1); });
   }
   return x;
 }
@@ -117,7 +117,9 @@ void many(const Kernels& kernels, const Product& p, int threads) {
                                                 : p.rows < kCopyRows;
   const Many& form = (in_place ? kernels.in_place : kernels.copied)[type];
   const int64_t panels = ceil_div(p.rows, kLanes);
-  const float* const x = packed(p, form.pack, panels * kLanes * p.k, threads);
+  const float* const x = packed(p, panels * kLanes * p.k, threads, [&](float* to, int64_t from, int64_t end) {
+    form.pack(p, to, from, end);
+  });
   const int64_t parts = ceil_div(panels, kPanels), each = ceil_div(panels, parts);
   const int64_t blocks = ceil_div(p.n, kBlock);
   run(
@@ -131,12 +133,10 @@ void many(const Kernels& kernels, const Product& p, int threads) {
 
 void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int threads) {
   const int64_t panels = ceil_div(p.rows, kLanes), panel = ceil_div(slice.count, 32) << 10;
-  auto* const x = reinterpret_cast<char*>(row_scratch(panels * panel / 4));
-  if (p.rows < kShareRows) {
-    tiled.pack(p, slice, x, 0, panels);
-  } else {
-    cpu::share_out(threads, panels, [&](int64_t i) { tiled.pack(p, slice, x, i, i + 1); });
-  }
+  const auto* const x = reinterpret_cast<const char*>(
+      packed(p, panels * panel / 4, threads, [&](float* to, int64_t from, int64_t end) {
+        tiled.pack(p, slice, reinterpret_cast<char*>(to), from, end);
+      }));
   const int64_t most = std::clamp<int64_t>(kPartBytes / panel / 2 * 2, 2, kMostPanels);
   const int64_t parts = ceil_div(panels, most), each = ceil_div(ceil_div(panels, parts), 2) * 2;
   const int64_t columns = p.gated ? p.n / 2 : p.n, block = p.gated ? cpu::kTile : cpu::kTileRows;
