@@ -141,19 +141,24 @@ def test_an_interrupted_client_leaves_no_shared_memory_and_sums_up(ending):
     with FakeTriton(delay=0.3) as server:
         command = [sys.executable, "clients/video_analytics.py", "camera", "--url", server.url]
         command += ["--send", "raw", "--streams", "2", "--seconds", "60"]
-        client = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # A shell that runs these tests in the background has its children ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-        until(lambda: server.requests or client.poll() is not None)
-        assert shared_regions() > before
-        client.send_signal(ending)
-        shown, errors = client.communicate(timeout=20)
+        # A shell that runs these tests in the background has their children ignore Ctrl-C, unless
+        # it is handled here while they start; code of ours between fork and exec could hang.
+        handled = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            client = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        finally:
+            signal.signal(signal.SIGINT, handled)
+        with client:
+            try:
+                until(lambda: server.requests or client.poll() is not None)
+                assert client.poll() is None, client.communicate()
+                assert shared_regions() > before
+                client.send_signal(ending)
+                shown, errors = client.communicate(timeout=20)
+            finally:
+                client.kill()
     assert client.returncode == 128 + ending
     assert "p50 ms" in shown
     assert errors == ""
