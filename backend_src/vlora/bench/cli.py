@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 
 bench_app = typer.Typer(help="Measure; every bench prints a table and writes JSON.")
 
-TORCH_ISAS = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512")}
+TORCH_ISAS = {
+    "scalar": ("default", "SSE4_2", "SSE41"),
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512", "AVX512_CORE"),
+    "avx512_bf16": ("avx512", "AVX512", "AVX512_CORE_BF16"),
+    "amx": ("avx512", "AVX512", "AVX512_CORE_AMX"),
+}
 """Our instruction sets, in the words of ATen, MKL and oneDNN."""
 
 
@@ -49,7 +55,8 @@ def kernels(
     plot: Annotated[Path | None, typer.Option(help="Draw the speed-ups (matplotlib).")] = None,
     grid: Annotated[Path | None, typer.Option(help="Another grid file.")] = None,
     isa: Annotated[
-        str | None, typer.Option(help="As on a CPU with less, for torch as well: avx2, avx512.")
+        str | None,
+        typer.Option(help=f"As on a CPU with less, for torch as well: {', '.join(TORCH_ISAS)}."),
     ] = None,
 ) -> None:
     """ATMM against PEFT's loop, a slice loop, dLoRA's einsum, padded batches, a static tile."""
@@ -113,7 +120,5 @@ def _hold_torch_to(isa: str) -> None:
     """Torch and its libraries read these once, when torch is imported."""
     if isa not in TORCH_ISAS:
         raise typer.BadParameter(f"--isa {isa!r}: known are {', '.join(TORCH_ISAS)}")
-    capability, library = TORCH_ISAS[isa]
-    os.environ["ATEN_CPU_CAPABILITY"] = capability
-    os.environ["MKL_ENABLE_INSTRUCTIONS"] = library
-    os.environ["ONEDNN_MAX_CPU_ISA"] = library if isa == "avx2" else "AVX512_CORE"
+    names = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+    os.environ.update(zip(names, TORCH_ISAS[isa], strict=True))
