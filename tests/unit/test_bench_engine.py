@@ -20,16 +20,18 @@ TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 
 def test_the_floor_is_each_step_at_its_limit_and_ends_a_request_with_its_last_step() -> None:
     bound_by_flops, bound_by_bytes = Work(20.0, 1, 0, 0), Work(1.0, 20, 10, 10)
-    steps = Steps([bound_by_flops, bound_by_bytes, bound_by_bytes], ended=[0, 2], tower=None)
+    works = [bound_by_flops, bound_by_bytes, bound_by_bytes]
+    steps = Steps(works, begun=[0, 1], ended=[0, 2], tower=None)
     floor = steps.floor(peak=10.0, rate=20.0)
+    assert floor.first == [2.0, 4.0]
     assert floor.end == [2.0, 6.0]
     assert floor.token_latency == 8.0 / (2 * OUTPUT)
-    images = Steps(steps.works, steps.ended, tower=Work(5.0, 0, 0, 0))
+    images = Steps(works, steps.begun, steps.ended, tower=Work(5.0, 0, 0, 0))
     assert images.floor(peak=10.0, rate=20.0).end == [2.5, 6.5]
 
 
 def test_the_work_at_once_reads_every_weight_once() -> None:
-    steps = Steps([Work(1.0, 20, 5, 2), Work(1.0, 20, 7, 2)], ended=[1], tower=None)
+    steps = Steps([Work(1.0, 20, 5, 2), Work(1.0, 20, 7, 2)], begun=[0], ended=[1], tower=None)
     assert steps.at_once(peak=1e9, rate=2.0) == 11.0
 
 

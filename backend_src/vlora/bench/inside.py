@@ -33,9 +33,11 @@ DRAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Steps:
-    """The work of every step of a run, and after which step each request ended."""
+    """The work of every step of a run, and after which step each request had its first token and
+    its last."""
 
     works: Sequence[Work]
+    begun: Sequence[int]
     ended: Sequence[int]
     tower: Work | None
 
@@ -44,8 +46,7 @@ class Steps:
         are encoded before."""
         now = 0.0 if self.tower is None else self.tower.flops / peak
         after = [now := now + limit(todo, peak, rate) for todo in self.works]
-        end = [after[step] for step in self.ended]
-        return Run(end, end)
+        return Run([after[step] for step in self.begun], [after[step] for step in self.ended])
 
     def at_once(self, peak: float, rate: float) -> float:
         """Seconds of the whole work in one go."""
@@ -114,7 +115,12 @@ class Inside:
         tower = work.of_tower(images_given, self._checkpoint.sizes) if images_given else None
         return (
             Run([first[i] - started for i in ids], [end[i] - started for i in ids]),
-            Steps(recorder.works, [recorder.last[i] for i in ids], tower),
+            Steps(
+                recorder.works,
+                [recorder.first[i] for i in ids],
+                [recorder.last[i] for i in ids],
+                tower,
+            ),
         )
 
     def _features(self, ask: Ask) -> ImageFeatures | None:
@@ -132,12 +138,14 @@ class _Recorder:
         self._sizes = checkpoint.sizes
         self._itemsize = itemsize
         self.works: list[Work] = []
+        self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
 
     def around(self, forward: Callable[..., StepResult]) -> Callable[..., StepResult]:
         def noted(runner: Runner, chunks: Any, *more: Any) -> StepResult:
             for chunk in chunks:
                 if chunk.completes:
+                    self.first.setdefault(chunk.sequence_id, len(self.works))
                     self.last[chunk.sequence_id] = len(self.works)
             # Slots follow the names' order, as the adapters' numbers do.
             rows = [
