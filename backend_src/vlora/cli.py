@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import vlora
+from vlora import places
 from vlora.bench.cli import bench_app
 from vlora.config import (
     ADAPTERS_VARIABLE,
@@ -224,13 +226,23 @@ def _announce(options: Options, server: TritonServer, seconds: float) -> None:
     console.print(f"metrics   {server.metrics_url}")
     console.print(f"log       {server.log}", soft_wrap=True)
     console.print("try, in another terminal:")
-    question = '{"text_input": "What do you see?", "task": "vqa"}'
-    console.print(
-        f"  curl -s {server.http_url}/v2/models/video_analytics/generate -d '{question}'",
-        soft_wrap=True,
-        markup=False,
-    )
+    _say(f"  {_first_question(options, server.http_url)}")
     console.print("Ctrl-C stops it.")
+
+
+def _first_question(options: Options, url: str) -> str:
+    """A command line: about a picture of the demo's where that model is served, else the user's."""
+    picture, question = places.root() / "tools/demo/samples/vqa.png", "What color is the star?"
+    demo = options.model.resolve() == (places.root() / "tools/demo/checkpoint").resolve()
+    if not (demo and picture.is_file()):
+        picture, question = Path("picture.png"), "What do you see?"
+    if picture.is_relative_to(Path.cwd()):
+        picture = picture.relative_to(Path.cwd())
+    request = f"""'{{"text_input": "{question}", "image": "%s"}}'"""
+    return (
+        f"""printf {request} "$(base64 -w0 {shlex.quote(str(picture))})" |"""
+        f" curl -s {url}/v2/models/video_analytics/generate -d @-"
+    )
 
 
 def _say(text: str) -> None:

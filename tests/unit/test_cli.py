@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from tests.fakes import adapter
-from vlora.cli import _table_of
+from vlora import places
+from vlora.cli import _first_question, _table_of
+from vlora.config import Options
 
 
 def test_a_row_of_adapters_is_read_at_80_columns() -> None:
@@ -22,3 +29,20 @@ def test_a_row_of_adapters_is_read_at_80_columns() -> None:
     assert len(rows) <= 4
     assert rows[2][:4] == ["inspection", "4", "8", "16"]
     assert [word for row in rows[2:] for word in row][4:] == [*kinds, "vqa", "-", "digest-of-in"]
+
+
+@pytest.mark.parametrize("demo", [True, False])
+def test_what_serve_says_to_try_sends_a_request_with_a_picture(
+    demo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = places.root() / "tools/demo"
+    own = tmp_path / "picture.png"
+    own.write_bytes(b"a picture of the user's " * 9000)  # more than an argument may hold
+    monkeypatch.chdir(tmp_path)
+    model = samples / "checkpoint" if demo else tmp_path
+    command = _first_question(Options(model=model), "localhost:8000")
+    asks, _, sends = command.rpartition("|")
+    assert sends == " curl -s localhost:8000/v2/models/video_analytics/generate -d @-"
+    sent = subprocess.run(["sh", "-c", asks], capture_output=True, check=True).stdout
+    picture = samples / "samples/vqa.png" if demo else own
+    assert base64.b64decode(json.loads(sent)["image"]) == picture.read_bytes()
