@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, LlavaConfig
+from transformers.activations import QuickGELUActivation
 from transformers.models.llava.modeling_llava import (
     LlavaModel,
     LlavaMultiModalProjector,
@@ -50,6 +51,14 @@ class _Stored(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = ops.linear(x.flatten(0, -2), self.weight, self.bias)
         return y.view(*x.shape[:-1], -1)
+
+
+class _QuickGelu(torch.nn.Module):
+    """The stock x sigmoid(1.702 x), in the memory of x, which is a linear layer's own result: the
+    fresh tensors of three operations cost several times what is computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x.mul_(1.702), inplace=True).mul_(1 / 1.702)
 
 
 class VisionEncoder:
@@ -99,7 +108,7 @@ class VisionEncoder:
                 f"{checkpoint} lacks {len(lacking)} weights of the vision tower, or has them in"
                 f" another shape; the first is {lacking[0]}"
             )
-        self._model = _stored(model.eval().requires_grad_(False), dtype)
+        self._model = _stored(_in_place(model.eval().requires_grad_(False)), dtype)
         side = config.vision_config.image_size // config.vision_config.patch_size
         self.hidden = int(config.text_config.hidden_size)
         self.grid = (side, side)
@@ -123,6 +132,15 @@ class VisionEncoder:
         values = self._processor(images=Image.fromarray(image.rgb), return_tensors="pt")
         pixels: torch.Tensor = values["pixel_values"]
         return pixels.to(torch.float32)
+
+
+def _in_place(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with activations that overwrite what they are given."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if type(child) is QuickGELUActivation:
+                setattr(module, name, _QuickGelu())
+    return model
 
 
 def _stored(model: torch.nn.Module, dtype: torch.dtype) -> Any:
