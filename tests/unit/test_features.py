@@ -51,6 +51,19 @@ def service(budget=10**6, **options):
     return encoder, EncoderService(encoder, FeatureCache(budget))
 
 
+def test_as_many_are_encoded_at_once_as_take_a_moment(monkeypatch):
+    now = iter([0.0, 0.04, 1.0, 1.2, 2.0, 2.001])
+    monkeypatch.setattr(features.time, "monotonic", lambda: next(now))
+    _, encoders = service()
+    assert encoders.at_once == 1  # nothing is known
+    encoders.run([[picture(1), picture(2)]])
+    assert encoders.at_once == int(features.MOMENT / 0.02)
+    encoders.run([[picture(3)]])  # slower than a moment
+    assert encoders.at_once == 1
+    encoders.run([[picture(4)]])
+    assert encoders.at_once == 50
+
+
 def test_a_batch_of_requests_is_encoded_in_one_call():
     encoder, encoders = service()
     batch = [[picture(1)], [], [picture(2), picture(3, 5, 4, is_video=True)]]

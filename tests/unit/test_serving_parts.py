@@ -37,6 +37,7 @@ class FakeEncoder:
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+        self.at_once = 16
         self.error: Exception | None = None
 
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
@@ -67,10 +68,19 @@ def encoder_request(*images: bytes) -> Tensors:
     return {**tensors, "image": strings(images)[None]} if images else tensors
 
 
+def encoded(
+    batch: Sequence[Tensors | VLoraError], encoder: FakeEncoder, limits: Limits | None = None
+) -> list[Tensors | VLoraError]:
+    """The answers in the order of the requests, each of which has one."""
+    answers = dict(as_they_come := list(encode_batch(batch, encoder, limits or Limits())))
+    assert len(as_they_come) == len(batch)
+    return [answers[index] for index in range(len(batch))]
+
+
 def test_a_corrupt_image_is_an_error_of_its_request_alone() -> None:
     encoder = FakeEncoder()
     batch = [encoder_request(png()), encoder_request(b"junk"), encoder_request(png(), png())]
-    one, bad, two = encode_batch(batch, encoder, Limits())
+    one, bad, two = encoded(batch, encoder)
     assert isinstance(bad, InvalidArgument)
     assert encoder.batches == [2]
     assert not isinstance(one, VLoraError)
@@ -80,19 +90,32 @@ def test_a_corrupt_image_is_an_error_of_its_request_alone() -> None:
     assert one["image_size"].tolist() == [[[4, 6]]]
 
 
-def test_a_batch_of_many_pixels_is_encoded_in_parts_and_answered_in_order() -> None:
+def test_a_batch_of_many_pixels_is_encoded_in_parts() -> None:
     encoder = FakeEncoder()
     limits = Limits(max_batch_megapixels=2 * 24e-6)  # two pictures
     batch = [encoder_request(*[png()] * count) for count in (1, 1, 0, 1, 3, 1)]
     batch.insert(1, encoder_request(b"junk"))
-    answers = encode_batch(batch, encoder, limits)
-    assert encoder.batches == [3, 1, 1, 1]
+    answers = encoded(batch, encoder, limits)
+    assert encoder.batches == [1, 2, 1, 1, 1]  # who has none does not wait
     shapes = [None if isinstance(a, VLoraError) else a["image_features"].shape[1] for a in answers]
     assert shapes == [2, None, 2, 0, 2, 6, 2]
 
 
+def test_requests_are_answered_before_the_images_after_them_are_encoded() -> None:
+    encoder = FakeEncoder()
+    encoder.at_once = 2
+    batch = [encoder_request(*[png()] * count) for count in (1, 1, 3, 1, 0)]
+    batch.append(encoder_request(b"junk"))
+    seen = [
+        (index, sum(encoder.batches), isinstance(answer, InvalidArgument))
+        for index, answer in encode_batch(batch, encoder, Limits())
+    ]
+    good, bad = [(0, 2), (1, 2), (2, 3), (4, 4), (3, 5)], (5, 4)
+    assert sorted(seen) == sorted([*((*one, False) for one in good), (*bad, True)])
+
+
 def test_a_request_without_images_gets_zero_rows() -> None:
-    (answer,) = encode_batch([encoder_request()], FakeEncoder(), Limits())
+    (answer,) = encoded([encoder_request()], FakeEncoder())
     assert not isinstance(answer, VLoraError)
     assert answer["image_features"].shape == (1, 0, 3)
     assert answer["image_layout"].shape == (1, 0, 6)
@@ -102,17 +125,16 @@ def test_a_request_without_images_gets_zero_rows() -> None:
 def test_a_tower_that_fails_is_told_to_the_sound_requests_of_its_batch() -> None:
     encoder = FakeEncoder()
     encoder.error = MemoryError("out of memory at 0x1234")
-    sound, bad = encode_batch([encoder_request(png()), encoder_request(b"x")], encoder, Limits())
+    sound, bad = encoded([encoder_request(png()), encoder_request(b"x")], encoder)
     assert isinstance(sound, Internal)
     assert "0x1234" not in sound.message
     assert isinstance(bad, InvalidArgument)
 
 
 def test_the_encoder_wants_a_prompt_and_no_batch() -> None:
-    missing, batched = encode_batch(
+    missing, batched = encoded(
         [{"image": strings([png()])[None]}, {"text_input": strings(["a", "b"])[:, None]}],
         FakeEncoder(),
-        Limits(),
     )
     assert isinstance(missing, InvalidArgument)
     assert "'text_input' is missing" in missing.message

@@ -150,6 +150,16 @@ class TritonResponder:
             self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
+def answer(responder: TritonResponder, found: Tensors | VLoraError) -> None:
+    """The one response of a request: tensors, or its error. What cannot be sent is one as well."""
+    try:
+        if isinstance(found, VLoraError):
+            raise found
+        responder.send(found, final=True)
+    except Exception as error:
+        responder.fail(as_vlora_error(error, "sending the answer"))
+
+
 class Service(Protocol):
     """Answers requests of a decoupled model, each through its responder."""
 

@@ -1,12 +1,13 @@
 """The `vision_encoder` model without Triton: a batch of requests in, features of each out.
 
 Each request of a batch is decoded on its own, so a corrupt image is an error of its request and
-of no other; the images of all sound ones go through the tower together.
+of no other. The images of sound ones go through the tower together, as many as it takes a moment
+for, and are answered before the next, so that the LMM begins while a large tower is still at work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from vlora.config import Limits
@@ -23,48 +24,61 @@ OUTPUTS = ("image_features", "image_layout", "image_size", "image_digest")
 class BatchEncoder(Protocol):
     """What is needed of `vision.features.EncoderService`."""
 
+    @property
+    def at_once(self) -> int: ...
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]: ...
+
+
+Answer = tuple[int, Tensors | VLoraError]
 
 
 def encode_batch(
     batch: Sequence[Tensors | VLoraError], encoder: BatchEncoder, limits: Limits
-) -> list[Tensors | VLoraError]:
-    """One answer per request, in order: tensors with the batch dimension 1 in front, or an error
-    (its own, where it is one already).
+) -> Iterator[Answer]:
+    """One answer per request, as they come, with its number: tensors with the batch dimension 1 in
+    front, or an error (its own, where it is one already).
 
-    The inputs have that dimension too, as Triton gives them: image and frames [1, n]. A batch of
-    more pixels than `limits.max_batch_megapixels` goes through the tower in parts.
+    The inputs have that dimension too, as Triton gives them: image and frames [1, n]. The requests
+    go through the tower in parts, each of `encoder.at_once` images and at most
+    `limits.max_batch_megapixels` where there is more than one request in it; those without images
+    wait for nobody.
     """
-    answers: dict[int, Tensors | VLoraError] = {}
-    sound: dict[int, list[DecodedImage]] = {}
-    pixels = 0
+    part: dict[int, list[DecodedImage]] = {}
+    pixels = images = 0
     for index, tensors in enumerate(batch):
         try:
             if isinstance(tensors, VLoraError):
                 raise tensors
-            images = decode(tensors, limits)
+            own = decode(tensors, limits)
         except Exception as error:
-            answers[index] = as_vlora_error(error, "decoding an image")
+            yield index, as_vlora_error(error, "decoding an image")
             continue
-        size = sum(image.height * image.width for image in images)
+        if not own:
+            yield from _encode({index: own}, encoder)
+            continue
+        size = sum(image.height * image.width for image in own)
         if pixels + size > limits.max_batch_megapixels * 1e6:
-            answers |= _encode(sound, encoder)
-            sound, pixels = {}, 0
-        sound[index] = images
-        pixels += size
-    answers |= _encode(sound, encoder)
-    return [answers[index] for index in range(len(batch))]
+            yield from _encode(part, encoder)
+            part, pixels, images = {}, 0, 0
+        part[index] = own
+        pixels, images = pixels + size, images + len(own)
+        if images >= encoder.at_once:
+            yield from _encode(part, encoder)
+            part, pixels, images = {}, 0, 0
+    yield from _encode(part, encoder)
 
 
-def _encode(
-    requests: Mapping[int, list[DecodedImage]], encoder: BatchEncoder
-) -> Mapping[int, Tensors | VLoraError]:
+def _encode(requests: Mapping[int, list[DecodedImage]], encoder: BatchEncoder) -> Iterator[Answer]:
     """The features of each request; where the tower fails, its error for each."""
+    if not requests:
+        return
     try:
-        found = encoder.run(list(requests.values()))
+        found: Sequence[Tensors | VLoraError] = [
+            to_tensors(one) for one in encoder.run(list(requests.values()))
+        ]
     except Exception as error:
-        return dict.fromkeys(requests, as_vlora_error(error, "encoding images"))
-    return {index: to_tensors(one) for index, one in zip(requests, found, strict=True)}
+        found = [as_vlora_error(error, "encoding images")] * len(requests)
+    yield from zip(requests, found, strict=True)
 
 
 def decode(tensors: Tensors, limits: Limits) -> list[DecodedImage]:

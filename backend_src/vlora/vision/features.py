@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from vlora.vision.images import DecodedImage
 
 CHUNK = 32
 """Images in one call of the tower, which bounds the memory of its activations."""
+MOMENT = 0.05
+"""Seconds of the tower's work that requests which came together may wait for each other."""
 
 
 class Encoder(Protocol):
@@ -143,6 +146,12 @@ class EncoderService:
         self._cache = cache
         self._lock = threading.Lock()
         self._counters = Counters()
+        self._pace = 0.0  # seconds an image took the last time
+
+    @property
+    def at_once(self) -> int:
+        """Images that the tower encodes in a moment, at the pace of its last call; at least 1."""
+        return max(1, int(MOMENT / self._pace)) if self._pace else 1
 
     @property
     def counters(self) -> Counters:
@@ -180,7 +189,9 @@ class EncoderService:
             for start in range(0, len(mine), CHUNK):
                 chunk = mine[start : start + CHUNK]
                 self._count(batches=1)
+                began = time.monotonic()
                 encoded = self._encoder.encode([images[i] for i in chunk])
+                self._pace = (time.monotonic() - began) / len(chunk)
                 for i, features in zip(chunk, encoded, strict=True):
                     self._cache.fulfil(keys[i], claims[i][0], features)
         except BaseException as error:

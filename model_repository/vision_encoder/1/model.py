@@ -1,4 +1,7 @@
-"""`vision_encoder`: images and frames to features, in batches, each distinct image once."""
+"""`vision_encoder`: images and frames to features, in batches, each distinct image once.
+
+A request is answered as soon as its part of the batch is encoded.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 from typing import Any
 
 from vlora import cores
-from vlora.errors import Unavailable, VLoraError
+from vlora.errors import Unavailable
 from vlora.model.decoder_config import dtype_of
 from vlora.serving import glue
 from vlora.serving.exporter import EncoderExporter
@@ -39,17 +42,16 @@ class TritonPythonModel:
         self._service = service
         logging.getLogger("vlora").info("%d rows of %d per image", encoder.rows, encoder.hidden)
 
-    def execute(self, requests: list[Any]) -> list[Any]:
+    def execute(self, requests: list[Any]) -> None:
+        responders = [glue.TritonResponder(request) for request in requests]
         if self._lifeline.draining:
-            refusal = Unavailable("the server is shutting down")
-            return [glue.error_response(refusal) for _ in requests]
+            for responder in responders:
+                responder.fail(Unavailable("the server is shutting down"))
+            return
         batch = [glue.try_inputs(request) for request in requests]
-        answers = encode_batch(batch, self._service, self._limits)
+        for index, answer in encode_batch(batch, self._service, self._limits):
+            glue.answer(responders[index], answer)
         self._flush()
-        return [
-            glue.error_response(answer) if isinstance(answer, VLoraError) else glue.response(answer)
-            for answer in answers
-        ]
 
     def finalize(self) -> None:
         if self._refresher is not None:
