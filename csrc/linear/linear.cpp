@@ -114,7 +114,7 @@ float* packed(const Product& p, int64_t floats, int threads, const Pack& pack) {
 void many(const Kernels& kernels, const Product& p, int threads) {
   const int type = int(p.dtype);
   const bool in_place = p.dtype == Dtype::kBf16 ? kernels.in_place[type].run && p.k % 2 == 0
-                                                : p.rows < kCopyRows;
+                                                : !kernels.copied[type].run || p.rows < kCopyRows;
   const Many& form = (in_place ? kernels.in_place : kernels.copied)[type];
   const int64_t panels = ceil_div(p.rows, kLanes);
   const float* const x = packed(p, panels * kLanes * p.k, threads, [&](float* to, int64_t from, int64_t end) {

@@ -97,7 +97,8 @@ struct Kernels {
   void (*pack_few[kDtypes])(const Product&, float* to, int64_t from, int64_t until);
   void (*few[kDtypes])(const Product&, const float* x, ptrdiff_t x_stride, const Piece&);
   // W is read where it lies, or copied to scratch on the way, as fp32: its rows are then a constant
-  // stride apart. In place: bf16 is multiplied in pairs, of which a row is a whole number.
+  // stride apart. In place: bf16 is multiplied in pairs, of which a row is a whole number. Fp32 is never
+  // copied where the few rows of a tile leave room in L1 for theirs.
   Many in_place[kDtypes], copied[kDtypes];
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
   void (*gate)(const Gate&, int64_t from, int64_t until);
