@@ -34,7 +34,6 @@ struct Piece {
   int64_t from, to;
   int64_t panel, panels;
   int64_t next = -1;
-  bool first = false;        // of its thread
   bool past_caches = false;  // y, of which the caches would not hold all
 };
 
@@ -111,7 +110,7 @@ constexpr int64_t kTiledScratch = 10240;
 // Floats for W in the scratch of `Tiled::run`; after them the sums, kTileRows by kLanes for each panel.
 
 // What a unit that multiplies tiles has for a bf16 matrix: x goes in panels of ceil(count / 32) KiB, W in
-// pieces of kTileRows rows. A thread's pieces share their scratch, where each leaves what the next needs.
+// pieces of kTileRows rows.
 struct Tiled {
   void (*pack)(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
   void (*run)(const Product&, const Slice&, const char* panels, const Piece&, char* scratch);
