@@ -37,7 +37,8 @@ struct TwoTiles {
   }
 };
 
-// Tiles [from, from + count) of the depth of a piece's rows of W to scratch, where rows or depth end within one.
+// Tiles [from, from + count) of the depth of a piece's rows of W to scratch, for where rows or depth end
+// within one.
 inline void copy_ends(const Product& p, const Slice& slice, const Piece& piece, int64_t from, int64_t count,
                       char* to) {
   const TwoTiles tiles(p, piece.from);
@@ -212,8 +213,8 @@ inline void tiled_in_place(const Product& p, const Slice& slice, const char* pan
     Finish(p, piece, 2 * pair, sums + pair * kPairFloats, how).rest();
 }
 
-// Two tiles of W's rows. scratch: a chunk of them, the sums. The first pair of panels reads W where it lies, and
-// what it has in registers is stored for the others: that costs less than a copy by vectors.
+// Two tiles of W's rows. scratch: a chunk of them, the sums. The first pair of panels reads W where it lies,
+// and what it has in registers is stored for the others: that costs less than a copy by vectors.
 inline void tiled(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
                   char* scratch) {
   const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kTileBytes;
@@ -242,8 +243,9 @@ inline void tiled(const Product& p, const Slice& slice, const char* panels, cons
     for (int64_t pair = 0; pair < pairs; ++pair) {
       float* const to = sums + pair * kPairFloats;
       const bool keep = whole && pair == 0;
-      block(keep ? in_memory(p, slice, piece, k) : kept, piece, pair, panels + k * kTileBytes, panel_bytes, steps,
-            to, k == 0, keep ? scratch : nullptr, [&] {
+      const Left left = keep ? in_memory(p, slice, piece, k) : kept;
+      block(left, piece, pair, panels + k * kTileBytes, panel_bytes, steps, to, k == 0, keep ? scratch : nullptr,
+            [&] {
               fetch.some(lines);
               finish.some(quarters);
             });
