@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "cpu/turn_avx512.h"
 #include "cpu/types.h"
 
 namespace vlora::cpu::VLORA_ISA {
@@ -82,6 +83,12 @@ struct R {
   R power_of_two() const {
     const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(r), _mm512_set1_epi32(127));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
+  }
+  // Columns 4 quarter … 4 quarter + 3 of 16 lines, `line` floats apart.
+  static void turned(const float* lines, ptrdiff_t line, int quarter, R (&out)[4]) {
+    __m512 columns[4];
+    turn(lines, line, quarter, columns);
+    for (int i = 0; i < 4; ++i) out[i].r = columns[i];
   }
   // Quarters added: what is left are four sums.
   __m128 folded() const {

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "cpu/tile_unit.h"
+#include "cpu/turn_avx512.h"
 #include "cpu/types.h"
 
 namespace vlora::cpu::VLORA_ISA {
@@ -82,25 +83,6 @@ struct Beside {
  private:
   static __mmask16 mask(int count) {
     return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
-  }
-  // Columns 4 quarter … 4 quarter + 3 of 16 lines, `line` floats apart.
-  static void turn(const float* tile, ptrdiff_t line, int quarter, __m512 (&out)[4]) {
-    __m512 r[4];
-    for (int i = 0; i < 4; ++i) {
-      const float* const at = tile + i * line + 4 * quarter;
-      r[i] = _mm512_castps128_ps512(_mm_load_ps(at));
-      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 4 * line), 1);
-      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 8 * line), 2);
-      r[i] = _mm512_insertf32x4(r[i], _mm_load_ps(at + 12 * line), 3);
-    }
-    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r[0], r[1]));
-    const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(r[0], r[1]));
-    const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(r[2], r[3]));
-    const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(r[2], r[3]));
-    out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
-    out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
-    out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
-    out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
   }
 };
 

@@ -19,8 +19,8 @@ constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
 constexpr int64_t kTileUnitRows = 2;
 // From so many on a unit that multiplies tiles takes a bf16 matrix: one row is read faster as one stream.
-constexpr int64_t kPartBytes = 1 << 20, kSlicePanels = 16, kMostPanels = 32;
-// Of x in a part that meets all of W: half of the L2 of machines with such a unit.
+constexpr int64_t kPartBytes = 3 << 19, kSlicePanels = 16, kMostPanels = 32;
+// Of x in a part that meets all of W: three quarters of the L2 of machines with such a unit.
 constexpr int64_t kShareRows = 64;
 // From so many on packing x is worth being shared.
 constexpr int64_t kRowsFloats = 1 << 15;
@@ -61,11 +61,9 @@ template <class PieceOf, class Work, class Done>
 void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work, const Done& done) {
   cpu::Pieces pieces(count);
   auto take = [&](const cpu::Team&) {
-    bool first = true;
-    for (int64_t now = pieces.take(); now >= 0; first = false) {
+    for (int64_t now = pieces.take(); now >= 0;) {
       const int64_t next = pieces.take();
       Piece piece = piece_of(now);
-      piece.first = first;
       piece.next = next < 0 ? -1 : piece_of(next).from;
       work(piece);
       now = next;
@@ -114,7 +112,7 @@ float* packed(const Product& p, int64_t floats, int threads, const Pack& pack) {
 void many(const Kernels& kernels, const Product& p, int threads) {
   const int type = int(p.dtype);
   const bool in_place = p.dtype == Dtype::kBf16 ? kernels.in_place[type].run && p.k % 2 == 0
-                                                : p.rows < kCopyRows;
+                                                : !kernels.copied[type].run || p.rows < kCopyRows;
   const Many& form = (in_place ? kernels.in_place : kernels.copied)[type];
   const int64_t panels = ceil_div(p.rows, kLanes);
   const float* const x = packed(p, panels * kLanes * p.k, threads, [&](float* to, int64_t from, int64_t end) {

@@ -34,7 +34,6 @@ struct Piece {
   int64_t from, to;
   int64_t panel, panels;
   int64_t next = -1;
-  bool first = false;        // of its thread
   bool past_caches = false;  // y, of which the caches would not hold all
 };
 
@@ -97,7 +96,8 @@ struct Kernels {
   void (*pack_few[kDtypes])(const Product&, float* to, int64_t from, int64_t until);
   void (*few[kDtypes])(const Product&, const float* x, ptrdiff_t x_stride, const Piece&);
   // W is read where it lies, or copied to scratch on the way, as fp32: its rows are then a constant
-  // stride apart. In place: bf16 is multiplied in pairs, of which a row is a whole number.
+  // stride apart. In place: bf16 is multiplied in pairs, of which a row is a whole number. Fp32 is never
+  // copied where the few rows of a tile leave room in L1 for theirs.
   Many in_place[kDtypes], copied[kDtypes];
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
   void (*gate)(const Gate&, int64_t from, int64_t until);
@@ -110,7 +110,7 @@ constexpr int64_t kTiledScratch = 10240;
 // Floats for W in the scratch of `Tiled::run`; after them the sums, kTileRows by kLanes for each panel.
 
 // What a unit that multiplies tiles has for a bf16 matrix: x goes in panels of ceil(count / 32) KiB, W in
-// pieces of kTileRows rows. A thread's pieces share their scratch, where each leaves what the next needs.
+// pieces of kTileRows rows.
 struct Tiled {
   void (*pack)(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
   void (*run)(const Product&, const Slice&, const char* panels, const Piece&, char* scratch);

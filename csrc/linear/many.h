@@ -1,6 +1,8 @@
 // Many rows: values of W are broadcast against panels of 16 rows of x.
 #pragma once
 
+#include <type_traits>
+
 #include "linear/linear.h"
 
 namespace vlora::linear::VLORA_ISA {
@@ -9,15 +11,20 @@ using namespace vlora::cpu::VLORA_ISA;
 
 constexpr int kAccumulators = R::kWidth == 16 ? 24 : 12;
 
+// A register that holds a panel's whole line meets up to four panels at once, 6 x 4 registers, so that a
+// value of W is loaded once for all of them: ten loads for 24 products. Else registers make a line.
+constexpr bool kWholeLines = R::kWidth == kLanes;
+constexpr int kPanelsAtOnce = kWholeLines ? 4 : 1;
+
 // How rows of W meet a panel. Stored: W in memory; W, X: in the product, X that of the panel. kUnits:
-// values of W in a step. kDepth: of a block; its part of a panel stays in L1, beside what is copied of
-// W. kBatch: values copied at once.
+// values of W in a step. kDepth: of a block; its part of the panels that are met at once stays in L1,
+// beside what is copied of W. kBatch: values copied at once.
 
 struct Fp32 {
   using Stored = float;
   using W = float;
   using X = float;
-  static constexpr int kUnits = 1, kDepth = 256, kBatch = R::kWidth;
+  static constexpr int kUnits = 1, kDepth = kWholeLines ? 128 : 256, kBatch = R::kWidth;
 
   template <int M, int N>
   static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x, ptrdiff_t apart) {
@@ -69,6 +76,21 @@ template <class P>
 constexpr ptrdiff_t kCopyStride = P::kDepth + 16;
 // Of rows of W in scratch, in values: not a power of two, so that they share the cache's sets.
 
+// Rows of y that are about to be written, in a block's columns: brought to L1 one by one.
+struct Results {
+  const float* y = nullptr;
+  ptrdiff_t stride = 0;
+  int64_t rows = 0;
+
+  VLORA_INLINE void fetch_row() {
+    if (rows <= 0) return;
+#pragma GCC unroll 4
+    for (int n = 0; n < kBlock; n += kLanes) __builtin_prefetch(y + n, 1, 3);
+    --rows;
+    y += stride;
+  }
+};
+
 // What a tile of M rows does beside its sums, for `columns` of its depth: as many rows of W are
 // fetched, and others, fetched before, are copied. Apart from the sums either would cost its full time.
 template <class P>
@@ -77,17 +99,15 @@ struct Beside {
   float* to;
   ptrdiff_t stride;  // of rows of W in memory
   int64_t columns;
+  Results* results = nullptr;  // that are fetched as well, all along its depth
 };
 
 enum class Also { kNothing, kFetch, kFetchAndCopy };
 
-// A register that holds a panel's whole line meets two panels at once, so that a value of W is loaded once
-// for both; else two registers make a line.
-constexpr bool kTwoPanels = R::kWidth == kLanes;
-constexpr ptrdiff_t kSumsApart = kTwoPanels ? kBlock * kLanes : R::kWidth;
+constexpr ptrdiff_t kSumsApart = kWholeLines ? kBlock * kLanes : R::kWidth;
 template <class P>
 VLORA_INLINE ptrdiff_t apart(ptrdiff_t depth) {  // of two registers of x
-  return kTwoPanels ? depth * kLanes : P::kUnits * R::kWidth;
+  return kWholeLines ? depth * kLanes : P::kUnits * R::kWidth;
 }
 
 template <class P, int M, int N, Also kAlso>
@@ -102,9 +122,14 @@ VLORA_INLINE void panel_tile(const typename P::W* w, ptrdiff_t stride, const typ
   int64_t steps = depth / P::kUnits;
   if constexpr (kAlso != Also::kNothing) {
     constexpr int kLine = 64 / int(sizeof(typename P::Stored));
+    const auto fetch_results = [&] {
+      if constexpr (kWholeLines)
+        if (beside.results) beside.results->fetch_row();
+    };
     for (int64_t k = 0; k + kLine <= beside.columns; k += kLine) {
 #pragma GCC unroll 24
       for (int m = 0; m < M; ++m) __builtin_prefetch(beside.fetch + m * beside.stride + k, 0, 2);
+      fetch_results();
 #pragma GCC unroll 1
       for (int i = 0; i < kLine; i += P::kBatch) {
         if constexpr (kAlso == Also::kFetchAndCopy) {
@@ -117,6 +142,14 @@ VLORA_INLINE void panel_tile(const typename P::W* w, ptrdiff_t stride, const typ
           P::step(acc, w, stride, panel, apart);
       }
       steps -= kLine / P::kUnits;
+    }
+    if constexpr (kWholeLines) {
+      for (; beside.results && steps >= kLine / P::kUnits; steps -= kLine / P::kUnits) {
+        fetch_results();
+#pragma GCC unroll 1
+        for (int i = 0; i < kLine; i += P::kUnits, w += P::kUnits, panel += P::kUnits * kLanes)
+          P::step(acc, w, stride, panel, apart);
+      }
     }
   }
   for (; steps > 0; --steps, w += P::kUnits, panel += P::kUnits * kLanes)
@@ -150,8 +183,31 @@ struct Block {
   float* copy;
 };
 
-// The rows of a block with N registers of one panel. While `next` is there, that is for a block's first
-// panel, each tile sees to those that follow it: in this block, then in the next one.
+// Panels that are met at once: the first one, how many, of all panels of a piece.
+struct Group {
+  int64_t panel, panels, all;
+};
+
+// The rows of a block, in place, with N panels. Each tile fetches its own rows of the block that follows: of
+// their depth the share of this group of panels, so that memory is asked all the time and not in bursts.
+template <class P, int N>
+void panels_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>& next, const Group& group,
+                  const typename P::X* panel, float* c, bool first, Results* results) {
+  constexpr int M = kAccumulators / N;
+  constexpr int64_t kLine = 64 / int64_t(sizeof(typename P::Stored));
+  const int64_t lines = now.depth / kLine, until = group.panel + group.panels;
+  const int64_t from = lines * group.panel / group.all * kLine, end = lines * until / group.all * kLine;
+  const typename P::W* w = now.w;
+  int64_t n = 0;
+  for (; n + M <= rows; n += M, w += M * p.k, c += M * kLanes)
+    panel_tile<P, M, N, Also::kFetch>(w, p.k, panel, apart<P>(p.k), now.depth, c, first,
+                                      {next.w + n * p.k + from, nullptr, nullptr, p.k, end - from, results});
+  for (; n < rows; ++n, w += p.k, c += kLanes)
+    panel_tile<P, 1, N, Also::kNothing>(w, p.k, panel, apart<P>(p.k), now.depth, c, first, {});
+}
+
+// The rows of a block with N registers of one panel, or with N panels. While `next` is there, that is for a
+// block's first panels, each tile sees to those that follow it: in this block, then in the next one.
 template <class P, int N, bool kCopied>
 void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>* next,
                  const typename P::X* panel, float* c, bool first) {
@@ -197,6 +253,24 @@ void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Bloc
     panel_tile<P, 1, N, Also::kNothing>(w, stride, panel, apart<P>(p.k), now.depth, c, first, {});
 }
 
+// The sums of some panels to y where a register holds a line: whole lines of y.
+template <class V>
+void store_lines(const Product& p, const Piece& piece, const Group& group, const float* c) {
+  const int64_t rows = piece.to - piece.from;
+  for (int64_t panel = group.panel; panel < group.panel + group.panels; ++panel, c += kBlock * kLanes)
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const int64_t t = (piece.panel + panel) * kLanes + 4 * quarter;
+      const int64_t count = p.rows - t < 4 ? p.rows - t : 4;
+      for (int64_t n = 0; n < rows; n += kLanes) {
+        V columns[4];
+        V::turned(c + n * kLanes, kLanes, quarter, columns);
+        const V bias = p.bias ? V::load(p.bias + piece.from + n) : V::zero();
+        for (int64_t i = 0; i < count; ++i)
+          (columns[i] + bias).store(p.y + (t + i) * p.y_stride + piece.from + n);
+      }
+    }
+}
+
 // The sums of a piece, [panel][row of W][row of x] with these strides, to y.
 inline void store_sums(const Product& p, const Piece& piece, const float* c, ptrdiff_t row_stride,
                        ptrdiff_t panel_stride) {
@@ -230,6 +304,9 @@ inline void store_sums(const Product& p, const Piece& piece, const float* c, ptr
   }
 }
 
+template <int N>
+using Registers = std::integral_constant<int, N>;
+
 template <class P, bool kCopied>
 void many(const Product& p, const float* packed, const Piece& piece, float* scratch) {
   static_assert(kBlock * kCopyStride<P> <= kCopyFloats, "a block's copy must fit");
@@ -239,7 +316,7 @@ void many(const Product& p, const float* packed, const Piece& piece, float* scra
   float* const sums = scratch + 2 * kCopyFloats;
   // Registers of x that meet W at once, from this panel on.
   auto registers = [&](int64_t panel) {
-    if (kTwoPanels) return piece.panels - panel > 1 ? 2 : 1;
+    if (kWholeLines) return int(piece.panels - panel < kPanelsAtOnce ? piece.panels - panel : kPanelsAtOnce);
     return p.rows - (piece.panel + panel) * kLanes <= R::kWidth ? 1 : int(kLanes / R::kWidth);
   };
   auto block_at = [&](int64_t k) {
@@ -260,24 +337,69 @@ void many(const Product& p, const float* packed, const Piece& piece, float* scra
       float* const c = sums + panel * kBlock * kLanes;
       const Block<P>* const after = panel == 0 ? &next : nullptr;
       const int n = registers(panel);
-      count = kTwoPanels ? n : 1;
-      if (n == 1) {
-        panel_block<P, 1, kCopied>(p, rows, now, after, x, c, k == 0);
-      } else if constexpr (R::kWidth * 2 >= kLanes) {
-        panel_block<P, 2, kCopied>(p, rows, now, after, x, c, k == 0);
+      count = kWholeLines ? n : 1;
+      const auto multiply = [&](auto registers, Results* results) {
+        constexpr int N = decltype(registers)::value;
+        if constexpr (kWholeLines && !kCopied) {
+          panels_block<P, N>(p, rows, now, next, {panel, count, piece.panels}, x, c, k == 0, results);
+        } else {
+          panel_block<P, N, kCopied>(p, rows, now, after, x, c, k == 0);
+        }
+      };
+      if constexpr (kWholeLines) {
+        const int64_t t = (piece.panel + panel) * kLanes, there = p.rows - t;
+        Results results{p.y + t * p.y_stride + piece.from, p.y_stride,
+                        there < count * kLanes ? there : count * kLanes};
+        Results* const fetched = last ? &results : nullptr;
+        if (n == 1) multiply(Registers<1>{}, fetched);
+        if (n == 2) multiply(Registers<2>{}, fetched);
+        if (n == 3) multiply(Registers<3>{}, fetched);
+        if (n == 4) multiply(Registers<4>{}, fetched);
+        if (last && rows % kLanes == 0) store_lines<R>(p, piece, {panel, count, piece.panels}, c);
+      } else if (n == 1) {
+        multiply(Registers<1>{}, nullptr);
       } else {
-        panel_block<P, kLanes / R::kWidth, kCopied>(p, rows, now, after, x, c, k == 0);
+        multiply(Registers<kLanes / R::kWidth>{}, nullptr);
       }
     }
     now = next;
   }
-  store_sums(p, piece, sums, kLanes, kBlock * kLanes);
+  if (!kWholeLines || rows % kLanes != 0) store_sums(p, piece, sums, kLanes, kBlock * kLanes);
+}
+
+// Panels of fp32 where a register holds a line: 16 rows by 16 values at a time. Their rows may lie a power of
+// two apart, so they are read once, line by line, and turned from a copy.
+template <class V>
+void pack_lines(const Product& p, float* to, int64_t from, int64_t until) {
+  alignas(64) float lines[kLanes * kLanes] = {};
+  for (int64_t panel = from; panel < until; ++panel) {
+    const int64_t t = panel * kLanes, rows = p.rows - t < kLanes ? p.rows - t : kLanes;
+    const float* const x = p.x + t * p.x_stride;
+    float* out = to + t * p.k;
+    for (int64_t i = rows; i < kLanes; ++i) V::zero().store(lines + i * kLanes);
+    for (int64_t k = 0; k < p.k; k += kLanes) {
+      const int64_t columns = p.k - k < kLanes ? p.k - k : kLanes;
+      for (int64_t i = 0; i < rows; ++i) {
+        if (columns == kLanes) {
+          V::load(x + i * p.x_stride + k).store(lines + i * kLanes);
+        } else {
+          __builtin_memcpy(lines + i * kLanes, x + i * p.x_stride + k, size_t(columns) * sizeof(float));
+        }
+      }
+      for (int64_t quarter = 0; 4 * quarter < columns; ++quarter) {
+        V turned[4];
+        V::turned(lines, kLanes, int(quarter), turned);
+        for (int64_t i = 0; i < 4 && 4 * quarter + i < columns; ++i, out += kLanes) turned[i].store(out);
+      }
+    }
+  }
 }
 
 // Panels [from, until) of x: 16 rows (zeros where there are fewer) side by side, value by value, or
 // pair of bf16 by pair.
 template <class P>
 void pack_many(const Product& p, float* to, int64_t from, int64_t until) {
+  if constexpr (kWholeLines && P::kUnits == 1) return pack_lines<R>(p, to, from, until);
   for (int64_t panel = from; panel < until; ++panel)
     for (int64_t quad = 0; quad < kLanes; quad += 4) {
       static const float zeros[4] = {};

@@ -37,36 +37,25 @@ struct TwoTiles {
   }
 };
 
-// A piece's rows of W, some tiles of depth of them at a time in scratch.
-class Copy {
- public:
-  Copy(const Product& p, const Slice& slice, int64_t from, char* to)
-      : tiles_(p, from), stride_(p.k * 2), row_bytes_(slice.count * 2),
-        w_(static_cast<const char*>(p.w) + slice.from * 2), to_(to) {}
-
-  // Tile k of the slice's depth, as the given one in scratch.
-  void tile(int64_t k, int64_t as) const {
-    const int64_t there = row_bytes_ - k * kLine;
-    for (int i = 0; i < 2; ++i) {
-      const char* from = w_ + tiles_.row[i] * stride_ + k * kLine;
-      char* to = to_ + (2 * as + i) * kTileBytes;
-      for (int64_t row = 0; row < tiles_.rows[i]; ++row, from += stride_, to += kLine) {
+// Tiles [from, from + count) of the depth of a piece's rows of W to scratch, for where rows or depth end
+// within one.
+inline void copy_ends(const Product& p, const Slice& slice, const Piece& piece, int64_t from, int64_t count,
+                      char* to) {
+  const TwoTiles tiles(p, piece.from);
+  for (int64_t k = from; k < from + count; ++k)
+    for (int i = 0; i < 2; ++i, to += kTileBytes) {
+      const int64_t there = (slice.count - k * kTileDepth) * 2;
+      const char* w = static_cast<const char*>(p.w) + (tiles.row[i] * p.k + slice.from + k * kTileDepth) * 2;
+      for (int64_t row = 0; row < tiles.rows[i]; ++row, w += p.k * 2) {
         if (there >= kLine) {
-          Beside::copy_line(from, to);
-        } else {  // the depth ends within a tile
-          __builtin_memset(to, 0, kLine);
-          __builtin_memcpy(to, from, size_t(there));
+          Beside::copy_line(w, to + row * kLine);
+        } else {
+          __builtin_memset(to + row * kLine, 0, kLine);
+          __builtin_memcpy(to + row * kLine, w, size_t(there));
         }
       }
     }
-  }
-
- private:
-  const TwoTiles tiles_;
-  const int64_t stride_, row_bytes_;
-  const char* const w_;
-  char* const to_;
-};
+}
 
 // The rows of W that come next, brought to L2 row by row between the products.
 class Fetch {
@@ -155,10 +144,11 @@ struct Left {
   ptrdiff_t line, step, lower;
 };
 
-// These rows by one or two panels, over `steps` tiles of depth. beside: called at each step, with its number.
-template <bool kSecond, class Work>
+// These rows by one or two panels, over `steps` tiles of depth. kKeep: tiles of W go to `keep` as well, one
+// behind the other. beside: called at each step.
+template <bool kSecond, bool kKeep, class Work>
 void block(const Left& left, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
-           const Work& beside) {
+           char* keep, const Work& beside) {
   using U = TileRegisters;
   const auto sums_of = [&](int tile) { return sums + tile / 2 * kTile * kSumLine + tile % 2 * kTile; };
   const auto begin = [&](auto tile) {
@@ -175,12 +165,14 @@ void block(const Left& left, const char* x, ptrdiff_t panel_bytes, int64_t steps
     U::load_passing<6>(x, kLine);
     if constexpr (kSecond) U::load_passing<7>(x + panel_bytes, kLine);
     U::load<4>(w, left.line);
+    if constexpr (kKeep) U::store<4>(keep, kLine);
     U::multiply<0, 4, 6>();
     if constexpr (kSecond) U::multiply<1, 4, 7>();
     U::load<5>(w + left.lower, left.line);
+    if constexpr (kKeep) U::store<5>(keep + kTileBytes, kLine), keep += 2 * kTileBytes;
     U::multiply<2, 5, 6>();
     if constexpr (kSecond) U::multiply<3, 5, 7>();
-    beside(step);
+    beside();
   }
   U::store<0>(sums_of(0), kSumLine * 4);
   U::store<2>(sums_of(2), kSumLine * 4);
@@ -192,32 +184,37 @@ void block(const Left& left, const char* x, ptrdiff_t panel_bytes, int64_t steps
 
 template <class Work>
 void block(const Left& left, const Piece& piece, int64_t pair, const char* x, ptrdiff_t panel_bytes,
-           int64_t steps, float* sums, bool first, const Work& beside) {
+           int64_t steps, float* sums, bool first, char* keep, const Work& beside) {
   x += (piece.panel + 2 * pair) * panel_bytes;
-  if (2 * pair + 1 < piece.panels) {
-    block<true>(left, x, panel_bytes, steps, sums, first, beside);
-  } else {
-    block<false>(left, x, panel_bytes, steps, sums, first, beside);
-  }
+  const bool second = 2 * pair + 1 < piece.panels;
+  const auto run = keep ? second ? block<true, true, Work> : block<false, true, Work>
+                        : second ? block<true, false, Work> : block<false, false, Work>;
+  run(left, x, panel_bytes, steps, sums, first, keep, beside);
+}
+
+// A piece's rows of W where they lie, from tile k of the slice's depth on.
+inline Left in_memory(const Product& p, const Slice& slice, const Piece& piece, int64_t k) {
+  const ptrdiff_t row = p.k * 2;
+  return {static_cast<const char*>(p.w) + piece.from * row + slice.from * 2 + k * kLine, row, kLine,
+          (p.gated ? p.n / 2 : kTile) * row};
 }
 
 // Few panels: W is read where it lies, over the whole depth at once, while the next piece's rows come.
 inline void tiled_in_place(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
                            float* sums, Stored how) {
-  const int64_t depth = slice.count / kTileDepth, panel_bytes = depth * kTileBytes, row = p.k * 2;
-  const auto* const w = static_cast<const char*>(p.w) + piece.from * row + slice.from * 2;
-  const ptrdiff_t lower = (p.gated ? p.n / 2 : kTile) * row;
+  const int64_t depth = slice.count / kTileDepth, panel_bytes = depth * kTileBytes;
+  const Left left = in_memory(p, slice, piece, 0);
   Fetch fetch(p, slice, piece.next);
   const int64_t pairs = ceil_div(piece.panels, 2), lines = ceil_div(fetch.lines(), depth * pairs);
   for (int64_t pair = 0; pair < pairs; ++pair)
-    block({w, row, kLine, lower}, piece, pair, panels, panel_bytes, depth, sums + pair * kPairFloats, true,
-          [&](int64_t) { fetch.some(lines); });
+    block(left, piece, pair, panels, panel_bytes, depth, sums + pair * kPairFloats, true, nullptr,
+          [&] { fetch.some(lines); });
   for (int64_t pair = 0; pair < pairs; ++pair)
     Finish(p, piece, 2 * pair, sums + pair * kPairFloats, how).rest();
 }
 
-// Two tiles of W's rows. scratch: a chunk of them, the sums. Where a pair of panels has used a tile of
-// W for the last time, the one that takes its place follows: of the next chunk, or of the next piece.
+// Two tiles of W's rows. scratch: a chunk of them, the sums. The first pair of panels reads W where it lies,
+// and what it has in registers is stored for the others: that costs less than a copy by vectors.
 inline void tiled(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
                   char* scratch) {
   const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kTileBytes;
@@ -229,42 +226,34 @@ inline void tiled(const Product& p, const Slice& slice, const char* panels, cons
                      : piece.past_caches && aligned ? Stored::kPastCaches
                                                     : Stored::kPlain;
   configure(kTile, kTile, kTile);
-  const bool few = piece.panels <= kInPlacePanels;
-  if (few && piece.to - piece.from == (p.gated ? kTile : kTileRows) && slice.count % kTileDepth == 0) {
+  const bool whole = piece.to - piece.from == (p.gated ? kTile : kTileRows) && slice.count % kTileDepth == 0;
+  if (whole && piece.panels <= kInPlacePanels) {
     tiled_in_place(p, slice, panels, piece, sums, how);
     return;
   }
-  const Copy here(p, slice, piece.from, scratch), there(p, slice, piece.next, scratch);
-  if (piece.first || few)  // the piece before has left no copy
-    for (int64_t step = 0; step < most; ++step) here.tile(step, step);
+  const Left kept{scratch, kLine, 2 * kTileBytes, kTileBytes};
   Fetch fetch(p, slice, piece.next);
-  // All of it is there when the last panels make room for the next piece.
-  const int64_t before = depth * pairs - most;
-  const int64_t lines = ceil_div(fetch.lines(), before > 0 ? before : most);
+  const int64_t lines = ceil_div(fetch.lines(), depth * pairs);
   Finish finish;
   for (int64_t k = 0; k < depth; k += most) {
     const int64_t steps = depth - k < most ? depth - k : most;
     const bool last = k + most >= depth;
     const int64_t quarters = last ? ceil_div(Finish::kQuarters, steps) : 0;
-    // What follows may have more tiles than there are here.
-    const Copy& following = last ? there : here;
-    const int64_t from = last ? 0 : k + most, until = last ? most : depth - from < most ? depth - from : most;
+    if (!whole) copy_ends(p, slice, piece, k, steps, scratch);
     for (int64_t pair = 0; pair < pairs; ++pair) {
       float* const to = sums + pair * kPairFloats;
-      const bool makes_room = pair + 1 == pairs;
-      const auto beside = [&](int64_t step) {
-        if (makes_room && step < until) following.tile(from + step, step);
-        fetch.some(lines);
-        finish.some(quarters);
-      };
-      block({scratch, kLine, 2 * kTileBytes, kTileBytes}, piece, pair, panels + k * kTileBytes, panel_bytes,
-            steps, to, k == 0, beside);
+      const bool keep = whole && pair == 0;
+      const Left left = keep ? in_memory(p, slice, piece, k) : kept;
+      block(left, piece, pair, panels + k * kTileBytes, panel_bytes, steps, to, k == 0, keep ? scratch : nullptr,
+            [&] {
+              fetch.some(lines);
+              finish.some(quarters);
+            });
       if (last) {
         finish.rest();
         finish = Finish(p, piece, 2 * pair, to, how);
       }
     }
-    for (int64_t step = steps; step < until; ++step) following.tile(from + step, step);
   }
   finish.rest();
 }

@@ -15,11 +15,13 @@ def body(isa: Isa) -> str:
     pairs = "VLORA_HAS_BF16_PRODUCTS" in isa.defines
     few = "Pairs" if pairs else "Widened"
     pairs_many = "{pack_many<Bf16Pairs>, many<Bf16Pairs, false>}" if pairs else "{nullptr, nullptr}"
+    whole_lines = "avx512" in isa.vector  # their tiles read fp32 where it lies
+    copied = "{nullptr, nullptr}" if whole_lines else "{pack_many<Fp32>, many<Fp32, true>}"
     return (
         "Kernels table() {\n"
         f"  return {{{{nullptr, pack_few<{few}>}}, {{few<Plain>, few<{few}>}},\n"
         f"          {{{{pack_many<Fp32>, many<Fp32, false>}}, {pairs_many}}},\n"
-        "          {{pack_many<Fp32>, many<Fp32, true>},"
+        f"          {{{copied},"
         " {pack_many<Widening>, many<Widening, true>}},\n"
         "          add_norm, gate, largest, sample};\n}\n"
     )
