@@ -46,7 +46,7 @@ class _VisionPart(LlavaModel):  # type: ignore[misc]
 
 
 class _Stored(torch.nn.Linear):
-    """A stock linear layer whose matrix is stored in bf16 and multiplied in fp32."""
+    """A stock linear layer whose matrix is stored in bf16; input and sums are fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = ops.linear(x.flatten(0, -2), self.weight, self.bias)
