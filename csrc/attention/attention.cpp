@@ -36,7 +36,6 @@ Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t
   if (layout.dim < 2 || layout.dim > kMostDim || group > kMostTiles * kTileItems)
     throw std::invalid_argument("heads of " + std::to_string(layout.dim) + ", " +
                                 std::to_string(group) + " to one of keys and values");
-  const int64_t rows_of_block = std::max<int64_t>(1, kItems / group);
   items_ = std::max(kItems, group);
   double work = 0;
   for (size_t i = 0; i < chunks.size(); ++i) {
@@ -52,6 +51,11 @@ Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t
         throw std::invalid_argument("page " + std::to_string(pages[size_t(page)]) + " of " +
                                     std::to_string(layout.pages));
     rows_ += chunk.length;
+    // As many rows as a piece may have, if there are pieces enough then.
+    const int64_t tall = kernels_of(layout.dtype).items;
+    const bool enough = layout.kv_heads * ceil_div(chunk.length * group, tall) >= threads * kPiecesOfThread;
+    const int64_t rows_of_block = std::max<int64_t>(1, (enough ? tall : kItems) / group);
+    items_ = std::max(items_, std::min(rows_of_block, chunk.length) * group);
     for (int64_t row = 0; row < chunk.length; row += rows_of_block) {
       Piece piece{};
       piece.shared = -1;

@@ -38,7 +38,9 @@ struct Chunk {
 };
 
 constexpr int64_t kItems = 64;
-// Most (row, head) pairs that share one pass over keys and values, unless a group of heads is larger.
+// Most (row, head) pairs that share one pass over keys and values, unless a group of heads is larger, or
+constexpr int64_t kTiledItems = 128;
+// of one head and where tiles are multiplied: keys and values come half as often, and are copied once.
 constexpr int64_t kBlockPanels = 8;
 // Panels whose scores are held at a time: 128 tokens of a head's keys and values stay in L2 meanwhile.
 
@@ -114,6 +116,7 @@ struct Kernels {
   void (*write[kDtypes])(const Problem&, const Written&);
   // The parts of rows whose keys were shared out, as one. piece: any of them.
   void (*combine)(const Problem&, const Piece&, const float* partials);
+  int64_t items;  // most of one head's that a piece should have
 };
 const Kernels& kernels(cpu::Isa isa);
 // Those in use for pages of a type: of a unit that multiplies tiles, or of vectors.

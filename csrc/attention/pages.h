@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "attention/attention.h"
+#include "cpu/scratch.h"
 
 namespace vlora::attention::VLORA_ISA {
 
@@ -38,6 +39,16 @@ VLORA_INLINE void narrow(const float* x, int64_t dim, T* to) {
   for (int64_t i = d; i < dim; ++i) rest[i - d] = x[i];
   R::load(rest).store(narrowed);
   for (int64_t i = d; i < dim; ++i) to[i] = narrowed[i - d];
+}
+
+// Two rows of values, x: [dim] each, to pairs of bf16.
+VLORA_INLINE void join(const float* first, const float* second, int64_t dim, uint16_t* to) {
+  uint16_t narrowed[2][kMostDim];
+  narrow(first, dim, narrowed[0]);
+  narrow(second, dim, narrowed[1]);
+  using Pair __attribute__((may_alias)) = uint32_t;
+  Pair* const pairs = reinterpret_cast<Pair*>(to);
+  for (int64_t d = 0; d < dim; ++d) pairs[d] = narrowed[0][d] | uint32_t(narrowed[1][d]) << 16;
 }
 
 // Where a position's key, and its value, of a head of keys and values lie.
@@ -92,11 +103,56 @@ VLORA_INLINE void write_value(const Problem& p, int64_t row, int64_t head, const
   }
 }
 
+// A panel of keys from 16 of them, side by side: pairs of depth, or depths, of all tokens in a line.
+template <class T, class Register = R>
+VLORA_INLINE void turn_keys(const T* keys, int64_t dim, T* panel) {
+  constexpr int kPair = int(4 / sizeof(T));
+  int64_t d = 0;
+  if constexpr (Register::kWidth == kLanes)
+    for (; d + 4 * kPair <= dim; d += 4 * kPair)
+      Register::turn(keys + d, dim * ptrdiff_t(sizeof(T)), panel + d * kLanes);
+  for (; d < dim; d += kPair)
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      std::memcpy(panel + d * kLanes + lane * kPair, keys + lane * dim + d, 4);
+}
+
+// Keys and values of all heads of 16 rows that fill a panel: row by row, as they lie in memory, on the way
+// in, and page by page on the way out.
+template <class T>
+void write_panel(const Problem& p, const Written& w) {
+  const Layout& layout = p.plan->layout;
+  const Chunk& chunk = p.plan->chunks[size_t(w.chunk)];
+  const int64_t dim = layout.dim, half = dim / 2, padded = layout.padded(), kv_heads = layout.kv_heads;
+  static thread_local cpu::Scratch scratch;
+  T* const keys = reinterpret_cast<T*>(scratch.get(kLanes * kv_heads * dim));  // [heads][rows][dim]
+  const Slot<T> to(p, chunk, chunk.start + w.row, 0);
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const int64_t row = chunk.row + w.row + lane;
+    const float* x = p.q + row * p.q_stride + p.plan->heads * dim;
+    for (int64_t head = 0; head < kv_heads; ++head, x += dim) {
+      float key[kMostDim];
+      rotate(x, p.cosines + row * half, p.sines + row * half, half, 1.0f, key);
+      narrow(key, dim, keys + (head * kLanes + lane) * dim);
+    }
+    if constexpr (sizeof(T) == 4) {
+      for (int64_t head = 0; head < kv_heads; ++head, x += dim)
+        narrow(x, dim, to.values + head * layout.head() + lane * padded);
+    } else if (lane % 2) {
+      // Two rows' values are pairs.
+      for (int64_t head = 0; head < kv_heads; ++head, x += dim)
+        join(x - p.q_stride, x, dim, to.values + head * layout.head() + (lane - 1) * padded);
+    }
+  }
+  for (int64_t head = 0; head < kv_heads; ++head)
+    turn_keys(keys + head * kLanes * dim, dim, to.keys + head * layout.head());
+}
+
 // Keys and values of rows whose place is in one panel of each head.
 template <class T>
 void write(const Problem& p, const Written& w) {
   const Layout& layout = p.plan->layout;
   const Chunk& chunk = p.plan->chunks[size_t(w.chunk)];
+  if (w.rows == kLanes) return write_panel<T>(p, w);
   for (int64_t head = 0; head < layout.kv_heads; ++head) {
     Slot<T> to(p, chunk, chunk.start + w.row, head);
     // Stores wait for their lines one by one: those of the next head are asked for meanwhile.

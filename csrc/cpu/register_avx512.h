@@ -32,6 +32,9 @@ struct R {
   void store(float* p) const { _mm512_storeu_ps(p, r); }
   // Rounded to nearest, ties to even; a NaN keeps its sign and stays a NaN.
   void store(uint16_t* p) const {
+#ifdef VLORA_HAS_BF16_PRODUCTS
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), __m256i(_mm512_cvtneps_pbh(r)));
+#else
     const __m512i bits = _mm512_castps_si512(r);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -39,6 +42,7 @@ struct R {
     up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x00400000));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+#endif
   }
 
   // Both, one after the other, as the upper halves of their bits, and as bf16 what these leave.
@@ -57,6 +61,29 @@ struct R {
     rest(a).store(low);
     rest(b).store(low + kWidth);
 #endif
+  }
+
+  // Four columns of 4 bytes of 16 rows, `stride` bytes apart: each becomes a line.
+  static void turn(const void* from, ptrdiff_t stride, void* to) {
+    const auto quarter = [&](int row) {
+      return _mm_loadu_ps(reinterpret_cast<const float*>(static_cast<const char*>(from) + row * stride));
+    };
+    __m512 rows[4];
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = _mm512_castps128_ps512(quarter(i));
+      rows[i] = _mm512_insertf32x4(rows[i], quarter(i + 4), 1);
+      rows[i] = _mm512_insertf32x4(rows[i], quarter(i + 8), 2);
+      rows[i] = _mm512_insertf32x4(rows[i], quarter(i + 12), 3);
+    }
+    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
+    const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(rows[0], rows[1]));
+    const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
+    const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(rows[2], rows[3]));
+    double* const lines = static_cast<double*>(to);
+    _mm512_storeu_pd(lines, _mm512_unpacklo_pd(a, c));
+    _mm512_storeu_pd(lines + 8, _mm512_unpackhi_pd(a, c));
+    _mm512_storeu_pd(lines + 16, _mm512_unpacklo_pd(b, d));
+    _mm512_storeu_pd(lines + 24, _mm512_unpackhi_pd(b, d));
   }
 
   void add_product(R a, R b) { r = _mm512_fmadd_ps(a.r, b.r, r); }

@@ -177,7 +177,9 @@ class Bed:
 def run(cells: Sequence[Cell], effort: Effort, limits: Limits) -> Iterator[Result]:
     for cell in cells:
         bed = Bed(cell)
-        beside = Beside("fp32", MULTIPLY_ROUNDS, READ_BYTES)
+        # A type that the unit for tiles multiplies has that unit's peak.
+        peak_type = max(("fp32", cell.dtype), key=limits.peak)
+        beside = Beside(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
         timings = interleaved(
             {KERNEL: bed.attend("cpu"), TWIN: bed.attend("reference"), **beside.calls()},
             rounds=effort.rounds,
@@ -190,7 +192,7 @@ def run(cells: Sequence[Cell], effort: Effort, limits: Limits) -> Iterator[Resul
             cell,
             own,
             rate or limits.bandwidth(READ_BYTES, cold=True),
-            peak or limits.peak("fp32"),
+            peak or limits.peak(peak_type),
         )
 
 
