@@ -140,6 +140,7 @@ def body(isa: Isa, part: str) -> str:
             "k.load_rows = load_rows;",
             "k.round_rows = round_rows;",
             "k.widen_panels = widen_panels;",
+            "k.split_narrow = split_narrow;",
             "k.pairs_in_registers = kPairs;",
             "k.add_sums = add_sums;",
         ]

@@ -33,13 +33,38 @@ void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step,
   }
 }
 
+// The narrow panel. Its steps are put one after another, 8 columns each: a tile of 16 columns that begins at a
+// step has the next one's in its right half, and what these sum up to falls into columns that nobody reads.
+void narrow_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to) {
+  constexpr int64_t kStepFloats = kPanel / 2;
+  thread_local cpu::Scratch scratch;
+  const int64_t step = c.steps(x.k), steps = c.steps(x.count), lines = ceil_div(steps, 2);
+  float* const ordered = scratch.get(lines * kPanel + kStepFloats);
+  c.kernels.split_narrow(panels.at + (panels.wide() * panels.steps + step / 2) * 64, lines, ordered);
+  std::fill_n(ordered + lines * kPanel, kStepFloats, 0.0f);
+  cpu::TileProduct t{};
+  t.left_bytes = x.stride * 4;
+  t.right = ordered;
+  t.step_bytes = kStepFloats * 4;
+  t.panels = 1;
+  t.steps = steps;
+  t.out_stride = kRowStride;
+  t.first = x.first;
+  for (int64_t row = 0; row < rows; row += cpu::kTileRows) {
+    t.left = x.at + row * x.stride;
+    t.rows = int(std::min<int64_t>(cpu::kTileRows, rows - row));
+    t.out = to + row * kRowStride;
+    c.kernels.tiles->multiply(t);
+  }
+}
+
 }  // namespace
 
 void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows,
                   const Rows& x, float* to, int64_t first, int64_t last) {
   const TileSet& set = c.kernels.shrink[int(c.p.dtype)];
   const Panels panels = c.a(pair);
-  Path path = c.paths(config, pair, rows).shrink;
+  const Path path = c.paths(config, pair, rows).shrink;
   if (path == Path::kTiles) {
     const int64_t end = std::min(last, panels.wide());
     over_tiles(panels, first, end, c.steps(x.k), rows, [&](cpu::TileProduct t, int64_t row, int64_t panel) {
@@ -51,10 +76,8 @@ void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int
       t.first = x.first;
       c.kernels.tiles->multiply(t);
     });
-    if (end == last) return;
-    to += (std::max(first, end) - first) * kPanel;
-    first = std::max(first, end);
-    path = c.one_order ? Path::kDirect : Path::kStream;
+    if (end < last) narrow_by_tiles(c, panels, rows, x, to + (std::max(first, end) - first) * kPanel);
+    return;
   }
   Tile t{};
   t.x = x.at;
