@@ -21,7 +21,7 @@ int field(uint64_t word, int at) { return int(word >> (8 * at) & 0xff); }
 int log2_of(uint64_t value) { return value ? 63 - __builtin_clzll(value) : 0; }
 
 constexpr int64_t kFetchesRows = 2 << 20;
-// L2 of a core that is asked for nothing in a merge.
+// L2 of cores that need not be asked for the rows that a merge reads next.
 
 // Octaves apart. Rows and rank decide between streaming and blocking, so they weigh most; a table
 // of another operation or type says nothing.
@@ -81,10 +81,12 @@ TileConfig built_in(const Shape& s, const cpu::Machine& machine, bool widening, 
   if (s.operation == Operation::kMerge) {
     // Columns of A packed at a time: as many as fill L2, though nothing is left for W. Rows of W are
     // then streamed in long pieces, which is worth more (1 MiB of L2, rank 64: 0.85 of the limit with
-    // 4096 columns, 0.77 with 1024). One tile of W ahead; none where a core has 2 MiB of L2, which are
-    // those that fetch rows of W by themselves and only lose by it (2 to 6 %, rank 64, bf16).
-    const int block = nearest({1024, 2048, 4096}, double(machine.l2) / double(4 * std::max<int64_t>(16, s.rank)));
-    return {8, 0, columns, 0, machine.l2 >= kFetchesRows ? 0 : kMaxBundle, true, block};
+    // 4096 columns, 0.77 with 1024). One tile of W ahead. Cores with 2 MiB of L2 fetch rows of W into it by
+    // themselves: asked for, these take 2 to 6 % longer (rank 64, bf16), and A leaves them three quarters.
+    const bool fetches = machine.l2 >= kFetchesRows;
+    const double a = double(fetches ? machine.l2 / 4 : machine.l2);
+    const int block = nearest({1024, 2048, 4096}, a / double(4 * std::max<int64_t>(16, s.rank)));
+    return {8, 0, columns, 0, fetches ? 0 : kMaxBundle, true, block};
   }
   // Adapters are read once and nothing is used twice. Fetched ahead: what a memory latency of 100 ns
   // holds at the rate of one core.

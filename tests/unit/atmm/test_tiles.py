@@ -110,7 +110,7 @@ def test_a_table_of_one_thread_serves_two_and_says_so_in_its_counts() -> None:
         (32, 512, 16e9, False, "p24", "r96-s64-e64-d512-p0", "c2048-p4"),  # Zen 3
         (32, 512, 16e9, True, "p24", "r192-s64-e64-d512-p0", "c2048-p4"),
         (48, 1024, 40e9, False, "p64", "r96-s64-e64-d1024-p0", "c4096-p4"),  # Zen 5
-        (48, 2048, 13e9, False, "p24", "r96-s64-e64-d1024-p0", "c4096-p0"),  # Sapphire Rapids
+        (48, 2048, 13e9, False, "p24", "r96-s64-e64-d1024-p0", "c2048-p0"),  # Sapphire Rapids
     ],
 )
 def test_built_in_tiles_come_from_the_machines_caches_and_its_memorys_rate(
