@@ -44,10 +44,10 @@ void fetch(const char* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
 }
 
-// Panels [first, last) of x A^T, none of them narrow. What is fetched last of a bundle is what lies behind it:
-// the next one, or B.
-void shrink_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to, int64_t first,
-                     int64_t last) {
+// Panels [first, last) of x A^T, none of them narrow. What is fetched last of a bundle is what lies behind
+// it: the next one, or B.
+void shrink_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to,
+                     int64_t first, int64_t last) {
   const int64_t begin = c.steps(x.k), all = c.steps(x.count);
   const int64_t most = passes_once(rows) ? kFetchedSteps : all;
   for (int64_t bundle = first; bundle < last;) {
@@ -73,8 +73,8 @@ void shrink_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Ro
   }
 }
 
-// The narrow panel. Its steps are put one after another, 8 columns each: a tile of 16 columns that begins at a
-// step has the next one's in its right half, and what these sum up to falls into columns that nobody reads.
+// The narrow panel. Its steps are put one after another, 8 columns each: a tile of 16 columns that begins at
+// a step has the next one's in its right half, and what these sum up to falls into columns that nobody reads.
 void narrow_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to) {
   constexpr int64_t kStepFloats = kPanel / 2;
   thread_local cpu::Scratch scratch;
