@@ -140,6 +140,7 @@ def body(isa: Isa, part: str) -> str:
             "k.load_rows = load_rows;",
             "k.round_rows = round_rows;",
             "k.widen_panels = widen_panels;",
+            "k.split_narrow = split_narrow;",
             "k.pairs_in_registers = kPairs;",
             "k.add_sums = add_sums;",
         ]
@@ -188,7 +189,7 @@ def configurations() -> str:
     ):
         rows.append(f"{{{block}, {shrink}, {expand}, {depth}, 0, true, 0}},")
     for block, shrink, expand, depth in itertools.product(
-        (24, 48, 96, 192), (32, 64), (32, 64), (128, 256, 512, 1024)
+        (24, 32, 48, 96, 192), (32, 64), (32, 64), (128, 256, 512, 1024)
     ):
         rows.append(f"{{{block}, {shrink}, {expand}, {depth}, 0, false, 0}},")
     return "\n".join(rows) + "\n"

@@ -22,7 +22,7 @@ enum class Path {
   kDirect,   // once for each tile of rows, which lie any stride apart
   kPacked,   // the same, rows a constant stride apart
   kWidened,  // kPacked, panels of bf16 made fp32 once for all tiles of rows
-  kTiles,    // by a unit that multiplies tiles; a narrow panel goes kStream or kDirect
+  kTiles,    // by a unit that multiplies tiles
 };
 
 struct Facts {

@@ -33,28 +33,83 @@ void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step,
   }
 }
 
+constexpr int64_t kFetchedSteps = 2 * cpu::kTile;
+// Of a bundle, that are fetched while as many before them are multiplied: loads of tiles alone keep too few
+// lines of memory on their way.
+
+// Few rows pass an adapter once, out of memory; more rows pass it again, out of L2.
+bool passes_once(int64_t rows) { return rows <= cpu::kTile; }
+
+void fetch(const char* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
+}
+
+// Panels [first, last) of x A^T, none of them narrow. What is fetched last of a bundle is what lies behind
+// it: the next one, or B.
+void shrink_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to,
+                     int64_t first, int64_t last) {
+  const int64_t begin = c.steps(x.k), all = c.steps(x.count);
+  const int64_t most = passes_once(rows) ? kFetchedSteps : all;
+  for (int64_t bundle = first; bundle < last;) {
+    const int64_t end = std::min(last, (bundle / panels.bundle + 1) * panels.bundle);
+    for (int64_t step = 0; step < all; step += most) {
+      const int64_t steps = std::min(most, all - step);
+      if (passes_once(rows)) {
+        ptrdiff_t step_bytes;
+        const char* const next = panels.panel(bundle, begin + step + steps, &step_bytes);
+        fetch(next, kFetchedSteps * step_bytes);
+      }
+      over_tiles(panels, bundle, end, begin + step, rows, [&](cpu::TileProduct t, int64_t row, int64_t panel) {
+        t.left = x.at + row * x.stride + step;
+        t.left_bytes = x.stride * 4;
+        t.steps = steps;
+        t.out = to + row * kRowStride + (panel - first) * kPanel;
+        t.out_stride = kRowStride;
+        t.first = x.first && step == 0;
+        c.kernels.tiles->multiply(t);
+      });
+    }
+    bundle = end;
+  }
+}
+
+// The narrow panel. Its steps are put one after another, 8 columns each: a tile of 16 columns that begins at
+// a step has the next one's in its right half, and what these sum up to falls into columns that nobody reads.
+void narrow_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to) {
+  constexpr int64_t kStepFloats = kPanel / 2;
+  thread_local cpu::Scratch scratch;
+  const int64_t step = c.steps(x.k), steps = c.steps(x.count), lines = ceil_div(steps, 2);
+  float* const ordered = scratch.get(lines * kPanel + kStepFloats);
+  c.kernels.split_narrow(panels.at + (panels.wide() * panels.steps + step / 2) * 64, lines, ordered);
+  std::fill_n(ordered + lines * kPanel, kStepFloats, 0.0f);
+  cpu::TileProduct t{};
+  t.left_bytes = x.stride * 4;
+  t.right = ordered;
+  t.step_bytes = kStepFloats * 4;
+  t.panels = 1;
+  t.steps = steps;
+  t.out_stride = kRowStride;
+  t.first = x.first;
+  for (int64_t row = 0; row < rows; row += cpu::kTileRows) {
+    t.left = x.at + row * x.stride;
+    t.rows = int(std::min<int64_t>(cpu::kTileRows, rows - row));
+    t.out = to + row * kRowStride;
+    c.kernels.tiles->multiply(t);
+  }
+}
+
 }  // namespace
 
 void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows,
                   const Rows& x, float* to, int64_t first, int64_t last) {
   const TileSet& set = c.kernels.shrink[int(c.p.dtype)];
   const Panels panels = c.a(pair);
-  Path path = c.paths(config, pair, rows).shrink;
+  const Path path = c.paths(config, pair, rows).shrink;
   if (path == Path::kTiles) {
     const int64_t end = std::min(last, panels.wide());
-    over_tiles(panels, first, end, c.steps(x.k), rows, [&](cpu::TileProduct t, int64_t row, int64_t panel) {
-      t.left = x.at + row * x.stride;
-      t.left_bytes = x.stride * 4;
-      t.steps = c.steps(x.count);
-      t.out = to + row * kRowStride + (panel - first) * kPanel;
-      t.out_stride = kRowStride;
-      t.first = x.first;
-      c.kernels.tiles->multiply(t);
-    });
-    if (end == last) return;
-    to += (std::max(first, end) - first) * kPanel;
-    first = std::max(first, end);
-    path = c.one_order ? Path::kDirect : Path::kStream;
+    shrink_by_tiles(c, panels, rows, x, to, first, end);
+    if (end < last) narrow_by_tiles(c, panels, rows, x, to + (std::max(first, end) - first) * kPanel);
+    return;
   }
   Tile t{};
   t.x = x.at;
@@ -117,6 +172,8 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
       t.out = &sums[0][0];
       t.out_stride = cpu::kTilePanels * kPanel;
       const char* const right = static_cast<const char*>(t.right);
+      const int64_t bundle_bytes = panels.steps * t.step_bytes;
+      if (passes_once(rows) && panel % panels.bundle == 0) fetch(right + bundle_bytes, bundle_bytes);
       for (int64_t block = 0; block < rank_blocks(pair); ++block) {
         const int64_t rank = block * kRankBlock;
         t.left = low + (block * rows + from) * kRowStride;

@@ -66,6 +66,16 @@ inline void widen_panels(const Tile& t, int columns, float* to) {
     }
 }
 
+inline void split_narrow(const void* lines, int64_t count, void* to) {
+  auto* from = static_cast<const uint32_t*>(lines);
+  auto* out = static_cast<uint32_t*>(to);
+  for (int64_t i = 0; i < count; ++i, from += kPanel, out += kPanel)
+    for (int n = 0; n < kPanel / 2; ++n) {
+      out[n] = from[2 * n];
+      out[kPanel / 2 + n] = from[2 * n + 1];
+    }
+}
+
 template <class T>
 void add_sums_to(T* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride, int64_t rows,
                  int64_t columns, float sign) {

@@ -85,6 +85,23 @@ def test_ranks_beyond_a_row_of_scratch_equal_float64(
         check(y, x, [Segment(0, rows, 0)], group, backend)
 
 
+@each_form
+@pytest.mark.parametrize("d_in", [62, 1030, 1063])
+@pytest.mark.parametrize("ranks", [(8, 3), (24, 8), (72, 260)])
+def test_ranks_that_end_in_half_a_panel_equal_float64(
+    ranks: tuple[int, int],
+    d_in: int,
+    backend: backends.Backend,
+    dtype: torch.dtype,
+    rows_dtype: torch.dtype,
+) -> None:
+    group = group_of(d_in, [48, 17], ranks, dtype)
+    segments = [Segment(0, 6, 0), Segment(6, 9, 1), Segment(15, 16, 0, -1), Segment(31, 41, 1)]
+    x, y = torch.randn(72, d_in).to(rows_dtype), torch.randn(72, 65).to(rows_dtype)
+    for threads in (1, 2):
+        check(y, x, segments, group, backend, threads=threads)
+
+
 @compiled
 @each_form
 @pytest.mark.parametrize("rows", [1, 5, 12, 50])

@@ -64,6 +64,8 @@ struct Kernels {
   void (*round_rows)(float* scratch, int64_t rows, int64_t count);
   // Panels of pairs of bf16, `columns` of each bundle of a tile, to fp32: two steps for each.
   void (*widen_panels)(const Tile&, int columns, float* to);
+  // Lines of a narrow panel of pairs, whose two steps lie pair by pair in turn, to one step after another.
+  void (*split_narrow)(const void* lines, int64_t count, void* to);
   const cpu::TileUnit* tiles;  // multiplies tiles of pairs; null: none
   // y += sign * sums.
   void (*add_sums)(Dtype, void* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,
