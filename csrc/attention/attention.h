@@ -38,9 +38,9 @@ struct Chunk {
 };
 
 constexpr int64_t kItems = 64;
-// Most (row, head) pairs that share one pass over keys and values, unless a group of heads is larger, or
+// Most (row, head) pairs that share one pass over keys and values, unless a group of heads is larger.
 constexpr int64_t kTiledItems = 128;
-// of one head and where tiles are multiplied: keys and values come half as often, and are copied once.
+// The same where tiles are multiplied: keys and values come half as often, and are copied once.
 constexpr int64_t kBlockPanels = 8;
 // Panels whose scores are held at a time: 128 tokens of a head's keys and values stay in L2 meanwhile.
 

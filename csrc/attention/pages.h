@@ -108,9 +108,13 @@ template <class T, class Register = R>
 VLORA_INLINE void turn_keys(const T* keys, int64_t dim, T* panel) {
   constexpr int kPair = int(4 / sizeof(T));
   int64_t d = 0;
-  if constexpr (Register::kWidth == kLanes)
-    for (; d + 4 * kPair <= dim; d += 4 * kPair)
-      Register::turn(keys + d, dim * ptrdiff_t(sizeof(T)), panel + d * kLanes);
+  if constexpr (Register::kWidth == kLanes) {
+    for (; d + 4 * kPair <= dim; d += 4 * kPair) {
+      Register lines[4];
+      Register::turned(reinterpret_cast<const float*>(keys + d), dim / kPair, 0, lines);
+      for (int i = 0; i < 4; ++i) lines[i].store(reinterpret_cast<float*>(panel + d * kLanes) + i * kLanes);
+    }
+  }
   for (; d < dim; d += kPair)
     for (int64_t lane = 0; lane < kLanes; ++lane)
       std::memcpy(panel + d * kLanes + lane * kPair, keys + lane * dim + d, 4);

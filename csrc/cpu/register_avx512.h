@@ -63,29 +63,6 @@ struct R {
 #endif
   }
 
-  // Four columns of 4 bytes of 16 rows, `stride` bytes apart: each becomes a line.
-  static void turn(const void* from, ptrdiff_t stride, void* to) {
-    const auto quarter = [&](int row) {
-      return _mm_loadu_ps(reinterpret_cast<const float*>(static_cast<const char*>(from) + row * stride));
-    };
-    __m512 rows[4];
-    for (int i = 0; i < 4; ++i) {
-      rows[i] = _mm512_castps128_ps512(quarter(i));
-      rows[i] = _mm512_insertf32x4(rows[i], quarter(i + 4), 1);
-      rows[i] = _mm512_insertf32x4(rows[i], quarter(i + 8), 2);
-      rows[i] = _mm512_insertf32x4(rows[i], quarter(i + 12), 3);
-    }
-    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
-    const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(rows[0], rows[1]));
-    const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
-    const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(rows[2], rows[3]));
-    double* const lines = static_cast<double*>(to);
-    _mm512_storeu_pd(lines, _mm512_unpacklo_pd(a, c));
-    _mm512_storeu_pd(lines + 8, _mm512_unpackhi_pd(a, c));
-    _mm512_storeu_pd(lines + 16, _mm512_unpacklo_pd(b, d));
-    _mm512_storeu_pd(lines + 24, _mm512_unpackhi_pd(b, d));
-  }
-
   void add_product(R a, R b) { r = _mm512_fmadd_ps(a.r, b.r, r); }
   friend R operator+(R a, R b) { return {_mm512_add_ps(a.r, b.r)}; }
   friend R operator-(R a, R b) { return {_mm512_sub_ps(a.r, b.r)}; }
