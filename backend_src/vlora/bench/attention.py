@@ -184,6 +184,7 @@ def run(cells: Sequence[Cell], effort: Effort, limits: Limits) -> Iterator[Resul
             {KERNEL: bed.attend("cpu"), TWIN: bed.attend("reference"), **beside.calls()},
             rounds=effort.rounds,
             warm=False,
+            led=True,
             budget=effort.budget,
         )
         rate, peak = beside.rates(timings)

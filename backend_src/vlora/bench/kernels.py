@@ -167,7 +167,9 @@ def measure(
         for operator in chosen:
             rotations[operator.name].layers.append(operator.prepare(pairs, cell))
     calls: dict[str, Callable[[], None]] = {**rotations, **beside.calls()}
-    timings = interleaved(calls, rounds=effort.rounds, warm=not cell.cold, budget=effort.budget)
+    timings = interleaved(
+        calls, rounds=effort.rounds, warm=not cell.cold, led=cell.cold, budget=effort.budget
+    )
     rates = beside.rates(timings)
     work = {name: t for name, t in timings.items() if name not in (READ, MULTIPLY)}
     return Result(cell, threads, limits, work, left_out, *rates)

@@ -50,11 +50,14 @@ def interleaved(
     rounds: int,
     warm: bool,
     budget: float,
+    led: bool = False,
 ) -> dict[str, Timing]:
     """Time all candidates, a sample of each per round, in an order that rotates.
 
     warm: calls just before each sample bring the candidate's data back into the caches that the
-    others have used since. budget: seconds per candidate; a slow one gets fewer samples, never
+    others have used since. led: one call does, for a candidate that has other data at each call:
+    its code is there then and its threads are awake, as in the midst of a step, and its data are
+    not (decision 68). budget: seconds per candidate; a slow one gets fewer samples, never
     under FEWEST_SAMPLES, spread over all rounds.
     """
     calls, warm_calls, samples_wanted = {}, {}, {}
@@ -63,7 +66,7 @@ def interleaved(
         if estimate < budget:  # else the first call's own share in it is small
             estimate = _seconds(call, 1)
         calls[name] = max(1, round(MIN_SAMPLE_SECONDS / max(estimate, 1e-9)))
-        warm_calls[name] = _warm_calls(estimate) if warm else 0
+        warm_calls[name] = _warm_calls(estimate) if warm else int(led and estimate < LONG)
         cost = (calls[name] + warm_calls[name]) * estimate
         samples_wanted[name] = min(rounds, max(FEWEST_SAMPLES, int(budget / max(cost, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
