@@ -27,7 +27,7 @@ from vlora.serving.exporter import (
 from vlora.serving.responder import as_vlora_error, from_message, to_message
 from vlora.serving.task_head import to_result
 from vlora.serving.tensors import Tensors, strings
-from vlora.serving.vision_encoder import encode_batch, features_from
+from vlora.serving.vision_encoder import Answers, encode_batch, features_from
 from vlora.vision.features import Counters, EncodedImages
 from vlora.vision.images import DecodedImage
 
@@ -72,8 +72,16 @@ def encoded(
     batch: Sequence[Tensors | VLoraError], encoder: FakeEncoder, limits: Limits | None = None
 ) -> list[Tensors | VLoraError]:
     """The answers in the order of the requests, each of which has one."""
-    answers = dict(as_they_come := list(encode_batch(batch, encoder, limits or Limits())))
-    assert len(as_they_come) == len(batch)
+    answers: dict[int, Tensors | VLoraError] = {}
+
+    def send(found: Answers) -> None:
+        assert found
+        assert not answers.keys() & found.keys()
+        answers.update(found)
+
+    last = encode_batch(batch, encoder, limits or Limits(), send)
+    assert not answers.keys() & last.keys()
+    answers |= last
     return [answers[index] for index in range(len(batch))]
 
 
@@ -96,7 +104,7 @@ def test_a_batch_of_many_pixels_is_encoded_in_parts() -> None:
     batch = [encoder_request(*[png()] * count) for count in (1, 1, 0, 1, 3, 1)]
     batch.insert(1, encoder_request(b"junk"))
     answers = encoded(batch, encoder, limits)
-    assert encoder.batches == [1, 2, 1, 1, 1]  # who has none does not wait
+    assert sorted(encoder.batches) == [1, 1, 1, 1, 2]  # who has none does not wait
     shapes = [None if isinstance(a, VLoraError) else a["image_features"].shape[1] for a in answers]
     assert shapes == [2, None, 2, 0, 2, 6, 2]
 
@@ -104,14 +112,27 @@ def test_a_batch_of_many_pixels_is_encoded_in_parts() -> None:
 def test_requests_are_answered_before_the_images_after_them_are_encoded() -> None:
     encoder = FakeEncoder()
     encoder.at_once = 2
+    sent: list[tuple[set[int], int]] = []
+
+    def run(batch: list[Tensors | VLoraError]) -> set[int]:
+        encoder.batches.clear()
+        sent.clear()
+        last = encode_batch(
+            batch,
+            encoder,
+            Limits(),
+            lambda found: sent.append((set(found), sum(encoder.batches))),
+        )
+        return set(last)
+
     batch = [encoder_request(*[png()] * count) for count in (1, 1, 3, 1, 0)]
-    batch.append(encoder_request(b"junk"))
-    seen = [
-        (index, sum(encoder.batches), isinstance(answer, InvalidArgument))
-        for index, answer in encode_batch(batch, encoder, Limits())
-    ]
-    good, bad = [(0, 2), (1, 2), (2, 3), (4, 4), (3, 5)], (5, 4)
-    assert sorted(seen) == sorted([*((*one, False) for one in good), (*bad, True)])
+    # Who has no images, or none that can be read, is answered with those who are there.
+    assert run([*batch, encoder_request(b"junk")]) == {3}
+    assert sent == [({0, 1}, 2), ({2, 4, 5}, 4)]
+    assert run([encoder_request(), encoder_request(b"junk"), encoder_request()]) == {0, 1, 2}
+    assert sent == []
+    assert run([encoder_request(png()), encoder_request(png())]) == {0, 1}
+    assert sent == []
 
 
 def test_a_request_without_images_gets_zero_rows() -> None:

@@ -150,8 +150,15 @@ class TritonResponder:
             self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
+def returned(found: Tensors | VLoraError | None) -> Any:
+    """What `execute` returns for a request: its one response, or None where that has been sent."""
+    if found is None:
+        return None
+    return error_response(found) if isinstance(found, VLoraError) else response(found)
+
+
 def answer(responder: TritonResponder, found: Tensors | VLoraError) -> None:
-    """The one response of a request: tensors, or its error. What cannot be sent is one as well."""
+    """Sends the one response of a request. What cannot be sent is an error as well."""
     try:
         if isinstance(found, VLoraError):
             raise found

@@ -7,7 +7,7 @@ for, and are answered before the next, so that the LMM begins while a large towe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from vlora.config import Limits
@@ -29,56 +29,67 @@ class BatchEncoder(Protocol):
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]: ...
 
 
-Answer = tuple[int, Tensors | VLoraError]
+Answers = Mapping[int, Tensors | VLoraError]
 
 
 def encode_batch(
-    batch: Sequence[Tensors | VLoraError], encoder: BatchEncoder, limits: Limits
-) -> Iterator[Answer]:
-    """One answer per request, as they come, with its number: tensors with the batch dimension 1 in
-    front, or an error (its own, where it is one already).
+    batch: Sequence[Tensors | VLoraError],
+    encoder: BatchEncoder,
+    limits: Limits,
+    send: Callable[[Answers], None],
+) -> Answers:
+    """One answer per request, by its number. What is there before the tower has to work on is sent;
+    what its last work brings is returned.
 
-    The inputs have that dimension too, as Triton gives them: image and frames [1, n]. The requests
-    go through the tower in parts, each of `encoder.at_once` images and at most
+    An answer is tensors with the batch dimension 1 in front, or an error (the request's own, where
+    it is one already). The inputs have that dimension too, as Triton gives them: image and frames
+    [1, n]. The requests go through the tower in parts, each of `encoder.at_once` images and at most
     `limits.max_batch_megapixels` where there is more than one request in it; those without images
     wait for nobody.
     """
+    there: dict[int, Tensors | VLoraError] = {}
     part: dict[int, list[DecodedImage]] = {}
     pixels = images = 0
+
+    def work() -> None:
+        if there:
+            send(there.copy())
+            there.clear()
+        there.update(_encode(part, encoder))
+        part.clear()
+
     for index, tensors in enumerate(batch):
         try:
             if isinstance(tensors, VLoraError):
                 raise tensors
             own = decode(tensors, limits)
         except Exception as error:
-            yield index, as_vlora_error(error, "decoding an image")
+            there[index] = as_vlora_error(error, "decoding an image")
             continue
         if not own:
-            yield from _encode({index: own}, encoder)
+            there |= _encode({index: own}, encoder)
             continue
         size = sum(image.height * image.width for image in own)
-        if pixels + size > limits.max_batch_megapixels * 1e6:
-            yield from _encode(part, encoder)
-            part, pixels, images = {}, 0, 0
+        too_many = pixels + size > limits.max_batch_megapixels * 1e6
+        if part and (too_many or images >= encoder.at_once):
+            work()
+            pixels = images = 0
         part[index] = own
         pixels, images = pixels + size, images + len(own)
-        if images >= encoder.at_once:
-            yield from _encode(part, encoder)
-            part, pixels, images = {}, 0, 0
-    yield from _encode(part, encoder)
+    if part:
+        work()
+    return there
 
 
-def _encode(requests: Mapping[int, list[DecodedImage]], encoder: BatchEncoder) -> Iterator[Answer]:
+def _encode(requests: Mapping[int, list[DecodedImage]], encoder: BatchEncoder) -> Answers:
     """The features of each request; where the tower fails, its error for each."""
-    if not requests:
-        return
     try:
         found: Sequence[Tensors | VLoraError] = [
             to_tensors(one) for one in encoder.run(list(requests.values()))
         ]
     except Exception as error:
         found = [as_vlora_error(error, "encoding images")] * len(requests)
-    yield from zip(requests, found, strict=True)
+    return dict(zip(requests, found, strict=True))
 
 
 def decode(tensors: Tensors, limits: Limits) -> list[DecodedImage]:

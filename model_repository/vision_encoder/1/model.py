@@ -14,7 +14,7 @@ from vlora.model.decoder_config import dtype_of
 from vlora.serving import glue
 from vlora.serving.exporter import EncoderExporter
 from vlora.serving.registry import Refresher
-from vlora.serving.vision_encoder import encode_batch
+from vlora.serving.vision_encoder import Answers, encode_batch
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
 
@@ -42,16 +42,21 @@ class TritonPythonModel:
         self._service = service
         logging.getLogger("vlora").info("%d rows of %d per image", encoder.rows, encoder.hidden)
 
-    def execute(self, requests: list[Any]) -> None:
-        responders = [glue.TritonResponder(request) for request in requests]
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """What the last part brings is returned together, which costs the least; None stands for
+        what has been sent before."""
         if self._lifeline.draining:
-            for responder in responders:
-                responder.fail(Unavailable("the server is shutting down"))
-            return
+            refusal = Unavailable("the server is shutting down")
+            return [glue.error_response(refusal) for _ in requests]
+
+        def send(answers: Answers) -> None:
+            for index, answer in answers.items():
+                glue.answer(glue.TritonResponder(requests[index]), answer)
+
         batch = [glue.try_inputs(request) for request in requests]
-        for index, answer in encode_batch(batch, self._service, self._limits):
-            glue.answer(responders[index], answer)
+        last = encode_batch(batch, self._service, self._limits, send)
         self._flush()
+        return [glue.returned(last.get(index)) for index in range(len(requests))]
 
     def finalize(self) -> None:
         if self._refresher is not None:
