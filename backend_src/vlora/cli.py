@@ -236,12 +236,10 @@ def _first_question(options: Options, url: str) -> str:
     demo = options.model.resolve() == (places.root() / "tools/demo/checkpoint").resolve()
     if not (demo and picture.is_file()):
         picture, question = Path("picture.png"), "What do you see?"
-    if picture.is_relative_to(Path.cwd()):
-        picture = picture.relative_to(Path.cwd())
     request = f"""'{{"text_input": "{question}", "image": "%s"}}'"""
     return (
         f"""printf {request} "$(base64 -w0 {shlex.quote(str(picture))})" |"""
-        f" curl -s {url}/v2/models/video_analytics/generate -d @-"
+        f" curl -s {url}/v2/models/video_analytics/generate -d @-; echo"
     )
 
 

@@ -36,13 +36,13 @@ def test_what_serve_says_to_try_sends_a_request_with_a_picture(
     demo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = places.root() / "tools/demo"
-    own = tmp_path / "picture.png"
+    own = tmp_path / "picture.png"  # of the folder that one is in
     own.write_bytes(b"a picture of the user's " * 9000)  # more than an argument may hold
     monkeypatch.chdir(tmp_path)
     model = samples / "checkpoint" if demo else tmp_path
     command = _first_question(Options(model=model), "localhost:8000")
     asks, _, sends = command.rpartition("|")
-    assert sends == " curl -s localhost:8000/v2/models/video_analytics/generate -d @-"
+    assert sends == " curl -s localhost:8000/v2/models/video_analytics/generate -d @-; echo"
     sent = subprocess.run(["sh", "-c", asks], capture_output=True, check=True).stdout
     picture = samples / "samples/vqa.png" if demo else own
     assert base64.b64decode(json.loads(sent)["image"]) == picture.read_bytes()
