@@ -232,9 +232,10 @@ def _announce(options: Options, server: TritonServer, seconds: float) -> None:
 
 def _first_question(options: Options, url: str) -> str:
     """A command line: about a picture of the demo's where that model is served, else the user's."""
-    picture, question = places.root() / "tools/demo/samples/vqa.png", "What color is the star?"
-    demo = options.model.resolve() == (places.root() / "tools/demo/checkpoint").resolve()
-    if not (demo and picture.is_file()):
+    demo = places.root() / "tools/demo"
+    picture, question = demo / "samples/vqa.png", "What color is the star?"
+    served = options.model.resolve() == (demo / "checkpoint").resolve()
+    if not (served and picture.is_file()):
         picture, question = Path("picture.png"), "What do you see?"
     request = f"""'{{"text_input": "{question}", "image": "%s"}}'"""
     return (

@@ -151,10 +151,14 @@ class TritonResponder:
 
 
 def returned(found: Tensors | VLoraError | None) -> Any:
-    """What `execute` returns for a request: its one response, or None where that has been sent."""
-    if found is None:
-        return None
-    return error_response(found) if isinstance(found, VLoraError) else response(found)
+    """What `execute` returns for a request: its one response, or None where that has been sent.
+    What cannot be made is an error as well."""
+    try:
+        if isinstance(found, VLoraError):
+            raise found
+        return None if found is None else response(found)
+    except Exception as error:
+        return error_response(as_vlora_error(error, "making the answer"))
 
 
 def answer(responder: TritonResponder, found: Tensors | VLoraError) -> None:

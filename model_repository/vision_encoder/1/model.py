@@ -50,6 +50,7 @@ class TritonPythonModel:
             return [glue.error_response(refusal) for _ in requests]
 
         def send(answers: Answers) -> None:
+            self._flush()  # who has an answer finds it counted
             for index, answer in answers.items():
                 glue.answer(glue.TritonResponder(requests[index]), answer)
 
