@@ -9,7 +9,6 @@ the scheduler. One that does not load is an error for its own requests alone.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,19 +19,12 @@ from typing import Protocol
 import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.errors import InvalidArgument, NotFound, known_names
-from vlora.lora.adapter import (
-    MAX_ADAPTER_BYTES,
-    Adapter,
-    AdapterFiles,
-    AdapterInfo,
-    ModelShape,
-    Place,
-    read_adapter,
-)
+from vlora.errors import InvalidArgument
+from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, ModelShape, Place, read_adapter
 from vlora.lora.folders import stamp_of
-from vlora.lora.handle import AdapterHandle, Stamp
+from vlora.lora.handle import AdapterHandle
 from vlora.lora.host import HostTier
+from vlora.lora.names import AdapterNames
 from vlora.lora.peft_config import Refusal, as_text
 from vlora.lora.segments import BASE
 from vlora.lora.slots import Slots
@@ -60,11 +52,11 @@ class Region(Protocol):
     def clear(self, pages: range) -> None: ...
 
 
-class AdapterStore:
-    """Names → handles, and where each one's weights are.
+class AdapterStore(AdapterNames):
+    """What names mean, and where each adapter's weights are.
 
-    `update` and everything at the edge may be called from any thread; `advance`, pins and what the
-    pool asks belong to the engine's.
+    What concerns names may be called from any thread; `advance`, pins and what the pool asks belong
+    to the engine's.
     """
 
     holds_runs = True
@@ -79,14 +71,8 @@ class AdapterStore:
         """max_bytes: what one adapter's weights may need in fp32. dtype: in which the operator gets
         them; the host's copies stay fp32, as merging needs them. host_bytes: of these copies in
         all, but for what is in use; None: any number."""
-        self._model = model
-        self._max_bytes = max_bytes
-        self._host = HostTier(host_bytes)
+        super().__init__(model, max_bytes, HostTier(host_bytes))
         self._slots = Slots(model, dtype)
-        self._lock = threading.RLock()
-        self._current: dict[str, AdapterHandle] = {}
-        self._broken: dict[str, InvalidArgument] = {}
-        self._stamps: dict[str, tuple[Path, Stamp]] = {}
         self._resident: dict[int, AdapterHandle] = {}
         self._older: set[AdapterHandle] = set()
         self._at_once = 0
@@ -94,124 +80,22 @@ class AdapterStore:
         self._pool: PagePool | None = None
         self._region: Region | None = None
         self._workers = Workers()
-        self.places: set[Place] = set()
-        """Matrices that any known adapter changes."""
-        self.version = 0
-        """Grows whenever a name may mean another handle."""
         self.keep = BASE
         """Slot that is not evicted, whoever asks: the one in the weights of the next step."""
         self.counters = TierCounters()
-        self.on_news: Callable[[], None] = lambda: None
-        """Called on their threads: something that was waited for may be there."""
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
         """Called on the engine's thread before a slot's adapter is gone."""
 
-    # -- names, from any thread --------------------------------------------------------------
-
     def load(self, folders: Mapping[str, Path], *, place: bool = True) -> None:
-        """Read each named folder, in order of name: with its weights while the host's budget lasts,
-        else what it declares. Whatever fails is that adapter's error alone. place: into slots, in
-        memory of the core's own, for a store without a pool."""
-        for name, folder in sorted(folders.items()):
-            self._read(name, folder, stamp_of(folder))
+        """Read each named folder, as `read` does. place: into slots, in memory of the core's own,
+        for a store without a pool."""
+        self.read(folders)
         if place:
             for handle in self._current.values():
                 if handle.adapter is not None:
                     slot = self._slots.take(handle.adapter)
                     self._slots.pack(slot)
                     self._settle(handle, slot)
-
-    def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
-        """The folders as they are now: what is new or has changed is read, what is gone is
-        forgotten. Requests that have started finish with the version they started with."""
-        with self._lock:
-            gone = set(self._stamps) - set(folders)
-            before = dict(self._stamps)
-        for name in gone:
-            self._forget(name)
-        for name, (folder, stamp) in sorted(folders.items()):
-            if before.get(name) != (folder, stamp):
-                self._read(name, folder, stamp)
-
-    @property
-    def stamps(self) -> Mapping[str, tuple[Path, Stamp]]:
-        """What has been read."""
-        return self._stamps
-
-    def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
-        """A new version of the name's adapter, or the error that it is."""
-        known = as_text(name)
-        try:
-            files = AdapterFiles(name, folder, self._model, self._max_bytes)
-            handle = AdapterHandle(name, folder, stamp, files.description)
-            room = self._host.room_for(handle.description.host_bytes)
-            adapter = files.read() if room else None
-        except InvalidArgument as error:
-            self._refuse(known, error)
-        except Exception as error:
-            log.exception("while an adapter was loaded")
-            self._refuse(known, Refusal(name, str(folder))(f"does not load: {error!r}"))
-        else:
-            with self._lock:
-                self._retire(known)
-                self._broken.pop(known, None)
-                self._current[known] = handle
-                self.places.update(handle.description.ranks)
-                if adapter is not None:
-                    self._host.add(handle, adapter)
-        with self._lock:
-            self._stamps[name] = (folder, stamp)
-            self.version += 1
-        self.on_news()
-
-    def _refuse(self, name: str, error: InvalidArgument) -> None:
-        log.warning("%s", error)
-        with self._lock:
-            self._retire(name)
-            self._broken[name] = error
-
-    def _forget(self, name: str) -> None:
-        log.info("adapter '%s' is gone", as_text(name))
-        with self._lock:
-            self._retire(as_text(name))
-            self._broken.pop(as_text(name), None)
-            del self._stamps[name]
-            self.version += 1
-        self.on_news()
-
-    def _retire(self, name: str) -> None:
-        """The name means this handle no more; nobody new takes it, so it is the first to go."""
-        handle = self._current.pop(name, None)
-        if handle is not None:
-            handle.used = 0
-            self._host.drop(handle)
-
-    def __len__(self) -> int:
-        """Adapters that can be asked for."""
-        return len(self._current)
-
-    def names(self) -> tuple[str, ...]:
-        """Names of the adapters that can be asked for, in order."""
-        return tuple(sorted(self._current))
-
-    @property
-    def broken(self) -> Mapping[str, InvalidArgument]:
-        """Adapters that exist but do not load, with the reason."""
-        return self._broken
-
-    def handle(self, name: str) -> AdapterHandle:
-        """The present version. Raises NotFound (lists the known), or InvalidArgument for one that
-        does not load."""
-        with self._lock:
-            if name in self._broken:
-                raise self._broken[name]
-            if name not in self._current:
-                raise NotFound(f"unknown adapter '{name}'{known_names(name, list(self._current))}")
-            return self._current[name]
-
-    def info(self, name: str) -> AdapterInfo:
-        """Raises as `handle`."""
-        return self.handle(name).info
 
     # -- what steps use ------------------------------------------------------------------------
 
@@ -355,7 +239,7 @@ class AdapterStore:
             self._region.clear(handle.run.pages)
             self._pool.release_run(handle.run)
             handle.slot = handle.run = None
-            if self._current.get(as_text(handle.name)) is not handle:
+            if not self._means(handle):
                 self._host.drop(handle)
             self._count(evictions=1, host_evictions=self._host.trim(0))
 
@@ -407,7 +291,7 @@ class AdapterStore:
     def _fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
         with self._lock:
             handle.error = error
-            if self._current.get(as_text(handle.name)) is handle:
+            if self._means(handle):
                 self._refuse(as_text(handle.name), error)
             self.version += 1
 
