@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,11 @@ from tritonclient.utils import InferenceServerException
 DEFAULT_URL = "127.0.0.1:8001"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 120.0
+ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
+CODE = re.compile(r"\b([A-Z_]{8,}): ")
+"""How the server's messages name their code, which is the start of gRPC's."""
+NOT_GRPC = "Failed parsing HTTP/2"
+"""What gRPC's library says of a server that answers in HTTP/1."""
 TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw")
 
 
@@ -97,6 +103,8 @@ def connect(url: str, model: str) -> Any:
 
     The caller closes it.
     """
+    if not ADDRESS.fullmatch(url):
+        raise ClientError(f"--url takes HOST:PORT, as in {DEFAULT_URL}, not '{url}'")
     client = grpcclient.InferenceServerClient(url)
     try:
         if not client.is_server_live(client_timeout=CONNECT_SECONDS):
@@ -105,6 +113,11 @@ def connect(url: str, model: str) -> Any:
             raise ClientError(f"the server at {url} has no model '{model}' ready")
     except InferenceServerException as error:
         client.close()
+        if NOT_GRPC in str(error.message()):
+            raise ClientError(
+                f"what answers at {url} does not speak gRPC: HTTP and metrics have ports of their"
+                f" own; give the gRPC port with --url (8001, unless the server was told another)"
+            ) from error
         raise ClientError(
             "start a server with `make serve`, or give its gRPC address with --url:"
             f" none answers at {url} ({explain(error)})"
@@ -162,7 +175,8 @@ def first_number(result: Any, output: str) -> int:
 
 
 def explain(error: InferenceServerException) -> str:
-    """The server's own sentence, or gRPC's, with the status code where there is one."""
+    """The server's own sentence, or gRPC's, with the status code where that does not name it."""
     message = str(error.message() or error).strip()
-    status = error.status()
-    return f"{message} [{str(status).removeprefix('StatusCode.')}]" if status else message
+    status = str(error.status() or "").removeprefix("StatusCode.")
+    named = any(status.startswith(code) for code in CODE.findall(message))
+    return message if named or not status else f"{message} [{status}]"

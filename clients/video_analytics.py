@@ -310,10 +310,15 @@ async def analyse(options: argparse.Namespace) -> int:
         file = stack.enter_context(options.jsonl.open("w")) if options.jsonl else None
         async with grpcclient.InferenceServerClient(options.url) as client:
             analysis = Analysis(options, client, file)
+            seen = True
             try:
                 await analysis.run()
+            except ClientError:
+                seen = any(log.latencies for log in analysis.logs)
+                raise
             finally:
-                print(summarise(analysis.logs))
+                if seen:
+                    print(summarise(analysis.logs))
     return int(any(log.errors for log in analysis.logs))
 
 

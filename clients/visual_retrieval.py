@@ -34,6 +34,7 @@ from clients.common import (
 
 MODEL = "visual_retrieval"
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".avi", ".webm", ".m4v", ".ts", ".mpg", ".mpeg"}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -75,6 +76,8 @@ def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
     for image in images:
         if not image.is_file():
             raise ClientError(f"there is no file {image}")
+        if image.suffix.lower() in VIDEO_SUFFIXES:
+            raise ClientError(f"{image} is a video; clients/video_analytics.py takes those")
     return images, " ".join(question)
 
 

@@ -5,16 +5,19 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from tritonclient.utils import InferenceServerException
 
 from clients import frames, video_analytics, visual_retrieval
-from clients.common import ClientError, sampling_parameters
+from clients.common import ClientError, explain, sampling_parameters
 from clients.perf import inputs, sweep
 from tests.unit.fake_triton import FakeTriton, metadata_of
 from tests.waiting import until
@@ -87,6 +90,48 @@ def test_without_a_server_the_user_is_told_how_to_start_one(client):
     assert done.returncode == 1
     assert done.stderr.startswith("error: start a server with `make serve`")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8001", "127.0.0.1", "localhost:grpc", ""])
+def test_an_address_that_is_none_is_told_how_one_looks(url):
+    with pytest.raises(ClientError, match=r"--url takes HOST:PORT, as in 127\.0\.0\.1:8001"):
+        visual_retrieval.main(["hello", "--url", url])
+
+
+def test_a_port_that_speaks_http_is_told_from_one_where_nothing_answers():
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(ClientError, match=r"does not speak gRPC.* give the gRPC port"):
+                visual_retrieval.main(["hello", "--url", f"127.0.0.1:{server.server_port}"])
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "shown"),
+    [
+        ("NOT_FOUND: unknown adapter 'x'", "NOT_FOUND", "NOT_FOUND: unknown adapter 'x'"),
+        (
+            "in ensemble, INVALID_ARG: no",
+            "INVALID_ARGUMENT",
+            "in ensemble, INVALID_ARG: no",
+        ),
+        ("Deadline Exceeded", "DEADLINE_EXCEEDED", "Deadline Exceeded [DEADLINE_EXCEEDED]"),
+        ("INTERNAL: lost", "UNAVAILABLE", "INTERNAL: lost [UNAVAILABLE]"),
+        ("plain", None, "plain"),
+    ],
+)
+def test_an_errors_code_is_told_once(message, status, shown):
+    given = None if status is None else f"StatusCode.{status}"
+    assert explain(InferenceServerException(message, given)) == shown
+
+
+def test_a_video_is_not_sent_as_a_picture(tmp_path):
+    clip = tmp_path / "clip.mp4"
+    clip.write_bytes(b"x")
+    with pytest.raises(ClientError, match=r"clip\.mp4 is a video; clients/video_analytics\.py"):
+        visual_retrieval.main([str(clip), "What happens?", "--url", "127.0.0.1:9"])
 
 
 def test_a_model_that_is_not_ready_is_named():
@@ -209,6 +254,7 @@ def test_a_refusal_that_every_chunk_would_meet_is_told_once_and_ends_all(tmp_pat
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {refusal}")
     assert (done.stdout + done.stderr).count(refusal) == 1
+    assert "p50 ms" not in done.stdout
     assert len(jsonl.read_text().splitlines()) == len(server.requests) == 1
 
 

@@ -340,7 +340,7 @@ def test_what_nobody_thought_of_is_that_adapters_error_too(
     zoo: Path, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And its name and folder are told."""
-    from vlora.lora import store as module
+    from vlora.lora import names as module
 
     files = module.AdapterFiles
 

@@ -93,7 +93,8 @@ def test_a_restart_says_so_and_a_signal_ends_it(put_aside: Path) -> None:
     assert "it broke; the server is down" in runs.said[1]
     assert "its log is log.before" in runs.said[1]
     assert "starting again in 0 s" in runs.said[1]
-    assert "running ones get 30 s to finish" in runs.said[-1]
+    assert "running ones get 30 s to finish" in runs.said[-2]
+    assert runs.said[-1] == "stopped"
 
 
 def test_restarts_are_given_up_after_quick_failures_in_a_row(put_aside: Path) -> None:
@@ -150,7 +151,7 @@ def test_a_second_signal_ends_at_once_and_later_ones_are_ignored() -> None:
 
     Supervisor(ServerOptions(), runs.said.append, make=make).run(lambda server, seconds: None)
     assert runs.servers[0].ended == ["killed"]
-    assert runs.said[-1] == "ending at once"
+    assert runs.said[-2:] == ["ending at once", "stopped"]
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
@@ -162,7 +163,7 @@ def test_a_signal_while_it_starts_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(FakeServer, "__enter__", interrupted)
     runs = Runs()
     runs.supervise(restart=None)
-    assert runs.said[-1] == "stopped before the server was ready"
+    assert runs.said[-2:] == ["stopping: the server was not ready yet", "stopped"]
 
 
 def test_a_first_server_that_does_not_come_up_is_not_tried_again() -> None:

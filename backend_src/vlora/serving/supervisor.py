@@ -120,12 +120,13 @@ class Supervisor:
                 " (Ctrl-C again: at once)"
             )
         else:
-            self._say("stopped before the server was ready")
+            self._say("stopping: the server was not ready yet")
         try:
             server.stop()
         except KeyboardInterrupt:
             self._say("ending at once")
             server.kill()
+        self._say("stopped")
 
     def _log_of(self, server: TritonServer) -> Path:
         """Where the log is now: put aside where a next server would begin it anew."""
