@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -47,6 +48,23 @@ void bind_linear(py::module_& m) {
     linear::multiply_gated(linear::kernels(cpu::vector_isa(product.dtype)),
                            linear::tiled(cpu::isa(product.dtype)), product, reinterpret_cast<float*>(out),
                            threads);
+  });
+  m.def("embed", [](uintptr_t out, uintptr_t tokens, uintptr_t instead, uintptr_t table, bool bf16,
+                    int64_t words, int64_t rows, int64_t width, int threads) {
+    const linear::Embedding embedding{bf16 ? Dtype::kBf16 : Dtype::kFp32,
+                                      reinterpret_cast<const void*>(table),
+                                      reinterpret_cast<const int64_t*>(tokens),
+                                      reinterpret_cast<const int64_t*>(instead),
+                                      reinterpret_cast<float*>(out),
+                                      rows,
+                                      width};
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t token = embedding.tokens[row];
+      if ((token < 0 || token >= words) && !(embedding.instead && embedding.instead[row]))
+        throw std::out_of_range("token " + std::to_string(token) + " is none of " + std::to_string(words));
+    }
+    py::gil_scoped_release released;
+    linear::embed(linear::kernels(cpu::vector_isa(Dtype::kFp32)), embedding, threads);
   });
   m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight, int64_t rows,
                        int64_t width, float eps, int threads) {

@@ -181,6 +181,11 @@ void by_rows(int threads, int64_t rows, int64_t width, const Work& work) {
 
 }  // namespace
 
+void embed(const Kernels& kernels, const Embedding& embedding, int threads) {
+  by_rows(threads, embedding.rows, embedding.width,
+          [&](int64_t from, int64_t until) { kernels.embed(embedding, from, until); });
+}
+
 void add_norm(const Kernels& kernels, const Norm& norm, int threads) {
   by_rows(threads, norm.rows, norm.width,
           [&](int64_t from, int64_t until) { kernels.add_norm(norm, from, until); });

@@ -42,6 +42,16 @@ struct Slice {
   int64_t from, count;
 };
 
+// The row of the table that each token names, or what stands instead of it, as fp32.
+struct Embedding {
+  Dtype dtype;             // of the table
+  const void* table;       // [words, width]
+  const int64_t* tokens;   // [rows]; of any value where something stands instead
+  const int64_t* instead;  // [rows] addresses of fp32 rows, 0 for none; or null
+  float* out;              // [rows, width]
+  int64_t rows, width;
+};
+
 // hidden += delta, if there is one; out = hidden / sqrt(mean of its squares + eps) * weight, by row.
 struct Norm {
   float* hidden;  // [rows, width], as are delta and out
@@ -99,6 +109,7 @@ struct Kernels {
   // stride apart. In place: bf16 is multiplied in pairs, of which a row is a whole number. Fp32 is never
   // copied where the few rows of a tile leave room in L1 for theirs.
   Many in_place[kDtypes], copied[kDtypes];
+  void (*embed)(const Embedding&, int64_t from, int64_t until);
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
   void (*gate)(const Gate&, int64_t from, int64_t until);
   void (*largest)(const Largest&, int64_t from, int64_t until);
@@ -125,6 +136,7 @@ constexpr int64_t kScratch = 2 * kCopyFloats + int64_t(kPanels) * kBlock * kLane
 
 // tiled: of the unit that multiplies bf16, where the CPU has one; else null.
 void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product, int threads);
+void embed(const Kernels& kernels, const Embedding& embedding, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
 void gate(const Kernels& kernels, const Gate& gate, int threads);
 // gate of the product; product.y, [rows, n], may be left as it was.

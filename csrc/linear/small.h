@@ -1,7 +1,8 @@
-// What lies between the products of a layer, row by row.
+// What lies before the layers and between the products of one, row by row.
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "linear/gated.h"
 #include "linear/linear.h"
@@ -21,6 +22,25 @@ VLORA_INLINE void store_rest(R r, float* p, int64_t count) {
   float values[R::kWidth];
   r.store(values);
   for (int64_t i = 0; i < count; ++i) p[i] = values[i];
+}
+
+inline void embed(const Embedding& e, int64_t from, int64_t until) {
+  for (int64_t row = from; row < until; ++row) {
+    float* const out = e.out + row * e.width;
+    const int64_t instead = e.instead ? e.instead[row] : 0;
+    if (instead || e.dtype == Dtype::kFp32) {
+      const float* const word = static_cast<const float*>(e.table) + (instead ? 0 : e.tokens[row] * e.width);
+      std::memcpy(out, instead ? reinterpret_cast<const float*>(instead) : word, size_t(e.width) * 4);
+      continue;
+    }
+    const uint16_t* const word = static_cast<const uint16_t*>(e.table) + e.tokens[row] * e.width;
+    int64_t i = 0;
+    for (; i + R::kWidth <= e.width; i += R::kWidth) R::load(word + i).store(out + i);
+    for (; i < e.width; ++i) {
+      const uint32_t bits = uint32_t(word[i]) << 16;
+      std::memcpy(out + i, &bits, 4);
+    }
+  }
 }
 
 inline void add_norm(const Norm& n, int64_t from, int64_t until) {

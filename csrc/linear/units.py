@@ -23,7 +23,7 @@ def body(isa: Isa) -> str:
         f"          {{{{pack_many<Fp32>, many<Fp32, false>}}, {pairs_many}}},\n"
         f"          {{{copied},"
         " {pack_many<Widening>, many<Widening, true>}},\n"
-        "          add_norm, gate, largest, sample};\n}\n"
+        "          embed, add_norm, gate, largest, sample};\n}\n"
     )
 
 

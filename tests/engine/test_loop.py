@@ -50,6 +50,9 @@ def test_what_gathers_while_one_is_told_goes_out_as_one(loop: EngineLoop) -> Non
 
     loop.submit(request("r", sampling=sampling), sink)
     until(lambda: loop.stats().finished == 2)
+    # It is counted before it is told; when another has been counted, it has been told.
+    loop.submit(request("s", sampling=SamplingParams(max_tokens=1)), Collector())
+    until(lambda: loop.stats().finished == 3)
     go_on.set()
     last = slow.last("r")
     first, rest = slow.outputs["r"]

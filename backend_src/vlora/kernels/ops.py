@@ -7,7 +7,7 @@ where they go, apart from what is read; None for a tensor of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -123,6 +123,52 @@ def linear(
 ) -> torch.Tensor:
     """One product with a weight that is used once, or seldom: see `Matrix`."""
     return Matrix(weight, bias)(x, backend=backend)
+
+
+def embed(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    images: Sequence[tuple[int, torch.Tensor, torch.Tensor]] = (),
+    *,
+    out: torch.Tensor | None = None,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """tokens: [T] int64; table: [words, width], contiguous, fp32 or bf16 → each token's row, [T,
+    width].
+
+    images: (first row, [n] int64 rows of features or a negative number for the table's, features
+    [m, width] fp32): what stands there instead. Raises IndexError for a token without a row, or a
+    row of features that is not there; ValueError for what does not fit.
+    """
+    if (backend or backends.default()) == "reference":
+        return given(reference.embed(tokens, table, images), out)
+    rows, (words, width) = len(tokens), table.shape
+    if table.dtype not in (torch.float32, torch.bfloat16) or not table.is_contiguous():
+        raise ValueError(f"table {tuple(table.shape)} {table.dtype} does not lie side by side")
+    if tokens.dim() != 1 or tokens.dtype != torch.int64 or not tokens.is_contiguous():
+        raise ValueError(f"tokens {tuple(tokens.shape)} {tokens.dtype} are no row of int64")
+    instead = torch.zeros(rows if images else 0, dtype=torch.int64)
+    for first, which, features in images:
+        fits = features.dim() == 2 and features.shape[1] == width and features.is_contiguous()
+        if not fits or features.dtype != torch.float32 or not 0 <= first <= rows - len(which):
+            raise ValueError(f"features {tuple(features.shape)} {features.dtype} do not fit")
+        if len(which) and int(which.max()) >= len(features):
+            raise IndexError(f"row {int(which.max())} is none of {len(features)} of features")
+        at = features.data_ptr() + which * (4 * width)
+        instead[first : first + len(which)] = torch.where(which >= 0, at, 0)
+    out = place(out, rows, width)
+    native.kernels().linear.embed(
+        out.data_ptr(),
+        tokens.data_ptr(),
+        instead.data_ptr() if images else 0,
+        table.data_ptr(),
+        table.dtype == torch.bfloat16,
+        words,
+        rows,
+        width,
+        torch.get_num_threads(),
+    )
+    return out
 
 
 def add_norm(

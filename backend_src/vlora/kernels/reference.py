@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return F.linear(x, weight.float(), bias)
+
+
+def embed(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    images: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    known = tokens.clone()
+    for first, which, _ in images:
+        known[first : first + len(which)][which >= 0] = 0
+    hidden = F.embedding(known, table).float()
+    for first, which, features in images:
+        at = torch.nonzero(which >= 0).flatten()
+        hidden[first + at] = features[which[at]]
+    return hidden
 
 
 def add_norm(

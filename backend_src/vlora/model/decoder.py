@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from vlora.atmm import op
 from vlora.atmm.types import Segments
@@ -47,9 +46,12 @@ class Decoder:
             for layer in range(config.layers)
         ]
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: [T] int64 → [T, hidden] fp32."""
-        return F.embedding(tokens, self._weights.embedding).float()
+    def embed(
+        self, tokens: torch.Tensor, images: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """tokens: [T] int64; images: as `ops.embed` has them → [T, hidden] fp32, until the next."""
+        place = self._workspace.rows(len(tokens)).hidden
+        return ops.embed(tokens, self._weights.embedding, images, out=place)
 
     def forward(
         self,

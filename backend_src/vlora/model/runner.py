@@ -19,7 +19,6 @@ from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder
 from vlora.model.decoder_config import DecoderConfig
-from vlora.model.inputs import NO_IMAGE
 from vlora.model.loader import DecoderWeights
 
 
@@ -76,15 +75,12 @@ class Runner:
 
     def _embed(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens])
-        hidden = self._decoder.embed(tokens)
-        for chunk in chunks:
-            features = chunk.prompt.features
-            if features is None or chunk.decodes:
-                continue
-            rows = chunk.prompt.feature_row[chunk.start : chunk.end]
-            at = torch.nonzero(rows != NO_IMAGE).flatten()
-            hidden[chunk.row + at] = features[rows[at]]
-        return hidden
+        images = [
+            (chunk.row, chunk.prompt.feature_row[chunk.start : chunk.end], chunk.prompt.features)
+            for chunk in chunks
+            if chunk.prompt.features is not None and not chunk.decodes
+        ]
+        return self._decoder.embed(tokens, images)
 
     def _heads(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """hidden: one row a slot → what each one's head makes of it; all heads in one call."""

@@ -19,7 +19,8 @@ class Rows:
     """Places for a step's rows, [T, width] fp32, contiguous, of any values.
 
     qkv and gate_up share their memory, as do normed, attended and gated: each is done with before
-    the next is written. delta: what a layer's attention or MLP says.
+    the next is written. delta: what a layer's attention or MLP says. hidden: what
+    all of these are added to.
     """
 
     qkv: torch.Tensor
@@ -28,6 +29,7 @@ class Rows:
     attended: torch.Tensor
     gated: torch.Tensor
     delta: torch.Tensor
+    hidden: torch.Tensor
 
 
 class Workspace:
@@ -39,6 +41,7 @@ class Workspace:
         self._wide = {"qkv": qkv, "gate_up": 2 * inner}
         self._narrow = {"normed": config.hidden, "attended": heads, "gated": inner}
         self._delta = {"delta": config.hidden}
+        self._hidden = {"hidden": config.hidden}
         self._memory: list[torch.Tensor] = []
         self._most = -1
         self._rows: Rows | None = None
@@ -47,7 +50,7 @@ class Workspace:
         """Places for `count` rows; what was there before is lost."""
         if self._rows is not None and len(self._rows.delta) == count:
             return self._rows
-        groups = (self._wide, self._narrow, self._delta)
+        groups = (self._wide, self._narrow, self._delta, self._hidden)
         if count > self._most:
             self._memory = [
                 huge.zeros(max(1, count), max(g.values()), dtype=torch.float32) for g in groups

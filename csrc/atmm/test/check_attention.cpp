@@ -226,6 +226,23 @@ void check_between(cpu::Isa isa) {
     const double gate = x[size_t(at)], want = gate / (1 + std::exp(-gate)) * x[size_t(at + width)];
     if (!(std::abs(out[size_t(i)] - want) < 1e-4)) fail("gate", out[size_t(i)], want);
   }
+  const auto feature = reinterpret_cast<int64_t>(weight.data());
+  std::vector<int64_t> tokens(static_cast<size_t>(rows)), instead(static_cast<size_t>(rows));
+  for (int64_t row = 0; row < rows; ++row) {
+    tokens[size_t(row)] = draw(0, rows - 1);
+    instead[size_t(row)] = draw(0, 2) ? 0 : feature;
+  }
+  for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
+    const std::unique_ptr<char[]> table(new char[before.size() * size_of(dtype)]);
+    for (size_t i = 0; i < before.size(); ++i) put(table.get(), int64_t(i), before[i], dtype);
+    linear::embed(kernels, {dtype, table.get(), tokens.data(), instead.data(), out.data(), rows, width}, threads);
+    for (int64_t i = 0; i < rows * width; ++i) {
+      const size_t row = size_t(i / width), at = size_t(tokens[row] * width + i % width);
+      const float word = rounded(before[at], dtype);
+      const float want = instead[row] ? weight[size_t(i % width)] : word;
+      if (out[size_t(i)] != want) fail("embed", out[size_t(i)], want);
+    }
+  }
   std::vector<int64_t> places(static_cast<size_t>(rows));
   const std::unique_ptr<bool[]> finite(new bool[size_t(rows)]);
   linear::largest(kernels, {before.data(), places.data(), finite.get(), rows, width}, threads);

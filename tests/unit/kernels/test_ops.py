@@ -123,6 +123,55 @@ def test_what_does_not_fit_a_product_is_refused() -> None:
         ops.linear(torch.randn(3, 4), torch.randn(5, 4), torch.randn(4), backend="cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 5, 64, 1000])
+def test_a_row_is_its_tokens_or_an_images(backend: Backend, width: int, dtype: torch.dtype) -> None:
+    """To the bit. Where an image's row stands, the token may be none of the table's."""
+    table, features = torch.randn(37, width).to(dtype), torch.randn(9, width)
+    for rows in (0, 1, 70):
+        tokens = torch.randint(0, 37, (rows,))
+        wanted = table[tokens].float()
+        assert torch.equal(ops.embed(tokens, table, backend=backend), wanted)
+        if rows < 70:
+            continue
+        which = torch.tensor([-1, 3, 4, 5, -1, 0])
+        tokens[[6, 8]] = 37
+        images = [(5, which, features), (64, torch.tensor([8, -1, 7, 7, -1, 1]), features)]
+        for first, at, _ in images:
+            for row, feature in enumerate(at.tolist()):
+                if feature >= 0:
+                    wanted[first + row] = features[feature]
+        place = torch.full((rows, width), torch.nan)
+        assert ops.embed(tokens, table, images, out=place, backend=backend) is place
+        assert torch.equal(place, wanted)
+
+
+def test_what_has_no_row_is_refused(backend: Backend) -> None:
+    table, features = torch.randn(37, 8), torch.randn(9, 8)
+    tokens = torch.randint(0, 37, (6,))
+    for odd in (37, -1):
+        with pytest.raises(IndexError):
+            ops.embed(torch.tensor([1, odd, 2]), table, backend=backend)
+    with pytest.raises(IndexError):
+        ops.embed(tokens, table, [(0, torch.tensor([0, 9]), features)], backend=backend)
+
+
+def test_what_does_not_fit_a_table_is_refused() -> None:
+    table, tokens = torch.randn(37, 8), torch.zeros(6, dtype=torch.int64)
+    which = torch.tensor([0, 1])
+    for images, match in (
+        ([(0, which, torch.randn(9, 7))], r"features \(9, 7\)"),
+        ([(0, which, torch.randn(9, 8).bfloat16())], "bfloat16 do not fit"),
+        ([(5, which, torch.randn(9, 8))], "do not fit"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ops.embed(tokens, table, images, backend="cpu")
+    with pytest.raises(ValueError, match="float16"):
+        ops.embed(tokens, table.half(), backend="cpu")
+    with pytest.raises(ValueError, match="int32"):
+        ops.embed(tokens.int(), table, backend="cpu")
+
+
 @pytest.mark.parametrize("width", [1, 5, 64, 1000])
 @pytest.mark.parametrize("rows", [0, 1, 70])
 def test_add_and_norm_are_those_of_double_precision(
