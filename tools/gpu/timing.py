@@ -6,12 +6,13 @@ clock: their figures mean nothing and are marked so.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from vlora.bench.timing import Timing
 
 Call = Callable[[], None]
 
@@ -22,23 +23,10 @@ WARM_CALLS = 2
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Seconds per call, one value a round; graph: without the launches' cost on the host."""
+class Timed(Timing):
+    """graph: without the launches' cost on the host."""
 
-    samples: tuple[float, ...]
     graph: bool
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
-
-    @property
-    def noise(self) -> float:
-        """Interquartile range over the median."""
-        if len(self.samples) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
-        return (high - low) / self.median
 
 
 class Work:
