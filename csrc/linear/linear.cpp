@@ -17,10 +17,12 @@ constexpr int64_t kPieceBytes = 64 << 10;
 // Of W, for few rows: some microseconds of memory.
 constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
-constexpr int64_t kTileUnitRows = 2;
-// From so many on a unit that multiplies tiles takes a bf16 matrix: one row is read faster as one stream.
-constexpr int64_t kPartBytes = 3 << 19, kSlicePanels = 16, kMostPanels = 32;
-// Of x in a part that meets all of W: three quarters of the L2 of machines with such a unit.
+constexpr int64_t kTileUnitRows[kDtypes] = {17, 2};
+// From so many on a unit that multiplies tiles takes a matrix: one row is read faster as one stream, and fp32's
+// thirds take longer to make than few rows by vectors.
+constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19}, kSlicePanels = 16, kMostPanels = 32;
+// Of x in a part that meets all of W: of the 2 MiB of L2 that machines with such a unit have, less where more of W
+// and more sums pass by.
 constexpr int64_t kShareRows = 64;
 // From so many on packing x is worth being shared.
 constexpr int64_t kRowsFloats = 1 << 15;
@@ -129,13 +131,15 @@ void many(const Kernels& kernels, const Product& p, int threads) {
       [&](const Piece& piece) { form.run(p, x, piece, block_scratch()); }, [] {});
 }
 
+int64_t thirds(const Product& p) { return p.dtype == Dtype::kFp32 ? cpu::kThirds : 1; }
+
 void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int threads) {
-  const int64_t panels = ceil_div(p.rows, kLanes), panel = ceil_div(slice.count, 32) << 10;
+  const int64_t panels = ceil_div(p.rows, kLanes), panel = ceil_div(slice.count, 32) * thirds(p) << 10;
   const auto* const x = reinterpret_cast<const char*>(
       packed(p, panels * panel / 4, threads, [&](float* to, int64_t from, int64_t end) {
-        tiled.pack(p, slice, reinterpret_cast<char*>(to), from, end);
+        tiled.pack[int(p.dtype)](p, slice, reinterpret_cast<char*>(to), from, end);
       }));
-  const int64_t most = std::clamp<int64_t>(kPartBytes / panel / 2 * 2, 2, kMostPanels);
+  const int64_t most = std::clamp<int64_t>(kPartBytes[int(p.dtype)] / panel / 2 * 2, 2, kMostPanels);
   const int64_t parts = ceil_div(panels, most), each = ceil_div(ceil_div(panels, parts), 2) * 2;
   const int64_t columns = p.gated ? p.n / 2 : p.n, block = p.gated ? cpu::kTile : cpu::kTileRows;
   const int64_t blocks = ceil_div(columns, block);
@@ -151,7 +155,7 @@ void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int thre
         static thread_local cpu::Scratch scratch;
         const int64_t floats = kTiledScratch + each * kLanes * cpu::kTileRows;
         piece.past_caches = past_caches;
-        tiled.run(p, slice, x, piece, reinterpret_cast<char*>(scratch.get(floats)));
+        tiled.run[int(p.dtype)](p, slice, x, piece, reinterpret_cast<char*>(scratch.get(floats)));
       },
       [&] {
         if (past_caches) _mm_sfence();
@@ -161,8 +165,8 @@ void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int thre
 
 // The depth in slices of which kSlicePanels panels fit a part.
 void by_tiles(const Tiled& tiled, const Product& p, int threads) {
-  const int64_t panels = std::min(ceil_div(p.rows, kLanes), kSlicePanels);
-  const int64_t slices = ceil_div(panels * p.k * 2 * kLanes, kPartBytes);
+  const int64_t panels = std::min(ceil_div(p.rows, 2 * kLanes) * 2, kSlicePanels);
+  const int64_t slices = ceil_div(panels * p.k * 2 * thirds(p) * kLanes, kPartBytes[int(p.dtype)]);
   const int64_t each = ceil_div(ceil_div(p.k, slices), 32) * 32;
   for (int64_t k = 0; k < p.k; k += each) by_tiles(tiled, p, {k, std::min(each, p.k - k)}, threads);
 }
@@ -209,7 +213,7 @@ int worth(const Product& product, int threads) {
 }
 
 bool takes(const Tiled* tiled, const Product& product) {
-  return tiled && product.dtype == Dtype::kBf16 && product.k > 0 && product.rows >= kTileUnitRows;
+  return tiled && product.k > 0 && product.rows >= kTileUnitRows[int(product.dtype)];
 }
 
 }  // namespace
