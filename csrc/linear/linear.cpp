@@ -17,7 +17,7 @@ constexpr int64_t kPieceBytes = 64 << 10;
 // Of W, for few rows: some microseconds of memory.
 constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
-constexpr int64_t kTileUnitRows[kDtypes] = {17, 2};
+constexpr int64_t kTileUnitRows[kDtypes] = {49, 2};
 // From so many on a unit that multiplies tiles takes a matrix: one row is read faster as one stream, and fp32's
 // thirds take longer to make than few rows by vectors.
 constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19}, kSlicePanels = 16, kMostPanels = 32;
