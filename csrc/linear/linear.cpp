@@ -143,7 +143,8 @@ void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int thre
   const int64_t parts = ceil_div(panels, most), each = ceil_div(ceil_div(panels, parts), 2) * 2;
   const int64_t columns = p.gated ? p.n / 2 : p.n, block = p.gated ? cpu::kTile : cpu::kTileRows;
   const int64_t blocks = ceil_div(columns, block);
-  const bool past_caches = p.rows * columns * 4 > cpu::machine().l2;
+  // What the next slice adds to is better left in the caches.
+  const bool past_caches = slice.count == p.k && p.rows * columns * 4 > cpu::machine().l2;
   // One part after the other: its panels stay in L2, and W is read again for the next one.
   run(
       threads, blocks * parts,
