@@ -23,6 +23,8 @@ constexpr int64_t kTileUnitRows[kDtypes] = {49, 2};
 constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19}, kSlicePanels = 16, kMostPanels = 32;
 // Of x in a part that meets all of W: of the 2 MiB of L2 that machines with such a unit have, less where more of W
 // and more sums pass by.
+constexpr int64_t kGatedPanels = 4;
+// So many of the whole depth have to fit a part, or the gate is not worth W's being read for each.
 constexpr int64_t kShareRows = 64;
 // From so many on packing x is worth being shared.
 constexpr int64_t kRowsFloats = 1 << 15;
@@ -133,8 +135,11 @@ void many(const Kernels& kernels, const Product& p, int threads) {
 
 int64_t thirds(const Product& p) { return p.dtype == Dtype::kFp32 ? cpu::kThirds : 1; }
 
+// Bytes of a panel of x, so deep.
+int64_t panel_of(const Product& p, int64_t depth) { return ceil_div(depth, 32) * thirds(p) << 10; }
+
 void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int threads) {
-  const int64_t panels = ceil_div(p.rows, kLanes), panel = ceil_div(slice.count, 32) * thirds(p) << 10;
+  const int64_t panels = ceil_div(p.rows, kLanes), panel = panel_of(p, slice.count);
   const auto* const x = reinterpret_cast<const char*>(
       packed(p, panels * panel / 4, threads, [&](float* to, int64_t from, int64_t end) {
         tiled.pack[int(p.dtype)](p, slice, reinterpret_cast<char*>(to), from, end);
@@ -233,12 +238,14 @@ void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product
 
 void multiply_gated(const Kernels& kernels, const Tiled* tiled, const Product& product, float* out,
                     int threads) {
-  if (product.n > 0 && takes(tiled, product)) {
-    Product whole = product;
-    whole.y = out;
-    whole.y_stride = product.n / 2;
-    whole.gated = true;
-    by_tiles(*tiled, whole, {0, product.k}, worth(product, threads));
+  const int64_t panels = std::min(ceil_div(product.rows, kLanes), kGatedPanels);
+  const bool whole = panels * panel_of(product, product.k) <= kPartBytes[int(product.dtype)];
+  if (product.n > 0 && whole && takes(tiled, product)) {
+    Product gated = product;
+    gated.y = out;
+    gated.y_stride = product.n / 2;
+    gated.gated = true;
+    by_tiles(*tiled, gated, {0, product.k}, worth(product, threads));
     return;
   }
   multiply(kernels, tiled, product, threads);

@@ -129,10 +129,13 @@ inline void tiled_thirds(const Product& p, const Slice& slice, const char* panel
     for (int64_t pair = 0; pair < pairs; ++pair) {
       const char* const x = panels + (piece.panel + 2 * pair) * panel_bytes + k * kThirds * kTileBytes;
       float* const to = sums + pair * kPairFloats;
+      Results results;
+      if (last && how == Stored::kAdded) results = Results(p, piece, 2 * pair);
       const bool replace = pair + 1 == pairs;
       const auto beside = [&](int64_t step) {
         fetch.some(lines);
         finish.some(quarters);
+        results.fetch(2 * quarters);
         if (now.left()) {
           now.some(most);
         } else if (replace) {

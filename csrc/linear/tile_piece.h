@@ -65,6 +65,25 @@ inline Stored stored(const Product& p, const Slice& slice, const Piece& piece) {
   return slice.from > 0 ? Stored::kAdded : piece.past_caches && aligned ? Stored::kPastCaches : Stored::kPlain;
 }
 
+// Rows of y that the sums of two panels are about to be added to, in a piece's columns: brought to L2.
+class Results {
+ public:
+  Results() = default;
+  Results(const Product& p, const Piece& piece, int64_t panel) : stride_(p.y_stride) {
+    const int64_t t = (piece.panel + panel) * kTile, left = p.rows - t;
+    y_ = p.y + t * stride_ + piece.from;
+    rows_ = left < 2 * kTile ? left : 2 * kTile;
+  }
+  VLORA_INLINE void fetch(int64_t rows) {
+    for (; rows > 0 && rows_ > 0; --rows, --rows_, y_ += stride_)
+      __builtin_prefetch(y_, 1, 2), __builtin_prefetch(y_ + kTile, 1, 2);
+  }
+
+ private:
+  const float* y_ = nullptr;
+  int64_t stride_ = 0, rows_ = 0;
+};
+
 // Sums of two panels to y, four rows of x by a tile's columns at a time.
 class Finish {
  public:
