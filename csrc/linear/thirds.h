@@ -130,7 +130,7 @@ inline void tiled_thirds(const Product& p, const Slice& slice, const char* panel
       const char* const x = panels + (piece.panel + 2 * pair) * panel_bytes + k * kThirds * kTileBytes;
       float* const to = sums + pair * kPairFloats;
       Results results;
-      if (last && how == Stored::kAdded) results = Results(p, piece, 2 * pair);
+      if (last && how != Stored::kPastCaches) results = Results(p, piece, 2 * pair);
       const bool replace = pair + 1 == pairs;
       const auto beside = [&](int64_t step) {
         fetch.some(lines);
