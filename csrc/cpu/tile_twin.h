@@ -89,6 +89,25 @@ struct Beside {
         out[k / 2 * 32 + 2 * t + k % 2] = t < rows && k < count ? rounded(x[t * stride + k]) : uint16_t(0);
   }
 
+  static void split(const float* from, char* to, ptrdiff_t apart) { split_part(from, 32, to, apart); }
+  static void split_part(const float* from, int count, char* to, ptrdiff_t apart) {
+    for (int k = 0; k < 32; ++k) {
+      uint16_t found[cpu::kThirds];
+      thirds(k < count ? from[k] : 0, found);
+      for (int i = 0; i < cpu::kThirds; ++i) std::memcpy(to + i * apart + 2 * k, &found[i], 2);
+    }
+  }
+
+  static void pack_thirds(const float* x, ptrdiff_t stride, int rows, int count, void* to) {
+    auto* const out = static_cast<uint16_t*>(to);
+    for (int t = 0; t < 16; ++t)
+      for (int k = 0; k < 32; ++k) {
+        uint16_t found[cpu::kThirds];
+        thirds(t < rows && k < count ? x[t * stride + k] : 0, found);
+        for (int i = 0; i < cpu::kThirds; ++i) out[512 * i + k / 2 * 32 + 2 * t + k % 2] = found[i];
+      }
+  }
+
   static void store_turned(const float* tile, ptrdiff_t line, int quarter, float* y, ptrdiff_t stride, int rows,
                            int columns, const float* bias, Stored how) {
     for (int i = 0; i < rows && i < 4; ++i)
@@ -99,6 +118,18 @@ struct Beside {
   }
 
  private:
+  static void thirds(float value, uint16_t (&found)[cpu::kThirds]) {
+    for (int i = 0; i + 1 < cpu::kThirds; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, &value, sizeof bits);
+      found[i] = uint16_t(bits >> 16);
+      bits &= 0xffff0000u;
+      float upper;
+      std::memcpy(&upper, &bits, sizeof upper);
+      value -= upper;
+    }
+    found[cpu::kThirds - 1] = rounded(value);
+  }
   // To nearest, ties to even; a NaN stays one.
   static uint16_t rounded(float value) {
     uint32_t bits;

@@ -17,10 +17,14 @@ constexpr int64_t kPieceBytes = 64 << 10;
 // Of W, for few rows: some microseconds of memory.
 constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
-constexpr int64_t kTileUnitRows = 2;
-// From so many on a unit that multiplies tiles takes a bf16 matrix: one row is read faster as one stream.
-constexpr int64_t kPartBytes = 3 << 19, kSlicePanels = 16, kMostPanels = 32;
-// Of x in a part that meets all of W: three quarters of the L2 of machines with such a unit.
+constexpr int64_t kTileUnitRows[kDtypes] = {49, 2};
+// From so many on a unit that multiplies tiles takes a matrix: one row is read faster as one stream, and fp32's
+// thirds take longer to make than few rows by vectors.
+constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19}, kSlicePanels = 16, kMostPanels = 32;
+// Of x in a part that meets all of W: of the 2 MiB of L2 that machines with such a unit have, less where more of W
+// and more sums pass by.
+constexpr int64_t kGatedPanels = 4;
+// So many of the whole depth have to fit a part, or the gate is not worth W's being read for each.
 constexpr int64_t kShareRows = 64;
 // From so many on packing x is worth being shared.
 constexpr int64_t kRowsFloats = 1 << 15;
@@ -129,17 +133,23 @@ void many(const Kernels& kernels, const Product& p, int threads) {
       [&](const Piece& piece) { form.run(p, x, piece, block_scratch()); }, [] {});
 }
 
+int64_t thirds(const Product& p) { return p.dtype == Dtype::kFp32 ? cpu::kThirds : 1; }
+
+// Bytes of a panel of x, so deep.
+int64_t panel_of(const Product& p, int64_t depth) { return ceil_div(depth, 32) * thirds(p) << 10; }
+
 void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int threads) {
-  const int64_t panels = ceil_div(p.rows, kLanes), panel = ceil_div(slice.count, 32) << 10;
+  const int64_t panels = ceil_div(p.rows, kLanes), panel = panel_of(p, slice.count);
   const auto* const x = reinterpret_cast<const char*>(
       packed(p, panels * panel / 4, threads, [&](float* to, int64_t from, int64_t end) {
-        tiled.pack(p, slice, reinterpret_cast<char*>(to), from, end);
+        tiled.pack[int(p.dtype)](p, slice, reinterpret_cast<char*>(to), from, end);
       }));
-  const int64_t most = std::clamp<int64_t>(kPartBytes / panel / 2 * 2, 2, kMostPanels);
+  const int64_t most = std::clamp<int64_t>(kPartBytes[int(p.dtype)] / panel / 2 * 2, 2, kMostPanels);
   const int64_t parts = ceil_div(panels, most), each = ceil_div(ceil_div(panels, parts), 2) * 2;
   const int64_t columns = p.gated ? p.n / 2 : p.n, block = p.gated ? cpu::kTile : cpu::kTileRows;
   const int64_t blocks = ceil_div(columns, block);
-  const bool past_caches = p.rows * columns * 4 > cpu::machine().l2;
+  // What the next slice adds to is better left in the caches.
+  const bool past_caches = slice.count == p.k && p.rows * columns * 4 > cpu::machine().l2;
   // One part after the other: its panels stay in L2, and W is read again for the next one.
   run(
       threads, blocks * parts,
@@ -151,7 +161,7 @@ void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int thre
         static thread_local cpu::Scratch scratch;
         const int64_t floats = kTiledScratch + each * kLanes * cpu::kTileRows;
         piece.past_caches = past_caches;
-        tiled.run(p, slice, x, piece, reinterpret_cast<char*>(scratch.get(floats)));
+        tiled.run[int(p.dtype)](p, slice, x, piece, reinterpret_cast<char*>(scratch.get(floats)));
       },
       [&] {
         if (past_caches) _mm_sfence();
@@ -161,8 +171,8 @@ void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int thre
 
 // The depth in slices of which kSlicePanels panels fit a part.
 void by_tiles(const Tiled& tiled, const Product& p, int threads) {
-  const int64_t panels = std::min(ceil_div(p.rows, kLanes), kSlicePanels);
-  const int64_t slices = ceil_div(panels * p.k * 2 * kLanes, kPartBytes);
+  const int64_t panels = std::min(ceil_div(p.rows, 2 * kLanes) * 2, kSlicePanels);
+  const int64_t slices = ceil_div(panels * p.k * 2 * thirds(p) * kLanes, kPartBytes[int(p.dtype)]);
   const int64_t each = ceil_div(ceil_div(p.k, slices), 32) * 32;
   for (int64_t k = 0; k < p.k; k += each) by_tiles(tiled, p, {k, std::min(each, p.k - k)}, threads);
 }
@@ -214,7 +224,7 @@ int worth(const Product& product, int threads) {
 }
 
 bool takes(const Tiled* tiled, const Product& product) {
-  return tiled && product.dtype == Dtype::kBf16 && product.k > 0 && product.rows >= kTileUnitRows;
+  return tiled && product.k > 0 && product.rows >= kTileUnitRows[int(product.dtype)];
 }
 
 }  // namespace
@@ -233,12 +243,14 @@ void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product
 
 void multiply_gated(const Kernels& kernels, const Tiled* tiled, const Product& product, float* out,
                     int threads) {
-  if (product.n > 0 && takes(tiled, product)) {
-    Product whole = product;
-    whole.y = out;
-    whole.y_stride = product.n / 2;
-    whole.gated = true;
-    by_tiles(*tiled, whole, {0, product.k}, worth(product, threads));
+  const int64_t panels = std::min(ceil_div(product.rows, kLanes), kGatedPanels);
+  const bool whole = panels * panel_of(product, product.k) <= kPartBytes[int(product.dtype)];
+  if (product.n > 0 && whole && takes(tiled, product)) {
+    Product gated = product;
+    gated.y = out;
+    gated.y_stride = product.n / 2;
+    gated.gated = true;
+    by_tiles(*tiled, gated, {0, product.k}, worth(product, threads));
     return;
   }
   multiply(kernels, tiled, product, threads);

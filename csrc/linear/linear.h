@@ -120,11 +120,11 @@ const Kernels& kernels(cpu::Isa isa);
 constexpr int64_t kTiledScratch = 10240;
 // Floats for W in the scratch of `Tiled::run`; after them the sums, kTileRows by kLanes for each panel.
 
-// What a unit that multiplies tiles has for a bf16 matrix: x goes in panels of ceil(count / 32) KiB, W in
-// pieces of kTileRows rows.
+// What a unit that multiplies tiles of bf16 has, by the type of W: x goes in panels of ceil(count / 32) KiB, for
+// fp32 in three such (cpu::kThirds), W in pieces of kTileRows rows.
 struct Tiled {
-  void (*pack)(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
-  void (*run)(const Product&, const Slice&, const char* panels, const Piece&, char* scratch);
+  void (*pack[kDtypes])(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
+  void (*run[kDtypes])(const Product&, const Slice&, const char* panels, const Piece&, char* scratch);
   void (*release)();  // after a thread's last
 };
 // Null where the instruction set has none.
@@ -134,7 +134,7 @@ constexpr int64_t kCopyFloats = kBlock * (256 + 16);
 // Of a block of W; two of them and its sums are the scratch of `many`.
 constexpr int64_t kScratch = 2 * kCopyFloats + int64_t(kPanels) * kBlock * kLanes;
 
-// tiled: of the unit that multiplies bf16, where the CPU has one; else null.
+// tiled: of a unit that multiplies tiles, where it is to be used for this type; else null.
 void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product, int threads);
 void embed(const Kernels& kernels, const Embedding& embedding, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);

@@ -2,40 +2,16 @@
 // tile by tile, since W's own rows lie a power of two apart and would fall on few sets of L1.
 #pragma once
 
-#include "cpu/tile_product.h"
-#include "linear/gated.h"
-#include "linear/linear.h"
+#include "linear/tile_piece.h"
 
 namespace vlora::linear::VLORA_ISA {
 
-using cpu::kTile;
-using cpu::kTileRows;
-using cpu::Stored;
-using namespace vlora::cpu::VLORA_ISA;
-
-constexpr int64_t kLine = 64, kTileBytes = kTile * kLine;
-constexpr int64_t kSumLine = 2 * kTile, kPairFloats = kTileRows * kSumLine;  // sums of a pair of panels
-constexpr int64_t kTileDepth = 2 * kTile;  // values of a row in a line
 constexpr int64_t kSteps = 20;
 // Most tiles of depth at once: two rows of them, 40 KiB of W, stay in L1 while panels stream past.
 static_assert(kSteps * 2 * kTileBytes == kTiledScratch * 4);
 
 constexpr int64_t kInPlacePanels = 8;
 // Up to so many panels copying W costs more than what its rows' common stride does.
-
-// The rows of W of a piece's two tiles: neighbours, or gates and what they are for.
-struct TwoTiles {
-  int64_t row[2], rows[2];
-
-  // from: the piece's first row, or -1 for none.
-  TwoTiles(const Product& p, int64_t from) : row{from, p.gated ? p.n / 2 + from : from + kTile} {
-    const int64_t ends[2] = {p.gated ? p.n / 2 : p.n, p.n};
-    for (int i = 0; i < 2; ++i) {
-      const int64_t left = from < 0 ? 0 : ends[i] - row[i];
-      rows[i] = left < 0 ? 0 : left < kTile ? left : kTile;
-    }
-  }
-};
 
 // Tiles [from, from + count) of the depth of a piece's rows of W to scratch, for where rows or depth end
 // within one.
@@ -56,87 +32,6 @@ inline void copy_ends(const Product& p, const Slice& slice, const Piece& piece, 
       }
     }
 }
-
-// The rows of W that come next, brought to L2 row by row between the products.
-class Fetch {
- public:
-  Fetch(const Product& p, const Slice& slice, int64_t from)
-      : tiles_(p, from), stride_(p.k * 2), lines_(ceil_div(slice.count * 2, kLine)),
-        w_(static_cast<const char*>(p.w) + slice.from * 2),
-        count_(lines_ * (tiles_.rows[0] + tiles_.rows[1])), line_(w_ + tiles_.row[0] * stride_) {}
-  int64_t lines() const { return count_; }
-  void some(int64_t lines) {
-    for (; lines > 0 && count_ > 0; --lines, --count_, line_ += kLine) {
-      __builtin_prefetch(line_, 0, 2);
-      if (++at_ < lines_) continue;
-      at_ = 0;
-      const bool lower = ++row_ >= tiles_.rows[0];
-      line_ = w_ + (lower ? tiles_.row[1] + row_ - tiles_.rows[0] : tiles_.row[0] + row_) * stride_ - kLine;
-    }
-  }
-
- private:
-  const TwoTiles tiles_;
-  const int64_t stride_, lines_;
-  const char* const w_;
-  int64_t count_, at_ = 0, row_ = 0;
-  const char* line_;
-};
-
-// Sums of two panels to y, four rows of x by a tile's columns at a time.
-class Finish {
- public:
-  Finish() = default;
-  Finish(const Product& p, const Piece& piece, int64_t panel, float* sums, Stored how)
-      : p_(&p), sums_(sums), how_(how), row_(piece.from), rows_(piece.to - piece.from),
-        t_((piece.panel + panel) * kTile), count_(panel + 1 < piece.panels ? kQuarters : kQuarters / 2) {}
-
-  void some(int64_t quarters) {
-    for (; quarters > 0 && at_ < count_; --quarters, ++at_) {
-      if (p_->gated) {
-        gated_quarter();
-        continue;
-      }
-      const int64_t second = at_ / 8, quarter = at_ / 2 % 4, lower = at_ % 2;  // neighbours in y together
-      const int64_t t = t_ + second * kTile + quarter * 4, n = row_ + lower * kTile;
-      const int64_t rows = p_->rows - t, columns = rows_ - lower * kTile;
-      if (rows <= 0 || columns <= 0) continue;
-      Beside::store_turned(sums_ + lower * kTile * kSumLine + second * kTile, kSumLine, int(quarter),
-                           p_->y + t * p_->y_stride + n, p_->y_stride, int(rows < 4 ? rows : 4),
-                           int(columns < kTile ? columns : kTile), p_->bias ? p_->bias + n : nullptr, how_);
-    }
-  }
-  void rest() { some(kQuarters); }
-
-  static constexpr int64_t kQuarters = 16;
-
- private:
-  // Of each panel first the gates, four of W's rows at a time, then what they leave, four rows of x.
-  void gated_quarter() const {
-    const int64_t second = at_ / 8, quarter = at_ % 4, t = t_ + second * kTile + quarter * 4;
-    float* const gates = sums_ + second * kTile;
-    if (at_ / 4 % 2 == 0) {
-      for (int64_t n = 4 * quarter; n < 4 * quarter + 4 && n < rows_; ++n) {
-        const float* const biases = p_->bias ? p_->bias + row_ + n : nullptr;
-        gate_line(gates + n * kSumLine, gates + (kTile + n) * kSumLine, biases ? biases[0] : 0,
-                  biases ? biases[p_->n / 2] : 0);
-      }
-    } else if (const int64_t rows = p_->rows - t; rows > 0) {
-      Beside::store_turned(gates, kSumLine, int(quarter), p_->y + t * p_->y_stride + row_, p_->y_stride,
-                           int(rows < 4 ? rows : 4), int(rows_), nullptr, how_);
-    }
-  }
-
-  static void gate_line(float* gates, const float* ups, float gate_bias, float up_bias) {
-    for (int i = 0; i < kTile; i += R::kWidth)
-      gated(R::load(gates + i) + R::all(gate_bias), R::load(ups + i) + R::all(up_bias)).store(gates + i);
-  }
-
-  const Product* p_ = nullptr;
-  float* sums_ = nullptr;
-  Stored how_ = Stored::kPlain;
-  int64_t row_ = 0, rows_ = 0, t_ = 0, count_ = 0, at_ = 0;
-};
 
 // Where kTileRows rows of W lie: lines of a tile, tiles of depth, and the lower tile are so many bytes apart.
 struct Left {
@@ -221,10 +116,7 @@ inline void tiled(const Product& p, const Slice& slice, const char* panels, cons
   const int64_t pairs = ceil_div(piece.panels, 2);
   const int64_t chunks = ceil_div(depth, kSteps), most = ceil_div(depth, chunks);
   auto* const sums = reinterpret_cast<float*>(scratch + kSteps * 2 * kTileBytes);
-  const bool aligned = reinterpret_cast<uintptr_t>(p.y) % kLine == 0 && p.y_stride % kTile == 0;
-  const Stored how = slice.from > 0                  ? Stored::kAdded
-                     : piece.past_caches && aligned ? Stored::kPastCaches
-                                                    : Stored::kPlain;
+  const Stored how = stored(p, slice, piece);
   configure(kTile, kTile, kTile);
   const bool whole = piece.to - piece.from == (p.gated ? kTile : kTileRows) && slice.count % kTileDepth == 0;
   if (whole && piece.panels <= kInPlacePanels) {

@@ -33,8 +33,13 @@ def units(build: Path) -> list[Unit]:
         headers = kernels.register_headers(isa, HEADERS)
         found.append(kernels.unit(build, "linear", "tiles", isa, headers, body(isa)))
     for isa in TILES:
-        headers = kernels.register_headers(isa, (f"cpu/tile_{isa.name}.h", "linear/tiled.h"))
-        made = "Tiled unit() { return {pack_tiles, tiled, release_tiles}; }\n"
+        headers = kernels.register_headers(
+            isa, (f"cpu/tile_{isa.name}.h", "linear/tiled.h", "linear/thirds.h")
+        )
+        made = (
+            "Tiled unit() {\n"
+            "  return {{pack_thirds, pack_tiles}, {tiled_thirds, tiled}, release_tiles};\n}\n"
+        )
         found.append(kernels.unit(build, "linear", "tiled", isa, headers, made))
     return [*found, kernels.table(build, "linear", "linear/linear.h"), table(build)]
 

@@ -46,21 +46,44 @@ def test_a_product_is_the_double_precision_one(
         assert ((found - wanted).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape", [(250, 70, 3330), (600, 1040, 65), (530, 1040, 96), (135, 33, 6000)]
 )
 def test_a_product_larger_than_a_cache_is_the_double_precision_one(
-    backend: Backend, shape: tuple[int, int, int]
+    backend: Backend, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """Its depth is cut, its rows go in parts, and its result past the caches."""
     rows, width, depth = shape
     x, bias = torch.randn(rows, depth), torch.randn(width)
-    weight = (torch.randn(width, depth) / depth**0.5).bfloat16()
+    weight = (torch.randn(width, depth) / depth**0.5).to(dtype)
     found = ops.linear(x, weight, bias, backend=backend)
     wanted = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(
-        found.double(), wanted, rtol=0, atol=_tolerance(torch.bfloat16, backend)
-    )
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=_tolerance(dtype, backend))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 13, 40, 64, 100, 300])
+def test_a_product_of_fp32_keeps_all_bits_of_both_sides(backend: Backend, rows: int) -> None:
+    """Also where bf16 is multiplied for it: without any of its six products it would err by 2^-16
+    of the largest terms."""
+    for width, depth in ((64, 1), (50, 32), (130, 100)):
+        x, weight = (
+            torch.randn(size, depth) * torch.randn(size, depth).exp() for size in (rows, width)
+        )
+        found = ops.linear(x, weight, backend=backend).double()
+        x, weight = x.double(), weight.double()
+        # 2^-21 of a product are left out; roundings of fp32 sums level out for the most part.
+        lost = (2**3 + 1 + 2 * depth**0.5) * 2**-24 * (x.abs() @ weight.abs().T)
+        assert ((found - x @ weight.T).abs() <= lost).all()
+
+
+def test_a_product_of_the_largest_values_of_fp32_is_finite(backend: Backend) -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.zeros(70, 64)
+    x[:, 5] = largest
+    weight = torch.full((40, 64), 0.5)
+    found = ops.linear(x, weight, backend=backend)
+    torch.testing.assert_close(found, torch.full((70, 40), largest / 2), rtol=1e-6, atol=0)
 
 
 def test_rows_of_a_product_may_be_strided(backend: Backend) -> None:
