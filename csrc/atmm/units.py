@@ -52,8 +52,8 @@ class Isa:
 _BF16_ONLY = ("bf16", "merge", "rows")
 
 ISAS = (
-    Isa(kernels.AMX, (24, 13, 9, 6), 12, 1, 28, (), "avx512_bf16"),
-    Isa(kernels.TWIN, (4,), 1, 4, 4, ("bf16", "rows"), "scalar"),
+    Isa(kernels.AMX, (24, 13, 9, 6), 12, 1, 28, ("limbs",), "avx512_bf16"),
+    Isa(kernels.TWIN, (4,), 1, 4, 4, ("bf16", "rows", "limbs"), "scalar"),
     Isa(kernels.AVX512_BF16, (24, 13, 9, 6), 12, 1, 28, _BF16_ONLY, "avx512"),
     Isa(kernels.AVX512, (24, 13, 9, 6), 12, 1, 28),
     Isa(kernels.AVX2, (6,), 8, 2, 12),
@@ -144,10 +144,24 @@ def body(isa: Isa, part: str) -> str:
             "k.pairs_in_registers = kPairs;",
             "k.add_sums = add_sums;",
         ]
+    elif part == "limbs":
+        lines = ["k.limbs.of_rows = limbs_of_rows;", "k.limbs.of_columns = limbs_of_columns;"]
+        for storage, dtype in (("float", 0), ("uint16_t", 1)):
+            lines.append(f"k.limbs.merge[{dtype}] = merge_limbs<{storage}, false>;")
+            lines.append(f"k.limbs.merge_streaming[{dtype}] = merge_limbs<{storage}, true>;")
     else:
         lines = list(instances(isa, part))
     filled = "".join(f"  {line}\n" for line in lines)
     return f"void fill_{part}(Kernels& k) {{\n{filled}}}\n"
+
+
+def headers(isa: Isa, part: str) -> tuple[str, ...]:
+    """What a part is made of."""
+    if part == "limbs":
+        return (f"cpu/tile_{isa.name}.h", "cpu/tile_product.h", "limbs.h")
+    if part == "rows":
+        return ("rows.h",)
+    return ("apart.h",) if part == "merge" and isa.apart else ("tile.h",)
 
 
 def kernel_table() -> str:
@@ -208,10 +222,9 @@ def units(build: Path) -> list[Unit]:
     found = [Unit(CSRC / "atmm" / "cpu" / f"{name}.cpp") for name in SOURCES]
     found.append(Unit(kernels.write(build / "atmm_kernel_table.cpp", kernel_table())))
     for one, part in ((isa, part) for isa in ISAS for part in isa.parts):
-        header = "rows.h" if part == "rows" else "tile.h"
-        if part == "merge" and one.apart:
-            header = "apart.h"
-        found.append(kernels.unit(build, "atmm", part, one.base, (header,), body(one, part)))
+        found.append(
+            kernels.unit(build, "atmm", part, one.base, headers(one, part), body(one, part))
+        )
     kernels.write(build / "configurations.inc", configurations())
     kernels.write(build / "merge_configurations.inc", merge_configurations())
     return found
