@@ -96,6 +96,8 @@ struct Kernels {
   void (*split_narrow)(const void* lines, int64_t count, void* to);
   const cpu::TileUnit* tiles;  // multiplies tiles of pairs; null: none
   Limbs limbs;                 // where it does
+  // Of blocks of few rows where pairs are multiplied slowly: panels are made fp32 in registers. Or null.
+  const Kernels* few;
   // y += sign * sums.
   void (*add_sums)(Dtype, void* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,
                    int64_t rows, int64_t columns, float sign);
