@@ -35,7 +35,7 @@ class Isa:
     rest: str | None = None
     """Whose kernels serve where there is no part of its own: an instruction set further down."""
     few: str | None = None
-    """Whose kernels serve blocks of few rows where pairs are slow, but for a part "few" of its own."""
+    """Whose kernels serve blocks of few rows where pairs are slow, but for a part of that name."""
 
     @property
     def name(self) -> str:
@@ -191,7 +191,8 @@ def kernel_table() -> str:
         most = most_rows(isa)
         lines.append(f"        {at}.bundle = {len(most)};\n")
         lines += [f"        {at}.max_rows[{i}] = {rows};\n" for i, rows in enumerate(most)]
-        lines += [f"        {isa.name}::fill_{part}({at});\n" for part in isa.parts if part != "few"]
+        parts = [part for part in isa.parts if part != "few"]
+        lines += [f"        {isa.name}::fill_{part}({at});\n" for part in parts]
         if isa.few:
             of = next(one.base.enumerator for one in ISAS if one.name == isa.few)
             few = f"few[int({here})]"

@@ -116,8 +116,8 @@ double seconds_of(const Call& c, const Segment& s) {
   return std::max(2 * rows * elements / machine.peak[int(c.p.dtype)], moved / rate);
 }
 
-// Whether vdpbf16ps, for all that it does at once, is no faster than fp32's multiply-adds: then some rows of a
-// register tile wait for it and not for memory. One row does not, and several are multiplied by tiles where they are.
+// Whether vdpbf16ps, for all that it does at once, is no faster than fp32's multiply-adds: then some rows wait
+// for it and not for memory. One row does not; from kTileUnitRows on there are other ways.
 bool pairs_are_slow() {
   static const bool slow = !cpu::runs_here(cpu::Isa::kAvx512Bf16) ||
                            cpu::core_peak(cpu::Isa::kAvx512Bf16, Dtype::kBf16) <

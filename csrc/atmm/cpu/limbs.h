@@ -1,6 +1,7 @@
-// A merge's products by a unit that multiplies tiles of bf16 pairs: each factor as three limbs of bf16, which
-// together are the fp32 value to the last bit, and of the nine products of limbs the six that fp32 can see (what
-// is left out is below 2^-25 of a product of two values). Included after a unit's registers and tile_product.h.
+// A merge's products by a unit that multiplies tiles of bf16 pairs: each factor as three limbs of bf16,
+// which together are the fp32 value to the last bit, and of the nine products of limbs the six that fp32 can
+// see (what is left out is below 2^-25 of a product of two values). Included after a unit's registers and
+// tile_product.h.
 #pragma once
 
 #include "atmm/kernels.h"
@@ -11,6 +12,7 @@ using cpu::VLORA_ISA::V;
 using U = cpu::VLORA_ISA::TileRegisters;
 
 constexpr int kTileFloats = cpu::kTile * kPanel;
+constexpr int kBlockFloats = kLimbRows * kLimbColumns;
 
 // What x was, as three numbers of bf16, from the largest down: use(0, …), use(1, …), use(2, …).
 template <class Use>
@@ -50,7 +52,8 @@ inline void limbs_of_columns(const float* a, ptrdiff_t stride, int64_t rank, int
       const float* const from = a + k * stride + n;
       return k >= rank ? V::zero() : count >= kPanel ? V::load(from) : V::load_some(from, int(count));
     };
-    uint16_t* const panel = to + n / kLimbColumns * kLimbs * limb_size + n % kLimbColumns / kPanel * 2 * kTileFloats;
+    uint16_t* const block = to + n / kLimbColumns * kLimbs * limb_size;
+    uint16_t* const panel = block + n % kLimbColumns / kPanel * 2 * kTileFloats;
     for (int64_t k = 0; k < depth; k += 2) {
       uint16_t even[kLimbs][kPanel];
       split_limbs(row(k), [&](int limb, const uint16_t* values) {
@@ -84,17 +87,17 @@ inline __attribute__((always_inline)) void store_two(T* to, Vector first, Vector
   }
 }
 
-// `blocks` blocks of 32 columns of one row: out = in + sign * sums; or `columns` of them, where that is less.
+// A row of kLimbGroup blocks, whose sums are kBlockFloats apart, or its first `columns`: out = in + sign * sums.
 template <class T, bool kStream>
-inline __attribute__((always_inline)) void end_row(const float (*sums)[kLimbRows * kLimbColumns], const T* in, T* out,
-                                                   V::Scalar sign, int64_t columns) {
+inline __attribute__((always_inline)) void end_row(const float* sums, const T* in, T* out, V::Scalar sign,
+                                                   int64_t columns) {
   constexpr int kBlocks = kLimbGroup;
   if (columns >= kBlocks * kLimbColumns) {
 #pragma GCC unroll 2
     for (int block = 0; block < kBlocks; ++block, in += kLimbColumns, out += kLimbColumns) {
       V first = V::load(in), second = V::load(in + kPanel);
-      first.add_product(sign, V::load(sums[block]));
-      second.add_product(sign, V::load(sums[block] + kPanel));
+      first.add_product(sign, V::load(sums + block * kBlockFloats));
+      second.add_product(sign, V::load(sums + block * kBlockFloats + kPanel));
       store_two<kStream>(out, first, second);
     }
     return;
@@ -102,7 +105,7 @@ inline __attribute__((always_inline)) void end_row(const float (*sums)[kLimbRows
   for (int64_t n = 0; n < columns; n += kPanel) {
     const int count = int(columns - n < kPanel ? columns - n : kPanel);
     V sum = V::load_some(in + n, count);
-    sum.add_product(sign, V::load(sums[n / kLimbColumns] + n % kLimbColumns));
+    sum.add_product(sign, V::load(sums + n / kLimbColumns * kBlockFloats + n % kLimbColumns));
     sum.store_some(out + n, count);
   }
 }
@@ -112,10 +115,11 @@ inline __attribute__((always_inline)) void end_row(const float (*sums)[kLimbRows
 // past the caches (one: 16.6 ms for 10.6, two threads, rank 16, bf16; four push the factors out of L1).
 template <class T, bool kStream>
 void merge_limbs(const LimbRows& p) {
-  alignas(64) static thread_local float sums[2][kLimbGroup][kLimbRows * kLimbColumns];
+  alignas(64) static thread_local float sums[2][kLimbGroup * kBlockFloats];
   constexpr int64_t kColumns = kLimbGroup * kLimbColumns;
   constexpr int kTurns = 6;  // products of limbs
-  const int64_t chunks = p.depth / kLimbDepth, left_limb = kLimbRows * p.depth, right_limb = p.depth * kLimbColumns;
+  const int64_t chunks = p.depth / kLimbDepth;
+  const int64_t left_limb = kLimbRows * p.depth, right_limb = p.depth * kLimbColumns;
   const ptrdiff_t left_bytes = p.depth * 2;
   const V::Scalar sign = V::broadcast(&p.sign);
   const T* in = static_cast<const T*>(p.in);
@@ -126,21 +130,23 @@ void merge_limbs(const LimbRows& p) {
   cpu::VLORA_ISA::configure(cpu::kTile, cpu::kTile, cpu::kTile);
   int64_t ready = 0;  // columns whose sums are in scratch
   for (int64_t at = 0, turn = 0; at < p.columns || ready; ++turn) {
-    const auto& before = sums[turn % 2 ^ 1];
+    const float* const before = sums[turn % 2 ^ 1];
     int done = 0;  // rows of them that are added
     const auto add_to = [&](int rows) {
       for (; done < rows; ++done) {
-        end_row<T, kStream>(reinterpret_cast<const float(*)[kLimbRows * kLimbColumns]>(&before[0][done * kLimbColumns]),
-                            in + done * p.stride, out + done * p.stride, sign, ready);
+        end_row<T, kStream>(before + done * kLimbColumns, in + done * p.stride, out + done * p.stride, sign,
+                            ready);
         if (!next) continue;
         // As much of the rows that come next, from end to end, to L2.
-        for (int64_t n = 0; n < kColumns; n += 64 / int64_t(sizeof(T))) __builtin_prefetch(next + fetched + n, 0, 2);
+        for (int64_t n = 0; n < kColumns; n += 64 / int64_t(sizeof(T)))
+          __builtin_prefetch(next + fetched + n, 0, 2);
         fetched += kColumns;
         if (fetched >= p.columns) next += p.stride, fetched = 0;
       }
     };
     const int64_t here = p.columns - at < kColumns ? p.columns - at : kColumns;
-    const int blocks = int((here + kLimbColumns - 1) / kLimbColumns), turns = int(chunks) * kTurns * blocks;
+    const int blocks = int((here + kLimbColumns - 1) / kLimbColumns);
+    const int turns = int(chunks) * kTurns * blocks;
     int step = 0;
     const auto left = [&](int limb, int64_t chunk) {
       const uint16_t* const from = p.left + limb * left_limb + chunk * kLimbDepth;
@@ -161,8 +167,8 @@ void merge_limbs(const LimbRows& p) {
     };
     for (int block = 0; block < blocks; ++block, right += kLimbs * right_limb) {
       U::zero<0>(), U::zero<1>(), U::zero<2>(), U::zero<3>();
-      // What is small first, so that the sum is rounded as often as fp32's would be; and in an order in which few
-      // limbs are loaded.
+      // What is small first, so that the sum is rounded as often as fp32's would be; and in an order in which
+      // few limbs are loaded.
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         left(2, chunk), columns(0, chunk), multiply();
         left(0, chunk), columns(2, chunk), multiply();
@@ -171,7 +177,7 @@ void merge_limbs(const LimbRows& p) {
         columns(0, chunk), multiply();
       }
       for (int64_t chunk = 0; chunk < chunks; ++chunk) left(0, chunk), columns(0, chunk), multiply();
-      float* const to = sums[turn % 2][block];
+      float* const to = sums[turn % 2] + block * kBlockFloats;
       U::store<0>(to, kLimbColumns * 4);
       U::store<1>(to + kPanel, kLimbColumns * 4);
       U::store<2>(to + cpu::kTile * kLimbColumns, kLimbColumns * 4);

@@ -19,8 +19,9 @@ constexpr int64_t kRows = 96;
 // Of a task, and passed at a time where they are written past the caches, their part of B in L1:
 // whole tiles of 6 and of 8 rows, or of 32.
 constexpr int64_t kLeastLimbRank = 17;
-// From so many ranks on a unit that multiplies tiles beats vectors. A tile's depth is 32, and memory is all that
-// fewer wait for: 4096 x 4096, one thread, bf16, rank 64 52 ms against 30, 32 18 against 13.3, 16 17 against 20.
+// From this rank on a unit that multiplies tiles beats vectors. A tile's depth is 32, and memory is all that
+// smaller ones wait for (one thread, bf16, ms by vectors and by tiles: rank 64 52 and 30, 32 18 and 13, 16 17
+// and 20).
 constexpr int64_t kFollowed = 4096;
 // Bytes of a row's part from which on a core fetches rows ahead by itself: it follows one stream in a page.
 // (896 columns of fp32 by tiles, one thread: asked for 3.3 ms, not 4.5; 4096 columns 52 and 49.)
@@ -136,7 +137,8 @@ int64_t limb_floats(int64_t rank, int64_t columns) {
   return ceil_div(columns, kLimbColumns) * kLimbColumns * limb_depth(rank) * kLimbs / 2;
 }
 
-// Of a thread, for columns of A: as Scratch, in large pages, since it is read from end to end for every 32 rows.
+// Of a thread, for columns of A: as Scratch, in large pages, since it is read from end to end for every 32
+// rows.
 uint16_t* limb_scratch(int64_t floats) {
   struct Kept {
     std::shared_ptr<char> memory;
@@ -168,7 +170,8 @@ void merge_block_by_limbs(const Kernels& kernels, Dtype dtype, char* out, const 
     kernels.limbs.of_rows(m.b + row * m.rank, m.rank, rows, depth, left);
     const char* const from = in + at * size;
     const bool last = row + kLimbRows >= task.first_row + task.rows;
-    const char* const next = last || task.columns * size >= kFollowed ? nullptr : from + kLimbRows * m.d_in * size;
+    const bool asked = !last && task.columns * size < kFollowed;
+    const char* const next = asked ? from + kLimbRows * m.d_in * size : nullptr;
     merge({left, right, depth, rows, task.columns, from, next, out + at * size, m.d_in, sign});
   }
   if (streaming) _mm_sfence();

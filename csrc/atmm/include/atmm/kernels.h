@@ -70,7 +70,8 @@ struct LimbRows {
 
 struct Limbs {
   void (*of_rows)(const float* b, int64_t rank, int rows, int64_t depth, uint16_t* to);
-  void (*of_columns)(const float* a, ptrdiff_t stride, int64_t rank, int64_t columns, int64_t depth, uint16_t* to);
+  void (*of_columns)(const float* a, ptrdiff_t stride, int64_t rank, int64_t columns, int64_t depth,
+                     uint16_t* to);
   void (*merge[kDtypes])(const LimbRows&);
   void (*merge_streaming[kDtypes])(const LimbRows&);  // the same, stores past the caches
 };
