@@ -34,6 +34,8 @@ class Isa:
     parts: tuple[str, ...] = ("fp32", "bf16", "merge", "rows")
     rest: str | None = None
     """Whose kernels serve where there is no part of its own: an instruction set further down."""
+    few: str | None = None
+    """Whose kernels serve blocks of few rows where pairs are slow, but for a part of that name."""
 
     @property
     def name(self) -> str:
@@ -49,12 +51,12 @@ class Isa:
         return self.registers_per_panel > 1
 
 
-_BF16_ONLY = ("bf16", "merge", "rows")
+_BF16_ONLY = ("bf16", "merge", "rows", "few")
 
 ISAS = (
-    Isa(kernels.AMX, (24, 13, 9, 6), 12, 1, 28, (), "avx512_bf16"),
-    Isa(kernels.TWIN, (4,), 1, 4, 4, ("bf16", "rows"), "scalar"),
-    Isa(kernels.AVX512_BF16, (24, 13, 9, 6), 12, 1, 28, _BF16_ONLY, "avx512"),
+    Isa(kernels.AMX, (24, 13, 9, 6), 12, 1, 28, ("limbs",), "avx512_bf16"),
+    Isa(kernels.TWIN, (4,), 1, 4, 4, ("bf16", "rows", "limbs"), "scalar", "scalar"),
+    Isa(kernels.AVX512_BF16, (24, 13, 9, 6), 12, 1, 28, _BF16_ONLY, "avx512", "avx512"),
     Isa(kernels.AVX512, (24, 13, 9, 6), 12, 1, 28),
     Isa(kernels.AVX2, (6,), 8, 2, 12),
     Isa(kernels.SCALAR, (4,), 1, 4, 4),
@@ -110,26 +112,31 @@ def instances(isa: Isa, part: str) -> Iterator[str]:
                 )
         return
     dtype = 0 if part == "fp32" else 1
-    product = "Fp32" if part == "fp32" else "Bf16Pairs" if isa.pairs else "Bf16Widened"
+    pairs = isa.pairs and part != "few"
+    product = "Fp32" if part == "fp32" else "Bf16Pairs" if pairs else "Bf16Widened"
     ends = {f"shrink[{dtype}]": "ToScratch"}
-    if part == "bf16":
+    if dtype:
         ends["expand[1][1]"] = "Added<uint16_t, false>"
     ends[f"expand[{dtype}][0]"] = "Added<float, false>"
     for side, end in ends.items():
         for rows, panels in tiles(isa):
             at, head = f"[{panels - 1}][{rows - 1}]", f"k.{side}"
             shape = f"{product}, {end}, {rows}, {panels}"
-            yield f"{head}.packed{at} = tile<{shape}, 1, kRowStride, false>;"
+            if part != "few":
+                yield f"{head}.packed{at} = tile<{shape}, 1, kRowStride, false>;"
             if rows <= DIRECT_ROWS:
-                yield f"{head}.direct{at} = tile<{shape}, 1, 0, false>;"
+                if part != "few":
+                    yield f"{head}.direct{at} = tile<{shape}, 1, 0, false>;"
                 yield f"{head}.stream{at} = tile<{shape}, {chains(isa, rows, panels)}, 0, true>;"
     narrow = product.replace("Bf16", "")
     for rows in range(1, most_rows(isa)[0] + 1):
         at, head = f"[kNarrow][{rows - 1}]", f"k.shrink[{dtype}]"
         shape = f"Narrow{narrow}, NarrowToScratch, {rows}, 1"
-        yield f"{head}.packed{at} = tile<{shape}, 1, kRowStride, false>;"
+        if part != "few":
+            yield f"{head}.packed{at} = tile<{shape}, 1, kRowStride, false>;"
         if rows <= DIRECT_ROWS:
-            yield f"{head}.direct{at} = tile<{shape}, 1, 0, false>;"
+            if part != "few":
+                yield f"{head}.direct{at} = tile<{shape}, 1, 0, false>;"
             yield f"{head}.stream{at} = tile<{shape}, {chains(isa, rows, 1)}, 0, true>;"
 
 
@@ -144,10 +151,24 @@ def body(isa: Isa, part: str) -> str:
             "k.pairs_in_registers = kPairs;",
             "k.add_sums = add_sums;",
         ]
+    elif part == "limbs":
+        lines = ["k.limbs.of_rows = limbs_of_rows;", "k.limbs.of_columns = limbs_of_columns;"]
+        for storage, dtype in (("float", 0), ("uint16_t", 1)):
+            lines.append(f"k.limbs.merge[{dtype}] = merge_limbs<{storage}, false>;")
+            lines.append(f"k.limbs.merge_streaming[{dtype}] = merge_limbs<{storage}, true>;")
     else:
         lines = list(instances(isa, part))
     filled = "".join(f"  {line}\n" for line in lines)
     return f"void fill_{part}(Kernels& k) {{\n{filled}}}\n"
+
+
+def headers(isa: Isa, part: str) -> tuple[str, ...]:
+    """What a part is made of."""
+    if part == "limbs":
+        return (f"cpu/tile_{isa.name}.h", "cpu/tile_product.h", "limbs.h")
+    if part == "rows":
+        return ("rows.h",)
+    return ("apart.h",) if part == "merge" and isa.apart else ("tile.h",)
 
 
 def kernel_table() -> str:
@@ -158,7 +179,7 @@ def kernel_table() -> str:
         declared = "".join(f" void fill_{part}(Kernels&);" for part in isa.parts)
         lines.append(f"namespace {isa.name} {{{declared} }}\n")
     lines.append("const Kernels& kernels(cpu::Isa isa) {\n  static const struct All {\n")
-    lines.append("    Kernels k[cpu::kIsas] = {};\n    All() {\n")
+    lines.append("    Kernels k[cpu::kIsas] = {}, few[cpu::kIsas] = {};\n    All() {\n")
     for isa in reversed(ISAS):
         here, at = f"cpu::Isa::{isa.base.enumerator}", f"k[int(cpu::Isa::{isa.base.enumerator})]"
         # Even filling the table is done with the instructions of the unit.
@@ -170,7 +191,15 @@ def kernel_table() -> str:
         most = most_rows(isa)
         lines.append(f"        {at}.bundle = {len(most)};\n")
         lines += [f"        {at}.max_rows[{i}] = {rows};\n" for i, rows in enumerate(most)]
-        lines += [f"        {isa.name}::fill_{part}({at});\n" for part in isa.parts]
+        parts = [part for part in isa.parts if part != "few"]
+        lines += [f"        {isa.name}::fill_{part}({at});\n" for part in parts]
+        if isa.few:
+            of = next(one.base.enumerator for one in ISAS if one.name == isa.few)
+            few = f"few[int({here})]"
+            lines.append(f"        {few} = k[int(cpu::Isa::{of})];\n")
+            if "few" in isa.parts:
+                lines.append(f"        {isa.name}::fill_few({few});\n")
+            lines.append(f"        {at}.few = &{few};\n")
         lines.append(f"        {at}.tiles = cpu::tile_unit({here});\n")
         lines.append("      }\n")
     lines.append("    }\n  } all;\n  return all.k[int(isa)];\n}\n}  // namespace vlora::atmm\n")
@@ -208,10 +237,9 @@ def units(build: Path) -> list[Unit]:
     found = [Unit(CSRC / "atmm" / "cpu" / f"{name}.cpp") for name in SOURCES]
     found.append(Unit(kernels.write(build / "atmm_kernel_table.cpp", kernel_table())))
     for one, part in ((isa, part) for isa in ISAS for part in isa.parts):
-        header = "rows.h" if part == "rows" else "tile.h"
-        if part == "merge" and one.apart:
-            header = "apart.h"
-        found.append(kernels.unit(build, "atmm", part, one.base, (header,), body(one, part)))
+        found.append(
+            kernels.unit(build, "atmm", part, one.base, headers(one, part), body(one, part))
+        )
     kernels.write(build / "configurations.inc", configurations())
     kernels.write(build / "merge_configurations.inc", merge_configurations())
     return found

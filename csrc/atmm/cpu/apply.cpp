@@ -116,16 +116,25 @@ double seconds_of(const Call& c, const Segment& s) {
   return std::max(2 * rows * elements / machine.peak[int(c.p.dtype)], moved / rate);
 }
 
-// Blocks of rows in the order in which they are taken.
-void blocks_of(const Call& c, const std::vector<Unit>& units, cpu::Pieces& pieces) {
+// Whether vdpbf16ps, for all that it does at once, is no faster than fp32's multiply-adds: then some rows wait
+// for it and not for memory. One row does not; from kTileUnitRows on there are other ways.
+bool pairs_are_slow() {
+  static const bool slow = !cpu::runs_here(cpu::Isa::kAvx512Bf16) ||
+                           cpu::core_peak(cpu::Isa::kAvx512Bf16, Dtype::kBf16) <
+                               cpu::core_peak(cpu::Isa::kAvx512, Dtype::kFp32);
+  return slow;
+}
+
+// Blocks of rows in the order in which they are taken. few: of 2 … kTileUnitRows - 1 rows, or null.
+void blocks_of(const Call& c, const Call* few, const std::vector<Unit>& units, cpu::Pieces& pieces) {
   size_t at = 0;
   for (int64_t block; (block = pieces.take()) >= 0;) {
     while (block >= units[at].first_block + units[at].blocks) ++at;
     const Unit& unit = units[at];
     const int64_t i = block - unit.first_block, length = unit.segment->length;
-    const int64_t first = length * i / unit.blocks;
-    whole_block(c, unit.config, *unit.segment, unit.segment->start + first,
-                length * (i + 1) / unit.blocks - first);
+    const int64_t first = length * i / unit.blocks, rows = length * (i + 1) / unit.blocks - first;
+    const bool by_few = few && rows > 1 && rows < kTileUnitRows;
+    whole_block(by_few ? *few : c, unit.config, *unit.segment, unit.segment->start + first, rows);
   }
 }
 
@@ -162,13 +171,16 @@ struct Apply::Wave {
 
 struct Apply::Plan {
   Call call;
+  std::optional<Call> few;
   std::deque<Wave> waves;
 };
 
 Apply::Apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,
              const Chooser& chooser, int threads)
-    : plan_(new Plan{{kernels, p, chooser.one_order()}, {}}) {
+    : plan_(new Plan{{kernels, p, chooser.one_order()}, {}, {}}) {
   const Call& c = plan_->call;
+  if (kernels.few && p.dtype == Dtype::kBf16 && !c.one_order && pairs_are_slow())
+    plan_->few.emplace(Call{*kernels.few, p, false});
   int64_t floats = 0;
   for (int i = 0; i < segments.waves(); ++i) {
     std::vector<Unit> units;
@@ -204,7 +216,7 @@ void Apply::operator()(const cpu::Team& team) const {
     if (wave.split)
       (*wave.split)(team);
     else
-      blocks_of(plan_->call, wave.units, *wave.blocks);
+      blocks_of(plan_->call, plan_->few ? &*plan_->few : nullptr, wave.units, *wave.blocks);
   }
   if (const cpu::TileUnit* unit = plan_->call.kernels.tiles) unit->release();
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "atmm/operator.h"
+#include "cpu/large_pages.h"
 #include "cpu/scratch.h"
 #include "cpu/threads.h"
 #include "walk.h"
@@ -16,7 +17,14 @@ constexpr int64_t kTasksAThread = 8;
 // So that the last ones to finish leave little time idle.
 constexpr int64_t kRows = 96;
 // Of a task, and passed at a time where they are written past the caches, their part of B in L1:
-// whole tiles of 6 and of 8 rows.
+// whole tiles of 6 and of 8 rows, or of 32.
+constexpr int64_t kLeastLimbRank = 17;
+// From this rank on a unit that multiplies tiles beats vectors. A tile's depth is 32, and memory is all that
+// smaller ones wait for (one thread, bf16, ms by vectors and by tiles: rank 64 52 and 30, 32 18 and 13, 16 17
+// and 20).
+constexpr int64_t kFollowed = 4096;
+// Bytes of a row's part from which on a core fetches rows ahead by itself: it follows one stream in a page.
+// (896 columns of fp32 by tiles, one thread: asked for 3.3 ms, not 4.5; 4096 columns 52 and 49.)
 
 // Whether tiles want even columns first.
 bool apart(const Kernels& kernels, Dtype dtype) {
@@ -119,6 +127,56 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   if (streaming) _mm_sfence();
 }
 
+// Whether tiles multiply it.
+bool by_limbs(const Kernels& kernels, const Merge& m) { return kernels.tiles && m.rank >= kLeastLimbRank; }
+
+int64_t limb_depth(int64_t rank) { return ceil_div(rank, kLimbDepth) * kLimbDepth; }
+
+// Columns of A as limbs, in place of pack_columns' panels.
+int64_t limb_floats(int64_t rank, int64_t columns) {
+  return ceil_div(columns, kLimbColumns) * kLimbColumns * limb_depth(rank) * kLimbs / 2;
+}
+
+// Of a thread, for columns of A: as Scratch, in large pages, since it is read from end to end for every 32
+// rows.
+uint16_t* limb_scratch(int64_t floats) {
+  struct Kept {
+    std::shared_ptr<char> memory;
+    int64_t floats = 0;
+  };
+  thread_local Kept kept;
+  if (floats > kept.floats) {
+    kept = {};
+    kept.memory = cpu::in_large_pages(size_t(floats) * sizeof(float));
+    kept.floats = floats;
+  }
+  return reinterpret_cast<uint16_t*>(kept.memory.get());
+}
+
+// The same block by tiles.
+void merge_block_by_limbs(const Kernels& kernels, Dtype dtype, char* out, const char* in, float sign,
+                          const Task& task, const uint16_t* right) {
+  const Merge& m = *task.merge;
+  const ptrdiff_t size = ptrdiff_t(size_of(dtype));
+  const int64_t depth = limb_depth(m.rank);
+  const bool streaming = in != out && m.d_in * size % 64 == 0 &&
+                         reinterpret_cast<uintptr_t>(out + m.offset * size) % 64 == 0;
+  const auto merge = (streaming ? kernels.limbs.merge_streaming : kernels.limbs.merge)[int(dtype)];
+  thread_local cpu::Scratch scratch;
+  auto* const left = reinterpret_cast<uint16_t*>(scratch.get(kLimbRows * depth * kLimbs / 2));
+  for (int64_t row = task.first_row; row < task.first_row + task.rows; row += kLimbRows) {
+    const int rows = int(std::min<int64_t>(kLimbRows, task.first_row + task.rows - row));
+    const int64_t at = m.offset + row * m.d_in + task.first;
+    kernels.limbs.of_rows(m.b + row * m.rank, m.rank, rows, depth, left);
+    const char* const from = in + at * size;
+    const bool last = row + kLimbRows >= task.first_row + task.rows;
+    const bool asked = !last && task.columns * size < kFollowed;
+    const char* const next = asked ? from + kLimbRows * m.d_in * size : nullptr;
+    merge({left, right, depth, rows, task.columns, from, next, out + at * size, m.d_in, sign});
+  }
+  if (streaming) _mm_sfence();
+}
+
 std::vector<Task> tasks_of(Dtype dtype, const Merge* merges, int64_t count, const Chooser& chooser,
                            int threads) {
   int64_t elements = 0;
@@ -164,15 +222,24 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
                      task.columns * size);
         continue;
       }
-      const int64_t panels = ceil_div(task.columns, kPanel);
-      float* packed = scratch.get(panels * task.merge->rank * kPanel);
-      if (!last || last->merge != task.merge || last->first != task.first)
-        pack_columns(packed, *task.merge, task.first, task.columns, kernels.bundle,
-                     apart(kernels, dtype));
+      const Merge& m = *task.merge;
+      const bool packs = !last || last->merge != task.merge || last->first != task.first;
       last = &task;
-      merge_block(kernels, dtype, static_cast<char*>(out), static_cast<const char*>(in), sign, task,
-                  packed);
+      char* const to = static_cast<char*>(out);
+      const char* const from = static_cast<const char*>(in);
+      if (by_limbs(kernels, m)) {
+        uint16_t* const right = limb_scratch(limb_floats(m.rank, task.columns));
+        if (packs)
+          kernels.limbs.of_columns(m.a + task.first, m.d_in, m.rank, task.columns, limb_depth(m.rank), right);
+        merge_block_by_limbs(kernels, dtype, to, from, sign, task, right);
+      } else {
+        float* const packed = scratch.get(ceil_div(task.columns, kPanel) * m.rank * kPanel);
+        if (packs)
+          pack_columns(packed, m, task.first, task.columns, kernels.bundle, apart(kernels, dtype));
+        merge_block(kernels, dtype, to, from, sign, task, packed);
+      }
     }
+    if (kernels.tiles) kernels.tiles->release();
   };
   cpu::run_late(int(std::min<size_t>(size_t(threads), tasks.size())), work);
 }

@@ -91,6 +91,21 @@ def test_what_is_not_finite_stays_so_where_it_is(
     assert torch.equal(out[infinite], base[infinite])
 
 
+@pytest.mark.parametrize("rank", [16, 17, 70])
+def test_a_merge_loses_no_bits_of_its_factors(backend: backends.Backend, rank: int) -> None:
+    # Where factors go as three numbers of bf16 each: two of them would not do.
+    d_out, d_in = 70, 200
+    spread = 2.0 ** torch.randint(-20, 20, (rank, 1))
+    signs = torch.randint(0, 2, (rank, d_in)) * 2 - 1
+    pair = LoraPair(
+        signs * (1 + torch.rand(rank, d_in)) * spread, (1 + torch.rand(d_out, rank)) / spread.T
+    )
+    out = torch.empty(d_out * d_in)
+    op.merge(out, torch.zeros_like(out), [MergeUpdate(0, pair)], backend=backend)
+    a, b = pair.a.double(), pair.b.double()
+    assert ((out.double() - (b @ a).flatten()).abs() < 2**-21 * (b @ a.abs()).flatten()).all()
+
+
 @compiled
 @pytest.mark.parametrize("size", [64, 4096])
 def test_every_merge_configuration_equals_the_reference(size: int) -> None:

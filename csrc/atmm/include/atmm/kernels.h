@@ -47,6 +47,35 @@ struct TileSet {
   TileKernel stream[kMaxColumns + 1][kMaxRows];  // direct, panels fetched ahead, several chains of sums
 };
 
+// Factors of a merge as limbs of bf16 (limbs.h).
+constexpr int kLimbs = 3;
+constexpr int kLimbDepth = 2 * cpu::kTile;  // values of depth that a tile takes
+constexpr int kLimbRows = cpu::kTileRows;
+constexpr int kLimbColumns = cpu::kTilePanels * kPanel;  // of a block
+constexpr int kLimbGroup = 2;                            // blocks whose sums are added at a time
+
+// out = in + sign * left right, of up to kLimbRows rows.
+struct LimbRows {
+  const uint16_t* left;   // [kLimbs][kLimbRows][depth]
+  const uint16_t* right;  // [block of columns][kLimbs][depth][kLimbColumns], tile by tile
+  int64_t depth;          // a multiple of kLimbDepth
+  int rows;
+  int64_t columns;
+  const void* in;
+  const void* next;  // what `in` will be, fetched meanwhile; or null
+  void* out;
+  ptrdiff_t stride;  // elements, of all three
+  float sign;
+};
+
+struct Limbs {
+  void (*of_rows)(const float* b, int64_t rank, int rows, int64_t depth, uint16_t* to);
+  void (*of_columns)(const float* a, ptrdiff_t stride, int64_t rank, int64_t columns, int64_t depth,
+                     uint16_t* to);
+  void (*merge[kDtypes])(const LimbRows&);
+  void (*merge_streaming[kDtypes])(const LimbRows&);  // the same, stores past the caches
+};
+
 struct Kernels {
   const char* name;
   int bundle;  // panels that its tiles like to find interleaved
@@ -67,6 +96,9 @@ struct Kernels {
   // Lines of a narrow panel of pairs, whose two steps lie pair by pair in turn, to one step after another.
   void (*split_narrow)(const void* lines, int64_t count, void* to);
   const cpu::TileUnit* tiles;  // multiplies tiles of pairs; null: none
+  Limbs limbs;                 // where it does
+  // Of blocks of few rows where pairs are multiplied slowly: panels are made fp32 in registers. Or null.
+  const Kernels* few;
   // y += sign * sums.
   void (*add_sums)(Dtype, void* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,
                    int64_t rows, int64_t columns, float sign);
