@@ -149,29 +149,16 @@ void attend(const Kernels& kernels, const Problem& problem, int threads) {
   float* const partials = plan.partials() ? partial_scratch.get(plan.partials() * size) : nullptr;
   const std::unique_ptr<std::atomic<int32_t>[]> done(new std::atomic<int32_t>[size_t(plan.groups())]());
   const auto& pieces = plan.pieces();
-  const auto one = [&](const Piece& piece, Following& following) {
+  cpu::share_out(threads, int64_t(pieces.size()), [&](int64_t i) {
     static thread_local cpu::Scratch scratch;
+    const Piece& piece = pieces[size_t(i)];
     float* const partial = piece.shared < 0 ? nullptr : partials + piece.shared * size;
-    kernel(problem, piece, scratch.get(scratch_floats(plan)), partial, following);
+    kernel(problem, piece, scratch.get(scratch_floats(plan)), partial);
     if (!partial) return;
     // Whoever ends last puts the parts together.
     if (done[size_t(piece.group)].fetch_add(1, std::memory_order_acq_rel) + 1 < piece.parts) return;
     kernels.combine(problem, piece, partials + piece.first * size);
-  };
-  cpu::Pieces taken(int64_t(pieces.size()));
-  auto take = [&](const cpu::Team&) {
-    int64_t i = taken.take();
-    for (Following following{nullptr, 0}; i >= 0;) {
-      const Piece& piece = pieces[size_t(i)];
-      // A row's next piece is taken before it is needed, but for the last ones: they are for whoever is free.
-      const bool early = kernels.follows && piece.rows == 1 && i + threads < int64_t(pieces.size());
-      i = early ? taken.take() : -1;
-      following.next = i < 0 ? nullptr : &pieces[size_t(i)];
-      one(piece, following);
-      if (!early) i = taken.take();
-    }
-  };
-  cpu::run_late(std::min(threads, int(pieces.size())), take);
+  });
 }
 
 }  // namespace vlora::attention

@@ -110,20 +110,13 @@ struct Problem {
   float scale;
 };
 
-// What a thread reads after the piece at hand, and may ask for while it multiplies the last of this one.
-struct Following {
-  const Piece* next;  // null: not known
-  int64_t lead;       // bytes that were asked for: of the piece at hand, after it of the next
-};
-
 struct Kernels {
   // partial: null, or where an unfinished result goes: per item its maximum, its sum, then its values.
-  void (*attend[kDtypes])(const Problem&, const Piece&, float* scratch, float* partial, Following&);
+  void (*attend[kDtypes])(const Problem&, const Piece&, float* scratch, float* partial);
   void (*write[kDtypes])(const Problem&, const Written&);
   // The parts of rows whose keys were shared out, as one. piece: any of them.
   void (*combine)(const Problem&, const Piece&, const float* partials);
   int64_t items;  // most of one head's that a piece should have
-  bool follows;   // whether the next piece is of use
 };
 const Kernels& kernels(cpu::Isa isa);
 // Those in use for pages of a type: of a unit that multiplies tiles, or of vectors.

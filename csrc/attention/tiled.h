@@ -105,9 +105,7 @@ VLORA_INLINE void copy_values(const uint16_t* from, int64_t tokens, int64_t padd
 
 // As `attend` of tiles.h. Items lie in slots, those of a head from a whole tile on where they are more
 // than one.
-inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, float* partial,
-                         Following& following) {
-  following.lead = 0;
+inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, float* partial) {
   using T = uint16_t;
   const Plan& plan = *p.plan;
   const Layout& layout = plan.layout;
@@ -262,10 +260,9 @@ inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, f
 
 // A tile with few rows takes as long as a whole one.
 constexpr int64_t kFewItems = 8;
-inline void attend_by_size(const Problem& p, const Piece& piece, float* scratch, float* partial,
-                           Following& following) {
+inline void attend_by_size(const Problem& p, const Piece& piece, float* scratch, float* partial) {
   const bool few = piece.rows * (p.plan->heads / p.plan->layout.kv_heads) < kFewItems;
-  (few ? attend<uint16_t> : attend_tiled)(p, piece, scratch, partial, following);
+  (few ? attend<uint16_t> : attend_tiled)(p, piece, scratch, partial);
 }
 
 }  // namespace vlora::attention::VLORA_ISA

@@ -1,9 +1,6 @@
 // Attention's inner loops for one instruction set.
 #pragma once
 
-#include <algorithm>
-
-#include "attention/ahead.h"
 #include "attention/pages.h"
 #include "attention/softmax.h"
 
@@ -21,9 +18,6 @@ constexpr int kStreamItems = kMany ? 4 : 2;
 // (row, head) pairs that meet values so read: more of a row's columns at a time.
 constexpr int64_t kChunkBytes = 512, kChunkTokens = 4;
 // Of one panel before the next one's turn.
-
-constexpr int64_t kWindowBytes = 262144;
-// Of pages whose keys are read together, then their values: they stay in L2 meanwhile.
 
 constexpr int64_t kQueryStride = kMostDim + kLanes;
 // From query to query, whatever the dim: addresses need no registers, and no two fall on the same sets.
@@ -49,18 +43,13 @@ VLORA_INLINE void load(const T* pair, ptrdiff_t row, int second, R (&to)[N]) {
   }
 }
 
-enum class Ask { kNothing, kPanel, kAhead };
-// What is asked for meanwhile: nothing, one panel, or what comes later in memory's order.
-enum class Read { kInOrder, kInTurns, kAhead };
-// Panels one after the other, some of each in turn, or one after the other with Ask::kAhead.
-
 // Scores of the tokens of P panels: M queries times [dim][kLanes], for the depths
 // from … until, all even; later ones are added to what earlier ones left. fetch: null, or as many bytes
 // as a panel has are asked for meanwhile. Where sums are few there are several of each, since a sum waits
 // for the one before.
-template <class T, int M, int P, Ask kAsk>
-VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until, float* scores,
-                        const char* fetch, Ahead<T>* ahead) {
+template <class T, int M, int P, bool kFetch>
+VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from,
+                        int64_t until, float* scores, const char* fetch) {
   constexpr int kSums = M * P == 1 ? 4 : M * P <= (kMany ? 6 : 3) ? 2 : 1;
   R acc[kSums][P][M][kRegisters];
 #pragma GCC unroll 4
@@ -94,10 +83,9 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
   int64_t d = from;
   for (; d + kSteps <= until; d += kSteps) {
     constexpr ptrdiff_t kRow = kLanes * sizeof(T);
-    if constexpr (kAsk == Ask::kAhead) ahead->template ask<int(P * kSteps * kRow / 64)>();
 #pragma GCC unroll 4
     for (int k = 0; k < kSteps; ++k) {
-      if constexpr (kAsk == Ask::kPanel)
+      if constexpr (kFetch)
         if (k * kRow % 64 == 0) __builtin_prefetch(fetch + (d + k) * kRow);
       add(k % kSums, d + k / 2 * 2, k % 2);
     }
@@ -120,40 +108,34 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
 }
 
 // Up to P panels.
-template <class T, int M, int P, Ask kAsk>
-VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys, int64_t from,
-                              int64_t until, float* scores, Ahead<T>* ahead) {
-  if (panels >= P) return score<T, M, P, kAsk>(q, keys, from, until, scores, nullptr, ahead);
-  if constexpr (P > 1) score_up_to<T, M, P - 1, kAsk>(panels, q, keys, from, until, scores, ahead);
+template <class T, int M, int P>
+VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys,
+                              int64_t from, int64_t until, float* scores) {
+  if (panels >= P) return score<T, M, P, false>(q, keys, from, until, scores, nullptr);
+  if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores);
 }
 
 // As many panels at a time as fill the registers with sums; if there are more, by turns.
-template <class T, int M, bool kAhead>
-void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t dim, float* scores,
-                  const char* fetch, Ahead<T>* ahead) {
+template <class T, int M>
+void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t dim,
+                  float* scores, const char* fetch) {
   constexpr int kAtOnce = at_once(M);
-  if constexpr (kAhead) {
-    for (int64_t p = 0; p < panels; p += kAtOnce)
-      score_up_to<T, M, kAtOnce, Ask::kAhead>(panels - p, q, keys + p, 0, dim, scores + p * kLanes, ahead);
-    return;
-  }
-  if (fetch) return score<T, M, 1, Ask::kPanel>(q, keys, 0, dim, scores, fetch, nullptr);
+  if (fetch) return score<T, M, 1, true>(q, keys, 0, dim, scores, fetch);
   const int64_t each = panels <= kAtOnce ? dim : kChunkBytes / (kLanes * int64_t(sizeof(T)));
   for (int64_t d = 0; d < dim; d += each) {
     const int64_t until = d + each < dim ? d + each : dim;
     for (int64_t p = 0; p < panels; p += kAtOnce)
-      score_up_to<T, M, kAtOnce, Ask::kNothing>(panels - p, q, keys + p, d, until, scores + p * kLanes,
-                                                nullptr);
+      score_up_to<T, M, kAtOnce>(panels - p, q, keys + p, d, until, scores + p * kLanes);
   }
 }
 
 // out += weights times values of the tokens from … until of each of some panels, M rows by N registers
 // of columns. from: even. kTurns: two tokens of all panels in turn. fetch: as of score, for the first
 // panel.
-template <class T, int M, int N, bool kTurns, Ask kAsk>
+template <class T, int M, int N, bool kTurns, bool kFetch>
 VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels,
                              int64_t from, int64_t until, int64_t column, int64_t padded, float* out,
-                             const char* fetch, Ahead<T>* ahead) {
+                             const char* fetch) {
   constexpr int kPair = int(4 / sizeof(T));  // neighbours in memory that are one column's
   R acc[M][N];
 #pragma GCC unroll 12
@@ -174,7 +156,6 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
   const auto add_pair = [&](int64_t p, int64_t t) __attribute__((always_inline)) {
     const T* const pair = values[p] + t * padded + column * kPair;
     const float* const w = weights + p * kLanes + t;
-    if constexpr (kAsk == Ask::kAhead) ahead->template ask<int(2 * N * R::kWidth * sizeof(T) / 64)>();
     add(pair, w, 0);
     if (t + 1 < until) add(pair, w, 1);
   };
@@ -184,7 +165,7 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
   } else {
     for (int64_t p = 0; p < panels; ++p)
       for (int64_t t = from; t < until; t += 2) {
-        if constexpr (kAsk == Ask::kPanel) {
+        if constexpr (kFetch) {
           const char* const at = fetch + (t * padded + column * kPair) * ptrdiff_t(sizeof(T));
 #pragma GCC unroll 8
           for (size_t line = 0; line < 4 * N * R::kWidth; line += 64) {
@@ -202,48 +183,46 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
 }
 
 // As many columns at a time as fill the registers.
-template <class T, int M, Read kRead>
+template <class T, int M, bool kTurns>
 void add_all_values(const float* weights, const T* const* values, int64_t panels, int64_t tokens,
-                    int64_t padded, float* out, const char* fetch, Ahead<T>* ahead) {
+                    int64_t padded, float* out, const char* fetch) {
   constexpr int kWide = at_once(M) * kRegisters;
-  constexpr bool kTurns = kRead == Read::kInTurns;
-  constexpr Ask kAsk = kRead == Read::kAhead ? Ask::kAhead : Ask::kNothing;
   const int64_t each = kTurns && panels > 1 ? kChunkTokens : tokens;
   for (int64_t t = 0; t < tokens; t += each) {
     const int64_t until = t + each < tokens ? t + each : tokens;
     int64_t column = 0;
     for (; column + kWide * R::kWidth <= padded; column += kWide * R::kWidth)
-      fetch ? add_values<T, M, kWide, false, Ask::kPanel>(weights, values, panels, t, until, column, padded,
-                                                          out, fetch, nullptr)
-            : add_values<T, M, kWide, kTurns, kAsk>(weights, values, panels, t, until, column, padded, out,
-                                                    nullptr, ahead);
+      fetch ? add_values<T, M, kWide, false, true>(weights, values, panels, t, until, column, padded, out,
+                                                   fetch)
+            : add_values<T, M, kWide, kTurns, false>(weights, values, panels, t, until, column, padded,
+                                                     out, nullptr);
     for (; column < padded; column += kLanes)
-      add_values<T, M, kRegisters, kTurns, kAsk>(weights, values, panels, t, until, column, padded, out,
-                                                 nullptr, ahead);
+      add_values<T, M, kRegisters, kTurns, false>(weights, values, panels, t, until, column, padded, out,
+                                                  nullptr);
   }
 }
 
-template <class T, int M = kMost, bool kAhead = false>
-VLORA_INLINE void score_some(int64_t items, const float* q, const T* const* keys, int64_t panels,
-                             int64_t dim, float* scores, const char* fetch, Ahead<T>* ahead) {
-  if (items >= M) return score_panels<T, M, kAhead>(q, keys, panels, dim, scores, fetch, ahead);
-  if constexpr (M > 1) score_some<T, M - 1, kAhead>(items, q, keys, panels, dim, scores, fetch, ahead);
+template <class T, int M = kMost>
+VLORA_INLINE void score_some(int64_t items, const float* q, const T* const* keys,
+                             int64_t panels, int64_t dim, float* scores, const char* fetch) {
+  if (items >= M) return score_panels<T, M>(q, keys, panels, dim, scores, fetch);
+  if constexpr (M > 1) score_some<T, M - 1>(items, q, keys, panels, dim, scores, fetch);
 }
 
 // Any number of items, M at a time.
-template <class T, int M, Read kRead>
+template <class T, int M, bool kTurns>
 void add_some_values(int64_t items, const float* weights, const T* const* values, int64_t panels,
-                     int64_t tokens, int64_t padded, float* out, const char* fetch, Ahead<T>* ahead) {
+                     int64_t tokens, int64_t padded, float* out, const char* fetch) {
   for (; items >= M; items -= M, weights += M * kScoreStride, out += M * padded, fetch = nullptr)
-    add_all_values<T, M, kRead>(weights, values, panels, tokens, padded, out, fetch, ahead);
+    add_all_values<T, M, kTurns>(weights, values, panels, tokens, padded, out, fetch);
   if constexpr (M > 1)
     if (items > 0)
-      add_some_values<T, M - 1, kRead>(items, weights, values, panels, tokens, padded, out, fetch, ahead);
+      add_some_values<T, M - 1, kTurns>(items, weights, values, panels, tokens, padded, out, fetch);
 }
 
 // Items of a piece are those of its first head of keys and values, row by row, then of the next.
 template <class T>
-void attend(const Problem& p, const Piece& piece, float* scratch, float* partial, Following& following) {
+void attend(const Problem& p, const Piece& piece, float* scratch, float* partial) {
   const Plan& plan = *p.plan;
   const Layout& layout = plan.layout;
   const Chunk& chunk = plan.chunks[size_t(piece.chunk)];
@@ -280,18 +259,10 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   // Panels read at once: several where there is time left while they are read. With more products for
   // each byte turns cost more than they bring: one panel, asked for so far ahead that it is there in time.
   const int64_t streams = heads > 1 && of_head <= (kMany ? 4 : int64_t(sizeof(T))) ? kStreams : 1;
-  // Where products take as long as reading, and a row's end is the beginning of another's: memory works on
-  // meanwhile. Else four streams by themselves bring more.
-  const bool follows = following.next || following.lead;
-  const bool asks = kMany && streams > 1 && (of_head > 1 || (sizeof(T) == 2 && follows));
   const int64_t key_run = heads > 1 ? streams : kMany ? at_once(int(tile)) : 1;
-  const int64_t value_run = heads > 1 && !asks ? streams : kBlockPanels;
+  const int64_t value_run = heads > 1 ? streams : kBlockPanels;
   const int64_t ahead = size * kAhead <= kAheadBytes ? kAhead : ceil_div(kAheadBytes, size);
-  const int64_t page_bytes = 2 * heads * size;
-  const int64_t window =
-      asks ? std::clamp<int64_t>(kWindowBytes / page_bytes, kStreams, kBlockPanels) : kBlockPanels;
-  const int64_t blocks = ceil_div(piece.panels, window);  // all of about the same size
-  Ahead<T> later(p, piece, following.next, window * page_bytes, asks ? following.lead : 0);
+  const int64_t blocks = ceil_div(piece.panels, kBlockPanels);  // all of about the same size
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = piece.panel + piece.panels * block / blocks;
     const int64_t count = piece.panel + piece.panels * (block + 1) / blocks - begin;
@@ -334,15 +305,9 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
         for (int64_t t = 0; t * tile < of_head; ++t) {
           if (j >= seen[t]) continue;
           const int64_t i = h * of_head + t * tile, rest = of_head - t * tile;
-          const int64_t some = rest < tile ? rest : tile, here = (seen[t] < until ? seen[t] : until) - j;
-          const float* const queries = q + i * kQueryStride;
-          float* const to = scores + i * kScoreStride + j * kLanes;
-          if (asks) {
-            if constexpr (kMany)
-              score_some<T, kStreamItems, true>(some, queries, panels, here, dim, to, nullptr, &later);
-          } else {
-            score_some<T>(some, queries, panels, here, dim, to, fetch, nullptr);
-          }
+          score_some<T>(rest < tile ? rest : tile, q + i * kQueryStride, panels,
+                        (seen[t] < until ? seen[t] : until) - j, dim,
+                        scores + i * kScoreStride + j * kLanes, fetch);
           fetch = nullptr;
         }
       }
@@ -378,17 +343,12 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
             const int64_t some = rest < tile ? rest : tile;
             const float* const weights = scores + i * kScoreStride + first * kLanes;
             const T* const* const from = panels + (first - j);
-            float* const to = out + i * padded;
-            if (asks) {
-              if constexpr (kMany)
-                add_some_values<T, kStreamItems, Read::kAhead>(some, weights, from, k - first, each, padded, to,
-                                                               nullptr, &later);
-            } else if (streams > 1) {
-              add_some_values<T, kStreamItems, Read::kInTurns>(some, weights, from, k - first, each, padded, to,
-                                                               nullptr, nullptr);
+            if (streams > 1) {
+              add_some_values<T, kStreamItems, true>(some, weights, from, k - first, each, padded,
+                                                     out + i * padded, nullptr);
             } else {
-              add_some_values<T, kMost, Read::kInOrder>(some, weights, from, k - first, each, padded, to, fetch,
-                                                        nullptr);
+              add_some_values<T, kMost, false>(some, weights, from, k - first, each, padded,
+                                                    out + i * padded, fetch);
             }
             fetch = nullptr;
           }
@@ -396,7 +356,6 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
       }
     }
   }
-  following.lead = asks ? later.lead() : 0;
   for (int64_t i = 0; i < items; ++i) sum[i] = sum_of(R::load(sums + i * R::kWidth));
   if (partial) return;
   for (int64_t i = 0; i < items; ++i) {

@@ -10,12 +10,12 @@ from kernels import CSRC, ISAS, TILES, Unit
 BODY = (
     "Kernels table() {\n"
     "  return {{attend<float>, attend<uint16_t>}, {write<float>, write<uint16_t>},\n"
-    "          combine, kItems, kMany};\n}\n"
+    "          combine, kItems};\n}\n"
 )
 TILED_BODY = (
     "Kernels table() {\n"
     "  return {{nullptr, attend_by_size}, {nullptr, write<uint16_t>}, combine,\n"
-    "          kTiledItems, kMany};\n}\n"
+    "          kTiledItems};\n}\n"
 )
 """Of units that multiply tiles of bf16 pairs: what is fp32 has the vectors of another."""
 
