@@ -6,10 +6,12 @@ missing the reference stands in, and the roofline is torch's own.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +20,7 @@ import torch
 import vlora.atmm as atmm_package
 from vlora import native
 from vlora.atmm import backends, op
+from vlora.atmm.device import Device
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Merges, MergeUpdate, Segments
 from vlora.bench.cells import DTYPES, Cell
@@ -107,12 +110,17 @@ class Beside:
     """Microbenchmarks that run in the same rounds as the work, with torch's number of threads: what
     the memory and the cores gave at the time. Without the compiled core there are none.
 
-    read_bytes: read in one call; 0: not read. rounds: of the loop at the peak, in one call.
+    read_bytes: read in one call, of memory that no call before it has left in the caches; 0: not
+    read. rounds: of the loop at the peak, in one call.
     """
 
     dtype: str
     rounds: int
     read_bytes: int
+
+    @property
+    def _bytes(self) -> int:
+        return min(self.read_bytes, _cold_bytes() // 2)
 
     def calls(self) -> dict[str, Callable[[], None]]:
         if not compiled():
@@ -124,10 +132,13 @@ class Beside:
 
         found: dict[str, Callable[[], None]] = {}
         if self.read_bytes:
-            values = huge.zeros(self.read_bytes // 4, dtype=torch.float32).fill_(1.0)
+            values, size = _cold_memory(), self._bytes
+            parts = itertools.cycle(
+                range(values.data_ptr(), values.data_ptr() + _cold_bytes() - size + 1, size)
+            )
 
             def read() -> None:
-                tiles.read(values.data_ptr(), self.read_bytes, torch.get_num_threads())
+                tiles.read(next(parts), size, torch.get_num_threads())
 
             found[READ] = read
         return found | {MULTIPLY: multiply}
@@ -139,8 +150,18 @@ class Beside:
         from vlora.atmm import tiles
 
         flops = tiles.multiply(self.dtype, self.rounds, torch.get_num_threads())
-        read = self.read_bytes / timings[READ].median if READ in timings else None
+        read = self._bytes / timings[READ].median if READ in timings else None
         return read, flops / timings[MULTIPLY].median
+
+
+def _cold_bytes() -> int:
+    return 2 * Device.here().cold_bytes
+
+
+@cache
+def _cold_memory() -> torch.Tensor:
+    """So many bytes, for all cells of a run."""
+    return huge.zeros(_cold_bytes() // 4, dtype=torch.float32).fill_(1.0)
 
 
 def set_threads(count: int) -> None:

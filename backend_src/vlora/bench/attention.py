@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vlora.atmm.device import Device
 from vlora.bench.atmm import MULTIPLY, READ, Beside
 from vlora.bench.bed import fill
 from vlora.bench.cells import DTYPES
@@ -24,8 +25,8 @@ from vlora.model.inputs import Prompt
 from vlora.model.rotary import Rotary
 
 KERNEL, TWIN = "kernel", "twin"
-COLD_BYTES = 96 << 20
-"""Of all layers together: no cache of a core, or of a few, holds them until their next turn."""
+COLD_BYTES = Device.here().cold_bytes
+"""Of all layers together: no cache holds them until their next turn."""
 READ_BYTES = 64 << 20
 MULTIPLY_ROUNDS = 1_000_000
 MIXED_DECODES = 8
@@ -158,7 +159,7 @@ class Bed:
             prompt = Prompt.of_text(tokens)
             self.chunks.append(Chunk(str(row), 0, row, start, tokens, prompt, own, True))
             row += rows
-        self.heads = cell.heads
+        self.heads, self.dim = cell.heads, cell.dim
         self.qkv = torch.randn(row, (cell.heads + 2 * cell.kv_heads) * cell.dim)
         self.rotary = Rotary.of(torch.zeros(row, cell.dim // 2), 1.0)  # rows stay what they are
 
@@ -166,9 +167,10 @@ class Bed:
         """One layer at each call, in turn."""
         plan = AttentionPlan(self.chunks, self.store, self.heads, backend=backend)
         turn = itertools.cycle(range(self.layers))
+        out = torch.empty(len(self.qkv), self.heads * self.dim)
 
         def once() -> None:
-            plan.attend(next(turn), self.qkv, self.rotary)
+            plan.attend(next(turn), self.qkv, self.rotary, out)
 
         return once
 

@@ -190,12 +190,15 @@ void check_product(cpu::Isa isa) {
                    int(draw(1, 3)));
   // Where bf16 is multiplied in pairs, x is rounded.
   const bool exact = dtype == Dtype::kFp32 || (isa != cpu::Isa::kAvx512Bf16 && !tiles);
-  const double tolerance = (exact ? 1e-5 : 2e-2) * std::sqrt(double(k));
+  const double each = std::ldexp(1, exact ? -21 : -8);
   for (int64_t t = 0; t < rows; ++t)
     for (int64_t i = 0; i < n; ++i) {
-      double want = biased ? bias[size_t(i)] : 0;
-      for (int64_t at = 0; at < k; ++at) want += double(x[size_t(t * x_stride + at)]) * w[size_t(i * k + at)];
-      const double got = y[size_t(t * y_stride + i)];
+      double want = biased ? bias[size_t(i)] : 0, sizes = 0;
+      for (int64_t at = 0; at < k; ++at) {
+        const double product = double(x[size_t(t * x_stride + at)]) * w[size_t(i * k + at)];
+        want += product, sizes += std::abs(product);
+      }
+      const double got = y[size_t(t * y_stride + i)], tolerance = each * sizes + 1e-5 * std::sqrt(double(k));
       if (!(std::abs(got - want) < tolerance)) fail("product", got, want);
     }
 }
