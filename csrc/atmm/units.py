@@ -165,7 +165,7 @@ def body(isa: Isa, part: str) -> str:
 def headers(isa: Isa, part: str) -> tuple[str, ...]:
     """What a part is made of."""
     if part == "limbs":
-        return (f"cpu/tile_{isa.name}.h", "cpu/tile_product.h", "limbs.h")
+        return (f"cpu/tile_{isa.name}.h", "cpu/tile_product.h", "merge_limbs.h")
     if part == "rows":
         return ("rows.h",)
     return ("apart.h",) if part == "merge" and isa.apart else ("tile.h",)

@@ -63,29 +63,29 @@ struct Beside {
 
   // 32 values as lines of bf16 that add up to them, the largest first, `apart` bytes apart.
   static void split(const float* from, char* to, ptrdiff_t apart) {
-    store(thirds(_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)), to, apart);
+    store(limbs(_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)), to, apart);
   }
   // The first `count` of them, and zeros.
   static void split_part(const float* from, int count, char* to, ptrdiff_t apart) {
-    store(thirds(_mm512_maskz_loadu_ps(mask(count), from), _mm512_maskz_loadu_ps(mask(count - 16), from + 16)),
+    store(limbs(_mm512_maskz_loadu_ps(mask(count), from), _mm512_maskz_loadu_ps(mask(count - 16), from + 16)),
           to, apart);
   }
 
-  // As `pack`, a tile for each third.
-  static void pack_thirds(const float* x, ptrdiff_t stride, int rows, int count, void* to) {
-    alignas(64) float lines[cpu::kThirds][16][16];
+  // As `pack`, a tile for each limb.
+  static void pack_limbs(const float* x, ptrdiff_t stride, int rows, int count, void* to) {
+    alignas(64) float lines[cpu::kLimbs][16][16];
     const __mmask16 low = mask(count), high = mask(count - 16);
     for (int t = 0; t < 16; ++t, x += stride) {
       const bool there = t < rows;
-      const Thirds all = thirds(_mm512_maskz_loadu_ps(there ? low : 0, x),
+      const Limbs all = limbs(_mm512_maskz_loadu_ps(there ? low : 0, x),
                                 _mm512_maskz_loadu_ps(there ? high : 0, x + 16));
-      for (int i = 0; i < cpu::kThirds; ++i) _mm512_store_si512(lines[i][t], all.line[i]);
+      for (int i = 0; i < cpu::kLimbs; ++i) _mm512_store_si512(lines[i][t], all.line[i]);
     }
     auto* out = static_cast<float*>(to);
-    for (int third = 0; third < cpu::kThirds; ++third)
+    for (int limb = 0; limb < cpu::kLimbs; ++limb)
       for (int quarter = 0; quarter < 4; ++quarter, out += 64) {
         __m512 turned[4];
-        turn(&lines[third][0][0], 16, quarter, turned);
+        turn(&lines[limb][0][0], 16, quarter, turned);
         for (int i = 0; i < 4; ++i) _mm512_store_ps(out + 16 * i, turned[i]);
       }
   }
@@ -110,26 +110,26 @@ struct Beside {
   }
 
  private:
-  struct Thirds {
-    __m512i line[cpu::kThirds];
+  struct Limbs {
+    __m512i line[cpu::kLimbs];
   };
   // The upper halves of values' bits, twice, and what is then left, which fits bf16. Of a value that is not
   // finite what is left is a NaN.
-  static Thirds thirds(__m512 a, __m512 b) {
+  static Limbs limbs(__m512 a, __m512 b) {
     const __m512i place = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
                                            29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));
     const auto rest = [&](__m512 x) {
       return _mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), upper)));
     };
-    Thirds found;
-    for (int i = 0; i + 1 < cpu::kThirds; ++i, a = rest(a), b = rest(b))
+    Limbs found;
+    for (int i = 0; i + 1 < cpu::kLimbs; ++i, a = rest(a), b = rest(b))
       found.line[i] = _mm512_permutex2var_epi16(_mm512_castps_si512(a), place, _mm512_castps_si512(b));
-    found.line[cpu::kThirds - 1] = __m512i(_mm512_cvtne2ps_pbh(b, a));
+    found.line[cpu::kLimbs - 1] = __m512i(_mm512_cvtne2ps_pbh(b, a));
     return found;
   }
-  static void store(const Thirds& all, char* to, ptrdiff_t apart) {
-    for (int i = 0; i < cpu::kThirds; ++i) _mm512_store_si512(to + i * apart, all.line[i]);
+  static void store(const Limbs& all, char* to, ptrdiff_t apart) {
+    for (int i = 0; i < cpu::kLimbs; ++i) _mm512_store_si512(to + i * apart, all.line[i]);
   }
   static __mmask16 mask(int count) {
     return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);

@@ -92,19 +92,19 @@ struct Beside {
   static void split(const float* from, char* to, ptrdiff_t apart) { split_part(from, 32, to, apart); }
   static void split_part(const float* from, int count, char* to, ptrdiff_t apart) {
     for (int k = 0; k < 32; ++k) {
-      uint16_t found[cpu::kThirds];
-      thirds(k < count ? from[k] : 0, found);
-      for (int i = 0; i < cpu::kThirds; ++i) std::memcpy(to + i * apart + 2 * k, &found[i], 2);
+      uint16_t found[cpu::kLimbs];
+      limbs(k < count ? from[k] : 0, found);
+      for (int i = 0; i < cpu::kLimbs; ++i) std::memcpy(to + i * apart + 2 * k, &found[i], 2);
     }
   }
 
-  static void pack_thirds(const float* x, ptrdiff_t stride, int rows, int count, void* to) {
+  static void pack_limbs(const float* x, ptrdiff_t stride, int rows, int count, void* to) {
     auto* const out = static_cast<uint16_t*>(to);
     for (int t = 0; t < 16; ++t)
       for (int k = 0; k < 32; ++k) {
-        uint16_t found[cpu::kThirds];
-        thirds(t < rows && k < count ? x[t * stride + k] : 0, found);
-        for (int i = 0; i < cpu::kThirds; ++i) out[512 * i + k / 2 * 32 + 2 * t + k % 2] = found[i];
+        uint16_t found[cpu::kLimbs];
+        limbs(t < rows && k < count ? x[t * stride + k] : 0, found);
+        for (int i = 0; i < cpu::kLimbs; ++i) out[512 * i + k / 2 * 32 + 2 * t + k % 2] = found[i];
       }
   }
 
@@ -118,8 +118,8 @@ struct Beside {
   }
 
  private:
-  static void thirds(float value, uint16_t (&found)[cpu::kThirds]) {
-    for (int i = 0; i + 1 < cpu::kThirds; ++i) {
+  static void limbs(float value, uint16_t (&found)[cpu::kLimbs]) {
+    for (int i = 0; i + 1 < cpu::kLimbs; ++i) {
       uint32_t bits;
       std::memcpy(&bits, &value, sizeof bits);
       found[i] = uint16_t(bits >> 16);
@@ -128,7 +128,7 @@ struct Beside {
       std::memcpy(&upper, &bits, sizeof upper);
       value -= upper;
     }
-    found[cpu::kThirds - 1] = rounded(value);
+    found[cpu::kLimbs - 1] = rounded(value);
   }
   // To nearest, ties to even; a NaN stays one.
   static uint16_t rounded(float value) {

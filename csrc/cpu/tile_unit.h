@@ -8,7 +8,7 @@ namespace vlora::cpu {
 constexpr int kTile = 16;           // rows of a tile, and steps (pairs of depth) that it takes at a time
 constexpr int kTileRows = 2 * kTile;  // of one product: two tiles by two
 constexpr int kTilePanels = 2;
-constexpr int kThirds = 3;            // of bf16, that make a value of fp32
+constexpr int kLimbs = 3;            // of bf16, that make a value of fp32
 
 // How a tile of sums goes to memory: in place of what is there, so past the caches (whole lines only), or
 // added to it.

@@ -29,7 +29,7 @@ linear::Product product_of(uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff
           reinterpret_cast<const float*>(bias)};
 }
 
-// Of the unit that multiplies tiles, where it pays: fp32 takes it six products of bf16, and thirds to be made.
+// Of the unit that multiplies tiles, where it pays: fp32 takes it six products of bf16, and limbs to be made.
 const linear::Tiled* tiled_for(Dtype dtype) {
   constexpr double kWorth = 9;
   const cpu::Isa isa = cpu::isa(dtype);

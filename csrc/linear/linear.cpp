@@ -19,7 +19,7 @@ constexpr int64_t kCopyRows = 65;
 // From so many on copying blocks of W costs less than what its rows' common stride does.
 constexpr int64_t kTileUnitRows[kDtypes] = {49, 2};
 // From so many on a unit that multiplies tiles takes a matrix: one row is read faster as one stream, and fp32's
-// thirds take longer to make than few rows by vectors.
+// limbs take longer to make than few rows by vectors.
 constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19}, kSlicePanels = 16, kMostPanels = 32;
 // Of x in a part that meets all of W: of the 2 MiB of L2 that machines with such a unit have, less where more of W
 // and more sums pass by.
@@ -133,10 +133,10 @@ void many(const Kernels& kernels, const Product& p, int threads) {
       [&](const Piece& piece) { form.run(p, x, piece, block_scratch()); }, [] {});
 }
 
-int64_t thirds(const Product& p) { return p.dtype == Dtype::kFp32 ? cpu::kThirds : 1; }
+int64_t limbs(const Product& p) { return p.dtype == Dtype::kFp32 ? cpu::kLimbs : 1; }
 
 // Bytes of a panel of x, so deep.
-int64_t panel_of(const Product& p, int64_t depth) { return ceil_div(depth, 32) * thirds(p) << 10; }
+int64_t panel_of(const Product& p, int64_t depth) { return ceil_div(depth, 32) * limbs(p) << 10; }
 
 void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int threads) {
   const int64_t panels = ceil_div(p.rows, kLanes), panel = panel_of(p, slice.count);
@@ -172,7 +172,7 @@ void by_tiles(const Tiled& tiled, const Product& p, const Slice& slice, int thre
 // The depth in slices of which kSlicePanels panels fit a part.
 void by_tiles(const Tiled& tiled, const Product& p, int threads) {
   const int64_t panels = std::min(ceil_div(p.rows, 2 * kLanes) * 2, kSlicePanels);
-  const int64_t slices = ceil_div(panels * p.k * 2 * thirds(p) * kLanes, kPartBytes[int(p.dtype)]);
+  const int64_t slices = ceil_div(panels * p.k * 2 * limbs(p) * kLanes, kPartBytes[int(p.dtype)]);
   const int64_t each = ceil_div(ceil_div(p.k, slices), 32) * 32;
   for (int64_t k = 0; k < p.k; k += each) by_tiles(tiled, p, {k, std::min(each, p.k - k)}, threads);
 }

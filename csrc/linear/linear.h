@@ -121,7 +121,7 @@ constexpr int64_t kTiledScratch = 10240;
 // Floats for W in the scratch of `Tiled::run`; after them the sums, kTileRows by kLanes for each panel.
 
 // What a unit that multiplies tiles of bf16 has, by the type of W: x goes in panels of ceil(count / 32) KiB, for
-// fp32 in three such (cpu::kThirds), W in pieces of kTileRows rows.
+// fp32 in three such (cpu::kLimbs), W in pieces of kTileRows rows.
 struct Tiled {
   void (*pack[kDtypes])(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
   void (*run[kDtypes])(const Product&, const Slice&, const char* panels, const Piece&, char* scratch);

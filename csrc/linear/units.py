@@ -34,11 +34,11 @@ def units(build: Path) -> list[Unit]:
         found.append(kernels.unit(build, "linear", "tiles", isa, headers, body(isa)))
     for isa in TILES:
         headers = kernels.register_headers(
-            isa, (f"cpu/tile_{isa.name}.h", "linear/tiled.h", "linear/thirds.h")
+            isa, (f"cpu/tile_{isa.name}.h", "linear/tiled.h", "linear/limbs.h")
         )
         made = (
             "Tiled unit() {\n"
-            "  return {{pack_thirds, pack_tiles}, {tiled_thirds, tiled}, release_tiles};\n}\n"
+            "  return {{pack_limbs, pack_tiles}, {tiled_limbs, tiled}, release_tiles};\n}\n"
         )
         found.append(kernels.unit(build, "linear", "tiled", isa, headers, made))
     return [*found, kernels.table(build, "linear", "linear/linear.h"), table(build)]

@@ -47,8 +47,8 @@ struct TileSet {
   TileKernel stream[kMaxColumns + 1][kMaxRows];  // direct, panels fetched ahead, several chains of sums
 };
 
-// Factors of a merge as limbs of bf16 (limbs.h).
-constexpr int kLimbs = 3;
+// Factors of a merge as limbs of bf16 (merge_limbs.h).
+using cpu::kLimbs;
 constexpr int kLimbDepth = 2 * cpu::kTile;  // values of depth that a tile takes
 constexpr int kLimbRows = cpu::kTileRows;
 constexpr int kLimbColumns = cpu::kTilePanels * kPanel;  // of a block

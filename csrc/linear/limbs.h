@@ -1,6 +1,6 @@
 // Rows of x by a matrix of fp32 on a unit that multiplies tiles of bf16. A value is exactly the sum of three of
-// bf16, its thirds: eight bits of it, the eight below, the last eight. Of the nine products of two values'
-// thirds the six largest are summed, in fp32: what is left out is below 2^-21 of a product, and 2^-23 on average,
+// bf16, its limbs: eight bits of it, the eight below, the last eight. Of the nine products of two values'
+// limbs the six largest are summed, in fp32: what is left out is below 2^-21 of a product, and 2^-23 on average,
 // as much as rounding a sum of fp32 loses.
 #pragma once
 
@@ -8,14 +8,14 @@
 
 namespace vlora::linear::VLORA_ISA {
 
-constexpr int kThirds = cpu::kThirds;
-constexpr int64_t kStepBytes = kThirds * 2 * kTileBytes;  // thirds of two tiles of W
-constexpr int64_t kThirdSteps = 5;
+constexpr int kLimbs = cpu::kLimbs;
+constexpr int64_t kStepBytes = kLimbs * 2 * kTileBytes;  // limbs of two tiles of W
+constexpr int64_t kLimbSteps = 5;
 // Most tiles of depth at once: 30 KiB of W stay in L1 while panels stream past.
 constexpr int64_t kSplitRows = 8;  // at once: a tile's within the six products of a step
-static_assert(kThirdSteps * kStepBytes <= kTiledScratch * 4);
+static_assert(kLimbSteps * kStepBytes <= kTiledScratch * 4);
 
-// Rows of W of some tiles of depth to scratch, in thirds, a few between the products.
+// Rows of W of some tiles of depth to scratch, in limbs, a few between the products.
 class Split {
  public:
   Split() = default;
@@ -60,9 +60,9 @@ class Split {
 };
 
 // Two tiles of W's rows by one or two panels, over `steps` tiles of depth. beside(step): called six times at
-// each. The order of the thirds is such that those of x are read once.
+// each. The order of the limbs is such that those of x are read once.
 template <bool kSecond, class Work>
-void thirds_block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
+void limbs_block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
                   const Work& beside) {
   using U = TileRegisters;
   const auto sums_of = [&](int tile) { return sums + tile / 2 * kTile * kSumLine + tile % 2 * kTile; };
@@ -75,14 +75,14 @@ void thirds_block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t s
   begin(At<0>{});
   begin(At<2>{});
   if constexpr (kSecond) begin(At<1>{}), begin(At<3>{});
-  for (int64_t step = 0; step < steps; ++step, w += kStepBytes, x += kThirds * kTileBytes) {
-    const auto left = [&](int third) {
-      U::load<4>(w + third * 2 * kTileBytes, kLine);
-      U::load<5>(w + third * 2 * kTileBytes + kTileBytes, kLine);
+  for (int64_t step = 0; step < steps; ++step, w += kStepBytes, x += kLimbs * kTileBytes) {
+    const auto left = [&](int limb) {
+      U::load<4>(w + limb * 2 * kTileBytes, kLine);
+      U::load<5>(w + limb * 2 * kTileBytes + kTileBytes, kLine);
     };
-    const auto right = [&](int third) {
-      U::load_passing<6>(x + third * kTileBytes, kLine);
-      if constexpr (kSecond) U::load_passing<7>(x + third * kTileBytes + panel_bytes, kLine);
+    const auto right = [&](int limb) {
+      U::load_passing<6>(x + limb * kTileBytes, kLine);
+      if constexpr (kSecond) U::load_passing<7>(x + limb * kTileBytes + panel_bytes, kLine);
     };
     const auto multiply = [&] {
       U::multiply<0, 4, 6>();
@@ -106,13 +106,13 @@ void thirds_block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t s
   }
 }
 
-// Two tiles of W's rows. scratch: thirds of a chunk of them, the sums. While the last pair of panels is multiplied
+// Two tiles of W's rows. scratch: limbs of a chunk of them, the sums. While the last pair of panels is multiplied
 // the next chunk takes its place, a tile behind, and its last tile while the next chunk's first is.
-inline void tiled_thirds(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
+inline void tiled_limbs(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
                          char* scratch) {
-  const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kThirds * kTileBytes;
+  const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kLimbs * kTileBytes;
   const int64_t pairs = ceil_div(piece.panels, 2);
-  const int64_t chunks = ceil_div(depth, kThirdSteps), most = ceil_div(depth, chunks);
+  const int64_t chunks = ceil_div(depth, kLimbSteps), most = ceil_div(depth, chunks);
   auto* const sums = reinterpret_cast<float*>(scratch + kTiledScratch * 4);
   configure(kTile, kTile, kTile);
   Fetch fetch(p, slice, piece.next);
@@ -127,7 +127,7 @@ inline void tiled_thirds(const Product& p, const Slice& slice, const char* panel
     const int64_t quarters = last ? ceil_div(Finish::kQuarters, steps * 6) : 0;
     Split next(p, slice, piece, k + steps, after < most ? after : most, scratch);
     for (int64_t pair = 0; pair < pairs; ++pair) {
-      const char* const x = panels + (piece.panel + 2 * pair) * panel_bytes + k * kThirds * kTileBytes;
+      const char* const x = panels + (piece.panel + 2 * pair) * panel_bytes + k * kLimbs * kTileBytes;
       float* const to = sums + pair * kPairFloats;
       Results results;
       if (last && how != Stored::kPastCaches) results = Results(p, piece, 2 * pair);
@@ -143,9 +143,9 @@ inline void tiled_thirds(const Product& p, const Slice& slice, const char* panel
         }
       };
       if (2 * pair + 1 < piece.panels) {
-        thirds_block<true>(scratch, x, panel_bytes, steps, to, k == 0, beside);
+        limbs_block<true>(scratch, x, panel_bytes, steps, to, k == 0, beside);
       } else {
-        thirds_block<false>(scratch, x, panel_bytes, steps, to, k == 0, beside);
+        limbs_block<false>(scratch, x, panel_bytes, steps, to, k == 0, beside);
       }
       if (last) {
         finish.rest();
@@ -158,14 +158,14 @@ inline void tiled_thirds(const Product& p, const Slice& slice, const char* panel
   finish.rest();
 }
 
-// Panels [from, until) of x: for each tile of depth its thirds, zeros where rows or depth end.
-inline void pack_thirds(const Product& p, const Slice& slice, char* to, int64_t from, int64_t until) {
+// Panels [from, until) of x: for each tile of depth its limbs, zeros where rows or depth end.
+inline void pack_limbs(const Product& p, const Slice& slice, char* to, int64_t from, int64_t until) {
   const int64_t depth = ceil_div(slice.count, kTileDepth);
-  to += from * depth * kThirds * kTileBytes;
+  to += from * depth * kLimbs * kTileBytes;
   for (int64_t panel = from; panel < until; ++panel)
-    for (int64_t k = 0; k < depth; ++k, to += kThirds * kTileBytes) {
+    for (int64_t k = 0; k < depth; ++k, to += kLimbs * kTileBytes) {
       const int64_t t = panel * kTile, rows = p.rows - t, there = slice.count - k * kTileDepth;
-      Beside::pack_thirds(p.x + t * p.x_stride + slice.from + k * kTileDepth, p.x_stride,
+      Beside::pack_limbs(p.x + t * p.x_stride + slice.from + k * kTileDepth, p.x_stride,
                           int(rows < kTile ? rows : kTile), int(there < kTileDepth ? there : kTileDepth), to);
     }
 }
