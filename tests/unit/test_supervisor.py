@@ -117,10 +117,12 @@ def test_waits_grow_up_to_a_bound() -> None:
 
 @pytest.fixture
 def ctrl_c_ignored() -> Iterator[None]:
-    """As a script's background process inherits it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """As a script's background process inherits it; and a hang-up as it is without nohup."""
+    wanted = {signal.SIGINT: signal.SIG_IGN, signal.SIGHUP: signal.SIG_DFL}
+    before = {each: signal.signal(each, handler) for each, handler in wanted.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for each, handler in before.items():
+        signal.signal(each, handler)
 
 
 @pytest.mark.usefixtures("ctrl_c_ignored")
