@@ -17,11 +17,11 @@ from tritonclient.utils import InferenceServerException
 DEFAULT_URL = "127.0.0.1:8001"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 120.0
-ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
+ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
 CODE = re.compile(r"\b([A-Z_]{8,}): ")
 """How the server's messages name their code, which is the start of gRPC's."""
-NOT_GRPC = "Failed parsing HTTP/2"
-"""What gRPC's library says of a server that answers in HTTP/1."""
+NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
+"""What gRPC's library says of a server of HTTP/1 that answers, or hangs up as Triton's does."""
 TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw")
 
 
@@ -103,7 +103,8 @@ def connect(url: str, model: str) -> Any:
 
     The caller closes it.
     """
-    if not ADDRESS.fullmatch(url):
+    parts = ADDRESS.fullmatch(url)
+    if parts is None or int(parts[1]) > 65535:
         raise ClientError(f"--url takes HOST:PORT, as in {DEFAULT_URL}, not '{url}'")
     client = grpcclient.InferenceServerClient(url)
     try:
@@ -113,9 +114,9 @@ def connect(url: str, model: str) -> Any:
             raise ClientError(f"the server at {url} has no model '{model}' ready")
     except InferenceServerException as error:
         client.close()
-        if NOT_GRPC in str(error.message()):
+        if NOT_GRPC.search(str(error.message())):
             raise ClientError(
-                f"what answers at {url} does not speak gRPC: HTTP and metrics have ports of their"
+                f"what listens at {url} does not speak gRPC: HTTP and metrics have ports of their"
                 f" own; give the gRPC port with --url (8001, unless the server was told another)"
             ) from error
         raise ClientError(

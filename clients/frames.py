@@ -50,7 +50,10 @@ def open_source(name: str, fps: int, kept: int, stream: int) -> Source:
         return FrameFolder(path, fps, kept)
     if path.is_file():
         return VideoFile(path, kept)
-    raise ClientError(f"'{name}' is no video file, no folder of frames, and not 'camera'")
+    raise ClientError(
+        f"'{name}' is no video file, no folder of frames, and not 'camera'"
+        + " (streams are not fetched from URLs)" * ("://" in name)
+    )
 
 
 def encode_frame(frame: Pixels, format: str) -> bytes:

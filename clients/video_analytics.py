@@ -273,11 +273,13 @@ def summarise(logs: Sequence[StreamLog]) -> str:
     lines = ["", "stream  answers  errors  dropped   p50 ms   p95 ms   max ms   right"]
     for stream, log in enumerate(logs):
         ordered = sorted(log.latencies)
-        p50, p95, most = (quantile(ordered, q) * 1e3 for q in (0.5, 0.95, 1.0))
+        p50, p95, most = (
+            f"{quantile(ordered, q) * 1e3:.0f}" if ordered else "-" for q in (0.5, 0.95, 1.0)
+        )
         right = f"{log.right}/{log.known}" if log.known else "-"
         lines.append(
             f"{stream:<6}  {len(ordered):7d}  {log.errors:6d}  {log.dropped:7d}"
-            f"  {p50:7.0f}  {p95:7.0f}  {most:7.0f}  {right:>6}"
+            f"  {p50:>7}  {p95:>7}  {most:>7}  {right:>6}"
         )
     return "\n".join(lines)
 
@@ -287,6 +289,13 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     if not ordered:
         return 0.0
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        return path.open("w")
+    except OSError as error:
+        raise ClientError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _first(error: BaseException) -> BaseException:
@@ -307,7 +316,7 @@ async def analyse(options: argparse.Namespace) -> int:
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     with ExitStack() as stack:
-        file = stack.enter_context(options.jsonl.open("w")) if options.jsonl else None
+        file = stack.enter_context(_opened(options.jsonl)) if options.jsonl else None
         async with grpcclient.InferenceServerClient(options.url) as client:
             analysis = Analysis(options, client, file)
             seen = True

@@ -45,7 +45,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "words",
         nargs="+",
         metavar="IMAGE … QUESTION",
-        help="image files, then the question; the tasks caption, classify and video need none",
+        help="image files (none: text alone), then the question; the tasks caption, classify and"
+        " video need no question",
     )
     add_server_arguments(parser)
     parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of the answer's length")
@@ -71,6 +72,8 @@ def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
         looks_like_one = Path(word).suffix.lower() in IMAGE_SUFFIXES and " " not in word
         if looks_like_one or Path(word).is_file():
             images.append(Path(word))
+        elif "/" in word and Path(word).is_dir():
+            raise ClientError(f"{word} is a folder; name its files")
         else:
             question.append(word)
     for image in images:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from clients.common import ClientError, connect
 from tests.triton.asking import Asker, Refused, Response, picture, pixels
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS
 
@@ -162,3 +163,9 @@ def test_text_with_placeholders_puts_the_images_itself(ask: Asker) -> None:
     assert abs(placed[0]["num_input_tokens"] - before[0]["num_input_tokens"]) < 8
     with pytest.raises(Refused, match="placeholders"):
         ask.stream(RETRIEVAL, text_input="Is <image> it?", image=[picture()] * 2)
+
+
+def test_a_client_at_another_of_the_servers_ports_is_told_so(ask: Asker) -> None:
+    for url in (ask.http_url, ask.metrics_url):
+        with pytest.raises(ClientError, match=r"does not speak gRPC.* give the gRPC port"):
+            connect(url, RETRIEVAL)

@@ -92,7 +92,9 @@ def test_without_a_server_the_user_is_told_how_to_start_one(client):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:8001", "127.0.0.1", "localhost:grpc", ""])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8001", "127.0.0.1", "localhost:grpc", "localhost:65536", ""]
+)
 def test_an_address_that_is_none_is_told_how_one_looks(url):
     with pytest.raises(ClientError, match=r"--url takes HOST:PORT, as in 127\.0\.0\.1:8001"):
         visual_retrieval.main(["hello", "--url", url])
@@ -125,6 +127,24 @@ def test_a_port_that_speaks_http_is_told_from_one_where_nothing_answers():
 def test_an_errors_code_is_told_once(message, status, shown):
     given = None if status is None else f"StatusCode.{status}"
     assert explain(InferenceServerException(message, given)) == shown
+
+
+def test_a_folder_is_not_a_question(tmp_path):
+    with pytest.raises(ClientError, match="is a folder; name its files"):
+        visual_retrieval.main([str(tmp_path), "What color?", "--url", "127.0.0.1:9"])
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path):
+    with FakeTriton() as server:
+        arguments = ["camera", "--url", server.url, "--seconds", "1", "--jsonl", str(tmp_path)]
+        with pytest.raises(ClientError, match="cannot be written: Is a directory"):
+            video_analytics.main(arguments)
+    assert not server.requests
+
+
+def test_a_stream_is_told_that_it_is_not_fetched():
+    with pytest.raises(ClientError, match="streams are not fetched from URLs"):
+        video_analytics.main(["rtsp://127.0.0.1/x", "--url", "127.0.0.1:9"])
 
 
 def test_a_video_is_not_sent_as_a_picture(tmp_path):

@@ -25,6 +25,7 @@ from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence, mode_of
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
+from vlora.kernels import backends
 from vlora.lora.folders import Finder, FolderWatch, find_folders
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.segments import BASE
@@ -64,6 +65,7 @@ class Engine:
                 f"'max_num_batched_tokens' = {options.max_num_batched_tokens} must be at least"
                 f" 'max_num_seqs' = {options.max_num_seqs}: each running request needs a row a step"
             )
+        backends.default()  # a name that is none ends the start, not every step
         self._clock = clock
         self._limits = options.limits
         self.config = load_config(options.model)

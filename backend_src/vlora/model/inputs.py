@@ -74,4 +74,5 @@ class PromptReader:
         the tokenizer adds one."""
         bos = self.tokenizer.bos_token
         starts = bool(bos) and text.startswith(bos)
-        return list(self.tokenizer(text, add_special_tokens=not starts)["input_ids"])
+        # Not verbose: too long a prompt is refused, and no index is out of range for it.
+        return list(self.tokenizer(text, add_special_tokens=not starts, verbose=False)["input_ids"])
