@@ -65,16 +65,8 @@ template <bool kSecond, class Work>
 void limbs_block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
                   const Work& beside) {
   using U = TileRegisters;
-  const auto sums_of = [&](int tile) { return sums + tile / 2 * kTile * kSumLine + tile % 2 * kTile; };
-  const auto begin = [&](auto tile) {
-    if (first)
-      U::zero<tile.value>();
-    else
-      U::load_passing<tile.value>(sums_of(tile.value), kSumLine * 4);
-  };
-  begin(At<0>{});
-  begin(At<2>{});
-  if constexpr (kSecond) begin(At<1>{}), begin(At<3>{});
+  const Sums<kSecond> of{sums};
+  of.begin(first);
   for (int64_t step = 0; step < steps; ++step, w += kStepBytes, x += kLimbs * kTileBytes) {
     const auto left = [&](int limb) {
       U::load<4>(w + limb * 2 * kTileBytes, kLine);
@@ -98,12 +90,7 @@ void limbs_block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t st
     left(0), multiply();
     left(2), multiply();
   }
-  U::store<0>(sums_of(0), kSumLine * 4);
-  U::store<2>(sums_of(2), kSumLine * 4);
-  if constexpr (kSecond) {
-    U::store<1>(sums_of(1), kSumLine * 4);
-    U::store<3>(sums_of(3), kSumLine * 4);
-  }
+  of.end();
 }
 
 // Two tiles of W's rows. scratch: limbs of a chunk of them, the sums. While the last pair of panels is multiplied

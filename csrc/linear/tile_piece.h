@@ -31,6 +31,33 @@ struct TwoTiles {
   }
 };
 
+// The sums of two tiles of W's rows by one panel or two: registers 0 … 3, which lie side by side in memory.
+template <bool kSecond>
+struct Sums {
+  float* at;
+
+  // From zero, or from what is there.
+  VLORA_INLINE void begin(bool zero) const {
+    each([&](auto tile) {
+      if (zero)
+        TileRegisters::zero<tile.value>();
+      else
+        TileRegisters::load_passing<tile.value>(of(tile.value), kSumLine * 4);
+    });
+  }
+  VLORA_INLINE void end() const {
+    each([&](auto tile) { TileRegisters::store<tile.value>(of(tile.value), kSumLine * 4); });
+  }
+
+ private:
+  float* of(int tile) const { return at + tile / 2 * kTile * kSumLine + tile % 2 * kTile; }
+  template <class Do>
+  VLORA_INLINE static void each(const Do& one) {
+    one(At<0>{}), one(At<2>{});
+    if constexpr (kSecond) one(At<1>{}), one(At<3>{});
+  }
+};
+
 // The rows of W that come next, brought to L2 row by row between the products.
 class Fetch {
  public:

@@ -45,16 +45,8 @@ template <bool kSecond, bool kKeep, class Work>
 void block(const Left& left, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
            char* keep, const Work& beside) {
   using U = TileRegisters;
-  const auto sums_of = [&](int tile) { return sums + tile / 2 * kTile * kSumLine + tile % 2 * kTile; };
-  const auto begin = [&](auto tile) {
-    if (first)
-      U::zero<tile.value>();
-    else
-      U::load_passing<tile.value>(sums_of(tile.value), kSumLine * 4);
-  };
-  begin(At<0>{});
-  begin(At<2>{});
-  if constexpr (kSecond) begin(At<1>{}), begin(At<3>{});
+  const Sums<kSecond> of{sums};
+  of.begin(first);
   const char* w = left.at;
   for (int64_t step = 0; step < steps; ++step, w += left.step, x += kTileBytes) {
     U::load_passing<6>(x, kLine);
@@ -69,12 +61,7 @@ void block(const Left& left, const char* x, ptrdiff_t panel_bytes, int64_t steps
     if constexpr (kSecond) U::multiply<3, 5, 7>();
     beside();
   }
-  U::store<0>(sums_of(0), kSumLine * 4);
-  U::store<2>(sums_of(2), kSumLine * 4);
-  if constexpr (kSecond) {
-    U::store<1>(sums_of(1), kSumLine * 4);
-    U::store<3>(sums_of(3), kSumLine * 4);
-  }
+  of.end();
 }
 
 template <class Work>
