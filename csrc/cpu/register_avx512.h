@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "cpu/halves_avx512.h"
 #include "cpu/turn_avx512.h"
 #include "cpu/types.h"
 
@@ -47,19 +48,13 @@ struct R {
 
   // Both, one after the other, as the upper halves of their bits, and as bf16 what these leave.
   static void store_halves(R a, R b, uint16_t* high, uint16_t* low) {
-    const __m512i place = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
-                                           29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));
-    const auto rest = [&](R x) {
-      return R{_mm512_sub_ps(x.r, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x.r), upper)))};
-    };
-    _mm512_storeu_si512(high, _mm512_permutex2var_epi16(_mm512_castps_si512(a.r), place,
-                                                        _mm512_castps_si512(b.r)));
+    _mm512_storeu_si512(high, upper_halves(a.r, b.r));
+    const R first{without_upper_half(a.r)}, second{without_upper_half(b.r)};
 #ifdef VLORA_HAS_BF16_PRODUCTS
-    _mm512_storeu_si512(low, __m512i(_mm512_cvtne2ps_pbh(rest(b).r, rest(a).r)));
+    _mm512_storeu_si512(low, __m512i(_mm512_cvtne2ps_pbh(second.r, first.r)));
 #else
-    rest(a).store(low);
-    rest(b).store(low + kWidth);
+    first.store(low);
+    second.store(low + kWidth);
 #endif
   }
 

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "cpu/large_pages.h"
 #include "cpu/types.h"
 
 namespace vlora::cpu {
@@ -32,6 +33,25 @@ class Scratch {
 
  private:
   void* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// The same in large pages, for what is read from end to end, again and again: in small ones its lines would
+// share the sets of L2 by chance.
+class LargeScratch {
+ public:
+  float* get(int64_t floats) {
+    if (floats > size_) {
+      memory_.reset();
+      size_ = 0;
+      memory_ = in_large_pages(size_t(floats) * sizeof(float));
+      size_ = floats;
+    }
+    return reinterpret_cast<float*>(memory_.get());
+  }
+
+ private:
+  std::shared_ptr<char> memory_;
   int64_t size_ = 0;
 };
 

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "cpu/halves_avx512.h"
 #include "cpu/tile_unit.h"
 #include "cpu/turn_avx512.h"
 #include "cpu/types.h"
@@ -67,8 +68,8 @@ struct Beside {
   }
   // The first `count` of them, and zeros.
   static void split_part(const float* from, int count, char* to, ptrdiff_t apart) {
-    store(limbs(_mm512_maskz_loadu_ps(mask(count), from), _mm512_maskz_loadu_ps(mask(count - 16), from + 16)),
-          to, apart);
+    store(limbs(_mm512_maskz_loadu_ps(mask(count), from), _mm512_maskz_loadu_ps(mask(count - 16), from + 16)), to,
+          apart);
   }
 
   // As `pack`, a tile for each limb.
@@ -78,7 +79,7 @@ struct Beside {
     for (int t = 0; t < 16; ++t, x += stride) {
       const bool there = t < rows;
       const Limbs all = limbs(_mm512_maskz_loadu_ps(there ? low : 0, x),
-                                _mm512_maskz_loadu_ps(there ? high : 0, x + 16));
+                              _mm512_maskz_loadu_ps(there ? high : 0, x + 16));
       for (int i = 0; i < cpu::kLimbs; ++i) _mm512_store_si512(lines[i][t], all.line[i]);
     }
     auto* out = static_cast<float*>(to);
@@ -116,15 +117,9 @@ struct Beside {
   // The upper halves of values' bits, twice, and what is then left, which fits bf16. Of a value that is not
   // finite what is left is a NaN.
   static Limbs limbs(__m512 a, __m512 b) {
-    const __m512i place = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
-                                           29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));
-    const auto rest = [&](__m512 x) {
-      return _mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), upper)));
-    };
     Limbs found;
-    for (int i = 0; i + 1 < cpu::kLimbs; ++i, a = rest(a), b = rest(b))
-      found.line[i] = _mm512_permutex2var_epi16(_mm512_castps_si512(a), place, _mm512_castps_si512(b));
+    for (int i = 0; i + 1 < cpu::kLimbs; ++i, a = without_upper_half(a), b = without_upper_half(b))
+      found.line[i] = upper_halves(a, b);
     found.line[cpu::kLimbs - 1] = __m512i(_mm512_cvtne2ps_pbh(b, a));
     return found;
   }

@@ -3,9 +3,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <memory>
 
-#include "cpu/large_pages.h"
 #include "cpu/machine.h"
 #include "cpu/scratch.h"
 #include "cpu/threads.h"
@@ -33,18 +31,10 @@ constexpr int64_t kRowsFloats = 1 << 15;
 constexpr int64_t kAloneElements = 1 << 14, kAloneProducts = 1 << 18;
 // Of W, and with all rows: some microseconds, less than it takes to wake another thread.
 
-// Of rows of x, packed. In large pages: a panel is read from end to end, again and again, and in small ones
-// its lines would share the sets of L2 by chance.
+// Of rows of x, packed.
 float* row_scratch(int64_t floats) {
-  static thread_local std::shared_ptr<char> memory;
-  static thread_local int64_t size = 0;
-  if (floats > size) {
-    memory.reset();
-    size = 0;
-    memory = cpu::in_large_pages(size_t(floats) * sizeof(float));
-    size = floats;
-  }
-  return reinterpret_cast<float*>(memory.get());
+  static thread_local cpu::LargeScratch scratch;
+  return scratch.get(floats);
 }
 
 float* block_scratch() {

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "atmm/operator.h"
-#include "cpu/large_pages.h"
 #include "cpu/scratch.h"
 #include "cpu/threads.h"
 #include "walk.h"
@@ -84,6 +83,11 @@ struct Task {
   int64_t first_row, rows;
 };
 
+// Whether rows go elsewhere than they come from, and begin and end with a cache line.
+bool whole_lines(const Merge& m, ptrdiff_t size, const char* out, const char* in) {
+  return in != out && m.d_in * size % 64 == 0 && reinterpret_cast<uintptr_t>(out + m.offset * size) % 64 == 0;
+}
+
 void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in, float sign,
                  const Task& task, const float* packed) {
   const Merge& m = *task.merge;
@@ -94,8 +98,7 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   // one or half of one, and then of the next row: on Zen 3 memory takes that at a half to a fifth of
   // its rate. In place, what was read is in cache and is written there.
   const bool lines = kernels.bundle > 1;
-  const bool streaming = lines && in != out && m.d_in * size % 64 == 0 &&
-                         reinterpret_cast<uintptr_t>(out + m.offset * size) % 64 == 0;
+  const bool streaming = lines && whole_lines(m, size, out, in);
   Tile t{};
   t.x_stride = m.rank;
   t.out_stride = t.in_stride = m.d_in;
@@ -137,30 +140,13 @@ int64_t limb_floats(int64_t rank, int64_t columns) {
   return ceil_div(columns, kLimbColumns) * kLimbColumns * limb_depth(rank) * kLimbs / 2;
 }
 
-// Of a thread, for columns of A: as Scratch, in large pages, since it is read from end to end for every 32
-// rows.
-uint16_t* limb_scratch(int64_t floats) {
-  struct Kept {
-    std::shared_ptr<char> memory;
-    int64_t floats = 0;
-  };
-  thread_local Kept kept;
-  if (floats > kept.floats) {
-    kept = {};
-    kept.memory = cpu::in_large_pages(size_t(floats) * sizeof(float));
-    kept.floats = floats;
-  }
-  return reinterpret_cast<uint16_t*>(kept.memory.get());
-}
-
 // The same block by tiles.
 void merge_block_by_limbs(const Kernels& kernels, Dtype dtype, char* out, const char* in, float sign,
                           const Task& task, const uint16_t* right) {
   const Merge& m = *task.merge;
   const ptrdiff_t size = ptrdiff_t(size_of(dtype));
   const int64_t depth = limb_depth(m.rank);
-  const bool streaming = in != out && m.d_in * size % 64 == 0 &&
-                         reinterpret_cast<uintptr_t>(out + m.offset * size) % 64 == 0;
+  const bool streaming = whole_lines(m, size, out, in);
   const auto merge = (streaming ? kernels.limbs.merge_streaming : kernels.limbs.merge)[int(dtype)];
   thread_local cpu::Scratch scratch;
   auto* const left = reinterpret_cast<uint16_t*>(scratch.get(kLimbRows * depth * kLimbs / 2));
@@ -228,7 +214,8 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
       char* const to = static_cast<char*>(out);
       const char* const from = static_cast<const char*>(in);
       if (by_limbs(kernels, m)) {
-        uint16_t* const right = limb_scratch(limb_floats(m.rank, task.columns));
+        thread_local cpu::LargeScratch limbs;
+        auto* const right = reinterpret_cast<uint16_t*>(limbs.get(limb_floats(m.rank, task.columns)));
         if (packs)
           kernels.limbs.of_columns(m.a + task.first, m.d_in, m.rank, task.columns, limb_depth(m.rank), right);
         merge_block_by_limbs(kernels, dtype, to, from, sign, task, right);
