@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from vlora import native
 from vlora.atmm import tiles
+from vlora.config import Options
+from vlora.engine.engine import Engine
 from vlora.kernels import backends, ops
 from vlora.kernels.backends import Backend
+from vlora.vision.encoder import VisionEncoder
 
 ROUNDED = ("avx512_bf16", "amx", "twin")
 """The instruction sets that round the rows of a bf16 product."""
@@ -268,6 +272,19 @@ def test_a_variable_names_the_backend_which_is_logged(named: str) -> None:
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     assert "it must be 'cpu' or 'reference'" in _backend_with("fast").stderr
+
+
+def test_an_unknown_backend_ends_the_start_and_not_each_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unknown() -> Backend:
+        raise ValueError("it must be")
+
+    monkeypatch.setattr(backends, "default", unknown)
+    with pytest.raises(ValueError, match="it must be"):
+        Engine(Options(model=tmp_path))
+    with pytest.raises(ValueError, match="it must be"):
+        VisionEncoder(tmp_path, threads=1)
 
 
 def _backend_with(named: str) -> subprocess.CompletedProcess[str]:
