@@ -17,7 +17,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def adapters_dir(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one random adapter per entry of `tests.make_adapters.SPECS`."""
-    from tests.make_adapters import make_adapters
+    """A folder with one random adapter per entry of `tests.support.make_adapters.SPECS`."""
+    from tests.support.make_adapters import make_adapters
 
     return make_adapters(checkpoint, tmp_path_factory.mktemp("adapters"))

@@ -2,6 +2,6 @@
 
 __version__ = "0.1.0"
 
-from vlora import waiting
+from vlora import openmp_env
 
-waiting.set_policy()
+openmp_env.set_policy()

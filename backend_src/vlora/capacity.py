@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from vlora.config import Options
-from vlora.lora.adapter import Place
+from vlora.ids import MatrixId
 from vlora.lora.folders import find_folders
 from vlora.lora.slab import ATTENTION, GROUPS, TARGETS
 from vlora.lora.store import AdapterStore
+from vlora.memory.kv_cache import page_bytes
 from vlora.memory.pool import Run
-from vlora.memory.store import page_bytes
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config
 from vlora.model.loader import adapter_shape
@@ -99,7 +99,7 @@ def plan(options: Options, names: Mapping[str, str], memory: int) -> Capacity:
     kinds = []
     for label, targets in TARGET_SETS.items():
         for rank in RANKS:
-            ranks: dict[Place, int] = {
+            ranks: dict[MatrixId, int] = {
                 (layer, target): rank for layer in range(config.layers) for target in targets
             }
             shapes = [config.target_shapes[target] for _, target in ranks]
@@ -130,7 +130,7 @@ def weights_bytes(config: DecoderConfig, size: int) -> int:
     )
 
 
-def _merged_bytes(config: DecoderConfig, places: Iterable[Place], size: int) -> int:
+def _merged_bytes(config: DecoderConfig, places: Iterable[MatrixId], size: int) -> int:
     """Fused groups that any known adapter changes; a slab takes them in whole huge pages."""
     touched = {
         (layer, group)

@@ -19,8 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import vlora
-from vlora import places
-from vlora.bench.cli import bench_app
+from vlora import paths
 from vlora.config import (
     ADAPTERS_VARIABLE,
     MODEL_VARIABLE,
@@ -30,15 +29,15 @@ from vlora.config import (
     read_keys,
 )
 from vlora.errors import MAX_NAMES, VLoraError
-from vlora.serving.assembly import ServerError
-from vlora.serving.cli import probe_command, repository_command
-from vlora.serving.server import (
+from vlora.launcher.assembly import ServerError
+from vlora.launcher.cli import probe_command, repository_command
+from vlora.launcher.server import (
     GRACE_SECONDS,
     ServerOptions,
     TritonServer,
     default_repository,
 )
-from vlora.serving.supervisor import RestartPolicy, Supervisor
+from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
 if TYPE_CHECKING:
     from vlora.lora.adapter import AdapterInfo
@@ -51,7 +50,6 @@ app = typer.Typer(
 )
 adapters_app = typer.Typer(help="Look at the adapters that a server would load.")
 app.add_typer(adapters_app, name="adapters")
-app.add_typer(bench_app, name="bench")
 app.command("probe")(probe_command)
 app.command("repository")(repository_command)
 console = Console(highlight=False)
@@ -232,7 +230,7 @@ def _announce(options: Options, server: TritonServer, seconds: float) -> None:
 
 def _first_question(options: Options, url: str) -> str:
     """A command line: about a picture of the demo's where that model is served, else the user's."""
-    demo = places.root() / "tools/demo"
+    demo = paths.root() / "tools/demo"
     picture, question = demo / "samples/vqa.png", "What color is the star?"
     served = options.model.resolve() == (demo / "checkpoint").resolve()
     if not (served and picture.is_file()):

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "atmm/operator.h"
-#include "cpu/dispatch.h"
-#include "cpu/large_pages.h"
-#include "cpu/names.h"
+#include "runtime/dispatch.h"
+#include "runtime/large_pages.h"
+#include "runtime/names.h"
 
 namespace py = pybind11;
 using namespace vlora;
@@ -41,13 +41,13 @@ const TileConfig& named(const std::string& name) {
 struct State {
   std::mutex change;
   std::vector<std::unique_ptr<const TileTable>> kept;  // a call may still read an old one
-  std::atomic<const TileTable*> tables[cpu::kIsas][kDtypes] = {};
+  std::atomic<const TileTable*> tables[runtime::kIsas][kDtypes] = {};
   std::atomic<const TileConfig*> pinned{nullptr};
   std::atomic<bool> one_order{false};
   Counters counters;
 };
 
-const Kernels& current(Dtype dtype) { return kernels(cpu::isa(dtype)); }
+const Kernels& current(Dtype dtype) { return kernels(runtime::isa(dtype)); }
 
 State& state() {
   static State* const state = new State;  // outlives whatever still runs at exit
@@ -71,7 +71,7 @@ class Lookup : public Chooser {
       const TileConfig* pinned = s.pinned;
       return pinned ? *pinned : built_in({shape.operation, shape.dtype, 64, 0, 0, 64, 1});
     }
-    const int isa = int(cpu::isa(shape.dtype));
+    const int isa = int(runtime::isa(shape.dtype));
     if (const TileTable* table = s.tables[isa][int(shape.dtype)]) {
       bool exact;
       if (const TileConfig* found = table->find(key_of(shape), &exact)) {
@@ -171,7 +171,7 @@ class Group {
                                   std::to_string(into->second) + " at " +
                                   std::to_string(into->first % 64) + " past a line's start");
     py::gil_scoped_release released;
-    const std::shared_ptr<char> store = into ? nullptr : cpu::in_large_pages(bytes);
+    const std::shared_ptr<char> store = into ? nullptr : runtime::in_large_pages(bytes);
     char* at = into ? reinterpret_cast<char*>(into->first) : store.get();
     std::vector<Pair> pairs(factors.size(), Pair{0, nullptr, nullptr});
     for (size_t o = 0; o < factors.size(); ++o)
@@ -193,7 +193,7 @@ class Group {
       throw std::invalid_argument("a head of " + std::to_string(w.rows) + " classes does not fit");
     py::gil_scoped_release released;
     const size_t bias_bytes = (size_t(w.rows) * sizeof(float) + 63) / 64 * 64;
-    const std::shared_ptr<char> store = cpu::in_large_pages(packed_bytes(w, true) + bias_bytes);
+    const std::shared_ptr<char> store = runtime::in_large_pages(packed_bytes(w, true) + bias_bytes);
     char* at = store.get();
     Pair pair{int32_t(w.rows), pack(&at, w, true), at};
     for (int64_t i = 0; i < w.rows; ++i)
@@ -346,7 +346,7 @@ void use_table(const std::vector<std::tuple<uint64_t, uint64_t, std::string>>& r
   for (int dtype = 0; dtype < kDtypes; ++dtype)
     if (!of[dtype].empty()) made[dtype] = std::make_unique<const TileTable>(of[dtype]);
   for (int dtype = 0; dtype < kDtypes; ++dtype) {
-    s.tables[int(cpu::isa(Dtype(dtype)))][dtype] = made[dtype].get();
+    s.tables[int(runtime::isa(Dtype(dtype)))][dtype] = made[dtype].get();
     if (made[dtype]) s.kept.push_back(std::move(made[dtype]));
   }
 }
@@ -426,7 +426,7 @@ void bind_atmm(py::module_& m) {
                           int64_t rank, int64_t l1, int64_t l2, double memory, bool widening,
                           bool tiles) {
     const Shape shape{operation_of(operation), dtype_of(dtype), rows, 1024, 1024, rank, 1, 1};
-    return name_of(built_in(shape, cpu::Machine{l1, l2, 32 << 20, {}, memory}, widening, tiles));
+    return name_of(built_in(shape, runtime::Machine{l1, l2, 32 << 20, {}, memory}, widening, tiles));
   });
   m.def("use_table", &use_table);
   m.def("pin", &pin);

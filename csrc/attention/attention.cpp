@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu/scratch.h"
-#include "cpu/threads.h"
+#include "runtime/scratch.h"
+#include "runtime/threads.h"
 
 namespace vlora::attention {
 namespace {
@@ -124,8 +124,8 @@ void Plan::share(double most, int threads) {
 }
 
 const Kernels& kernels_of(Dtype dtype) {
-  const Kernels& found = kernels(cpu::isa(dtype));
-  return found.attend[int(dtype)] ? found : kernels(cpu::vector_isa(dtype));
+  const Kernels& found = kernels(runtime::isa(dtype));
+  return found.attend[int(dtype)] ? found : kernels(runtime::vector_isa(dtype));
 }
 
 int64_t scratch_floats(const Plan& plan) {
@@ -141,16 +141,16 @@ void attend(const Kernels& kernels, const Problem& problem, int threads) {
   const auto write = kernels.write[int(plan.layout.dtype)];
   const auto& written = plan.written();
   if (!written.empty())
-    cpu::share_out(threads, int64_t(written.size()),
+    runtime::share_out(threads, int64_t(written.size()),
                    [&](int64_t i) { write(problem, written[size_t(i)]); });
   const auto kernel = kernels.attend[int(plan.layout.dtype)];
-  static thread_local cpu::Scratch partial_scratch;
+  static thread_local runtime::Scratch partial_scratch;
   const int64_t size = partial_floats(plan);
   float* const partials = plan.partials() ? partial_scratch.get(plan.partials() * size) : nullptr;
   const std::unique_ptr<std::atomic<int32_t>[]> done(new std::atomic<int32_t>[size_t(plan.groups())]());
   const auto& pieces = plan.pieces();
-  cpu::share_out(threads, int64_t(pieces.size()), [&](int64_t i) {
-    static thread_local cpu::Scratch scratch;
+  runtime::share_out(threads, int64_t(pieces.size()), [&](int64_t i) {
+    static thread_local runtime::Scratch scratch;
     const Piece& piece = pieces[size_t(i)];
     float* const partial = piece.shared < 0 ? nullptr : partials + piece.shared * size;
     kernel(problem, piece, scratch.get(scratch_floats(plan)), partial);

@@ -10,8 +10,8 @@
 
 #include <vector>
 
-#include "cpu/dispatch.h"
-#include "cpu/types.h"
+#include "runtime/dispatch.h"
+#include "runtime/types.h"
 
 namespace vlora::attention {
 
@@ -118,7 +118,7 @@ struct Kernels {
   void (*combine)(const Problem&, const Piece&, const float* partials);
   int64_t items;  // most of one head's that a piece should have
 };
-const Kernels& kernels(cpu::Isa isa);
+const Kernels& kernels(runtime::Isa isa);
 // Those in use for pages of a type: of a unit that multiplies tiles, or of vectors.
 const Kernels& kernels_of(Dtype dtype);
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "cpu/names.h"
+#include "runtime/names.h"
 
 namespace py = pybind11;
 using namespace vlora;

@@ -4,11 +4,11 @@
 #include <cstring>
 
 #include "attention/attention.h"
-#include "cpu/scratch.h"
+#include "runtime/scratch.h"
 
 namespace vlora::attention::VLORA_ISA {
 
-using namespace vlora::cpu::VLORA_ISA;
+using namespace vlora::runtime::VLORA_ISA;
 
 // to: x[i] and x[i + half] turned by the angle of i, times `scale`.
 VLORA_INLINE void rotate(const float* x, const float* cosines, const float* sines, int64_t half,
@@ -127,7 +127,7 @@ void write_panel(const Problem& p, const Written& w) {
   const Layout& layout = p.plan->layout;
   const Chunk& chunk = p.plan->chunks[size_t(w.chunk)];
   const int64_t dim = layout.dim, half = dim / 2, padded = layout.padded(), kv_heads = layout.kv_heads;
-  static thread_local cpu::Scratch scratch;
+  static thread_local runtime::Scratch scratch;
   T* const keys = reinterpret_cast<T*>(scratch.get(kLanes * kv_heads * dim));  // [heads][rows][dim]
   const Slot<T> to(p, chunk, chunk.start + w.row, 0);
   for (int64_t lane = 0; lane < kLanes; ++lane) {

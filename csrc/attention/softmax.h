@@ -7,7 +7,7 @@
 
 namespace vlora::attention::VLORA_ISA {
 
-using namespace vlora::cpu::VLORA_ISA;
+using namespace vlora::runtime::VLORA_ISA;
 
 constexpr float kSlack = 8;
 // A new maximum is taken when it is so much over the last one: weights stay under e to this power.
@@ -57,7 +57,7 @@ constexpr float kLeast = -60;
 // number yet: others take a hundred times as long.
 
 // e to the power of x, which is at most 88, to about two units in the last place; of kLeast where it is
-// less. Half as many operations as cpu/math.h's, whose range is wider. A NaN stays one.
+// less. Half as many operations as runtime/math.h's, whose range is wider. A NaN stays one.
 VLORA_INLINE R weight_of(R x) {
   constexpr float kLog2 = 1.44269504f, kWhole = 12582912.0f + 127;
   x = max(R::all(kLeast), x);

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy import kit
+from tests.support import deploy_kit as kit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

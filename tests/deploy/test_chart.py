@@ -11,8 +11,8 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from tests.deploy import kit
-from vlora.serving.probe import ENSEMBLE
+from tests.support import deploy_kit as kit
+from vlora.launcher.probe import ENSEMBLE
 
 CHART = kit.DOCKER / "chart"
 VERSIONS = ["1.33.0", "1.37.0"]

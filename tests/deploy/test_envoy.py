@@ -16,11 +16,11 @@ import tritonclient.grpc as grpcclient
 import yaml
 from tritonclient.utils import InferenceServerException
 
-from tests.deploy import kit
 from tests.deploy.test_chart import EVERYTHING, TLS, render
-from tests.triton.asking import to_inputs
-from tests.waiting import until
-from vlora.serving.server import ServerOptions, TritonServer
+from tests.support import deploy_kit as kit
+from tests.support.polling import until
+from tests.support.triton_client import to_inputs
+from vlora.launcher.server import ServerOptions, TritonServer
 
 HEADER = "x-lora-adapter"
 ADAPTERS = [f"adapter-{index}" for index in range(16)]

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.deploy import kit
-from tests.deploy.dockerfile import Instruction, Replay, Stage, read
-from tests.waiting import until
+from tests.support import deploy_kit as kit
+from tests.support.dockerfile import Instruction, Replay, Stage, read
+from tests.support.polling import until
 from tools.dist.trial import ask_all
-from vlora.serving.probe import Health
+from vlora.launcher.probe import Health
 
 FILES = ["Dockerfile", "Dockerfile.cpu"]
 DEBIAN = "http://deb.debian.org/debian"

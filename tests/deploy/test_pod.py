@@ -14,10 +14,10 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tests.deploy import kit
 from tests.deploy.test_chart import TLS, render
-from tests.waiting import until
-from vlora.serving.probe import Health
+from tests.support import deploy_kit as kit
+from tests.support.polling import until
+from vlora.launcher.probe import Health
 
 VLORA = kit.ROOT / ".venv" / "bin" / "vlora"
 NAME = "vision.shop.svc"

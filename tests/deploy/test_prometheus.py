@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy import kit
-from tests.triton.asking import Asker, Refused, picture
-from tests.waiting import until
-from vlora.serving.server import ServerOptions, TritonServer
+from tests.support import deploy_kit as kit
+from tests.support.polling import until
+from tests.support.triton_client import Asker, Refused, picture
+from vlora.launcher.server import ServerOptions, TritonServer
 
 ALERTS = kit.DOCKER / "chart" / "files" / "alerts.yaml"
 CONFIG = kit.DOCKER / "prometheus" / "prometheus.yaml"

@@ -17,16 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.asking import Collector, request
-from tests.waiting import until
+from tests.support.engine_client import Collector, request
+from tests.support.polling import until
 from vlora.config import Options
 from vlora.engine import calibration, memory
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
-from vlora.engine.policy import MergeOnly, UnmergeOnly
+from vlora.engine.policies.base import MergeOnly, UnmergeOnly
 from vlora.errors import InvalidArgument, NotFound
 from vlora.lora import folders, recipe
-from vlora.lora.recipe import Recipe
+from vlora.lora.weights_reader import WeightsReader
 from vlora.request import ImageFeatures, Output, Request
 
 WEIGHTS = "adapter_model.safetensors"
@@ -126,13 +126,13 @@ def test_a_burst_over_more_adapters_than_there_is_room_for_is_answered(
         max_model_len=256,
     )
     readers: set[int] = set()
-    read = Recipe.read
+    read = WeightsReader.read
 
     def told(*given: Any) -> Any:
         readers.add(threading.get_ident())
         return read(*given)
 
-    monkeypatch.setattr(Recipe, "read", told)
+    monkeypatch.setattr(WeightsReader, "read", told)
     outputs = run(engine, *burst(engine))
     assert {k: o.token_ids for k, o in outputs.items()} == calm
     assert threading.get_ident() not in readers, "a step has waited for a disk"

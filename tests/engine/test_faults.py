@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.asking import PATIENCE, Collector, endless, request
+from tests.support.engine_client import PATIENCE, Collector, endless, request
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import FATAL_EXIT, EngineLoop

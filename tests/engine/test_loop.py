@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.asking import PATIENCE, Collector, endless, request
-from tests.waiting import until
+from tests.support.engine_client import PATIENCE, Collector, endless, request
+from tests.support.polling import until
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
-from vlora.engine.stops import PATIENCE as PATIENCE_OF_STOPS
-from vlora.engine.stops import REMEMBERED, EarlyStops
+from vlora.engine.pending_cancels import PATIENCE as PATIENCE_OF_STOPS
+from vlora.engine.pending_cancels import REMEMBERED, PendingCancels
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
 from vlora.request import Output, Request, TokenLogprob, gathered
 from vlora.sampling import SamplingParams
@@ -108,7 +108,7 @@ def test_a_stop_that_comes_before_its_request_ends_it(loop: EngineLoop) -> None:
 
 def test_a_stop_waits_for_its_request_for_a_while_only() -> None:
     now = [0.0]
-    stops = EarlyStops(clock=lambda: now[0])
+    stops = PendingCancels(clock=lambda: now[0])
     stops.wait("a")
     now[0] = PATIENCE_OF_STOPS + 1
     assert not stops.take("a")

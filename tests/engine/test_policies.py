@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.asking import request
 from tests.engine.test_invariance import answers
+from tests.support.engine_client import request
 from vlora.config import POLICIES, Options
 from vlora.engine.engine import Engine
-from vlora.engine.policies import make_policy
+from vlora.engine.policies.registry import make_policy
 from vlora.request import Request
 
 HOT = "all-r8"

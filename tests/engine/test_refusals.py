@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.asking import Collector, request
+from tests.support.engine_client import Collector, request
 from vlora.engine.loop import EngineLoop
 from vlora.errors import InvalidArgument, NotFound, VLoraError
 from vlora.request import ImageFeatures, Request

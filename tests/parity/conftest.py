@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.make_adapters import AdapterSpec, make_adapters
-from tests.parity.questions import Case, make_cases
-from tools.demo.oracle import Oracle
+from tests.support.make_adapters import AdapterSpec, make_adapters
+from tests.support.oracle import Oracle
+from tests.support.questions import Case, make_cases
 
 LM_HEAD = AdapterSpec("lm-head-r32", rank=32, targets=("q_proj", "down_proj", "lm_head"))
 

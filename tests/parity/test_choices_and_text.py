@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.questions import Case
+from tests.support.questions import Case
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.request import Output, Request

@@ -19,8 +19,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from tests.parity.questions import WORDS
-from tools.demo.oracle import NEAR_TIE
+from tests.support.oracle import NEAR_TIE
+from tests.support.questions import WORDS
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.request import Request

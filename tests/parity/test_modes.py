@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.parity.conftest import Tally
-from tests.parity.modes import drive
-from tests.parity.questions import Case
 from tests.parity.test_schedules import Arrival, Schedule, check, run
+from tests.support.modes import drive
+from tests.support.questions import Case
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.plan import Mode
-from vlora.lora.segments import BASE
+from vlora.ids import BASE
 
 
 def all_at_once(cases: list[Case], rows: int) -> Schedule:

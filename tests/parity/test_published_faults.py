@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.modes import drive
-from tests.parity.questions import Case
+from tests.support.modes import drive
+from tests.support.questions import Case
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment

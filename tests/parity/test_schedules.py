@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.parity.conftest import Tally
-from tests.parity.modes import drive
-from tests.parity.questions import Case
-from tools.demo.oracle import Greedy
+from tests.support.modes import drive
+from tests.support.oracle import Greedy
+from tests.support.questions import Case
 from vlora.config import AUTO, Options
 from vlora.engine.engine import Engine
 from vlora.errors import Cancelled
+from vlora.ids import BASE
 from vlora.kernels import backends
 from vlora.kernels.backends import Backend
-from vlora.lora.segments import BASE
 from vlora.request import Output
 
 HEAD_TOLERANCE = 1e-4

@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from transformers import LlavaForConditionalGeneration
 
-from tools.demo.oracle import Oracle, Question
+from tests.support.oracle import Oracle, Question
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument

@@ -13,8 +13,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
-from tests.parity.modes import drive
-from vlora.bench import llava
+from benchmarks import llava
+from tests.support.modes import drive
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.model.decoder_config import dtype_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.triton.asking import Asker
-from vlora.serving.server import ServerOptions, TritonServer
+from tests.support.triton_client import Asker
+from vlora.launcher.server import ServerOptions, TritonServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.accuracy import compare
-from vlora.serving.server import ServerOptions, TritonServer
+from vlora.launcher.server import ServerOptions, TritonServer
 
 ITEMS = 6
 """Of each domain; `make accuracy` takes all."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.triton.asking import Asker, Refused, picture, wrong
+from tests.support.triton_client import Asker, Refused, picture, wrong
 
 RETRIEVAL, ANALYTICS = "visual_retrieval", "video_analytics"
 HEALTHY = {"text_input": "What is this?", "sampling_parameters": {"lora_name": "all-r8"}}

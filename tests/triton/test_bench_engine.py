@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vlora.bench import llava
-from vlora.bench.cli import bench_app
-from vlora.bench.served import Served
+from benchmarks import llava
+from benchmarks.cli import bench_app
+from benchmarks.served import Served
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 

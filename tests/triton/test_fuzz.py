@@ -1,10 +1,10 @@
-"""A short seeded run of the fuzzer; `python -m tests.triton.fuzz` takes any number of requests."""
+"""A short seeded run of the fuzzer; `python -m tests.support.fuzz` takes any number of requests."""
 
 from __future__ import annotations
 
-from tests.triton.fuzz import known_adapters, run, whole_text
+from tests.support.fuzz import known_adapters, run, whole_text
 from vlora.errors import known_names
-from vlora.serving.server import TritonServer
+from vlora.launcher.server import TritonServer
 
 REQUESTS = 400
 

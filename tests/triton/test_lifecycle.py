@@ -19,13 +19,13 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from tests.triton.asking import Asker, Refused, picture, to_inputs
+from tests.support.polling import until
+from tests.support.triton_client import Asker, Refused, picture, to_inputs
 from tests.triton.conftest import asking
-from tests.waiting import until
-from vlora.serving.ports import choose_ports
-from vlora.serving.processes import children, is_alive
-from vlora.serving.run_folder import SHARED_MEMORY
-from vlora.serving.server import ServerError, ServerOptions, TritonServer, default_repository
+from vlora.launcher.ports import choose_ports
+from vlora.launcher.processes import children, is_alive
+from vlora.launcher.run_folder import SHARED_MEMORY
+from vlora.launcher.server import ServerError, ServerOptions, TritonServer, default_repository
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 MODELS = {

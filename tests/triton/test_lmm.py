@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.triton.asking import Asker, Refused, picture, pixels
-from tests.waiting import until
+from tests.support.polling import until
+from tests.support.triton_client import Asker, Refused, picture, pixels
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}

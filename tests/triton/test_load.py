@@ -15,8 +15,8 @@ import pytest
 from clients.common import ClientError
 from clients.perf import fetch
 from clients.perf.inputs import write_inputs
-from tests.triton.asking import Asker, Refused, picture
-from tests.waiting import until
+from tests.support.polling import until
+from tests.support.triton_client import Asker, Refused, picture
 from vlora.errors import BY_CODE
 
 ADAPTERS = ("", "attention-r4", "all-r8", "feed-forward-r16", "head-r8")

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from tests.triton.conftest import asking
 from vlora.cli import app
-from vlora.serving.ports import choose_ports
-from vlora.serving.probe import Finding, Health, probe
-from vlora.serving.server import ServerOptions, TritonServer
+from vlora.launcher.ports import choose_ports
+from vlora.launcher.probe import Finding, Health, probe
+from vlora.launcher.server import ServerOptions, TritonServer
 
 DEADLINE = 10.0
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.triton.asking import Asker, Refused, picture
+from tests.support.polling import until
+from tests.support.triton_client import Asker, Refused, picture
 from tests.triton.conftest import asking
-from tests.waiting import until
-from vlora.serving.server import ServerOptions, TritonServer
+from vlora.launcher.server import ServerOptions, TritonServer
 
 RUNNING, WAITING = 2, 6
 OPTIONS = {

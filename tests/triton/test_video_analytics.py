@@ -11,7 +11,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import shared_memory
 
-from tests.triton.asking import Asker, Refused, picture, pixels
+from tests.support.triton_client import Asker, Refused, picture, pixels
 from vlora.vision.results import result_schema
 
 ANALYTICS = "video_analytics"

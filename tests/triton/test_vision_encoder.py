@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.triton.asking import Asker, Refused, Response, picture, pixels
+from tests.support.triton_client import Asker, Refused, Response, picture, pixels
 
 PROMPT = np.array([[b"x"]], dtype=object)
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from clients.common import ClientError, connect
-from tests.triton.asking import Asker, Refused, Response, picture, pixels
+from tests.support.triton_client import Asker, Refused, Response, picture, pixels
 from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS
 
 RETRIEVAL = "visual_retrieval"

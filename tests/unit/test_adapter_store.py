@@ -20,8 +20,8 @@ from vlora.lora import folders, store
 from vlora.lora.adapter import AdapterFiles, ModelShape
 from vlora.lora.folders import FolderWatch, find_folders, stamp_of
 from vlora.lora.handle import AdapterHandle
-from vlora.lora.recipe import Recipe
 from vlora.lora.store import AdapterStore
+from vlora.lora.weights_reader import WeightsReader
 from vlora.memory.pool import PagePool
 
 HIDDEN, RANK, PAGE = 32, 4, 4096
@@ -198,14 +198,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[str] = []
         self.open = threading.Event()
-        read = Recipe.read
+        read = WeightsReader.read
 
-        def held(recipe: Recipe, path: Path, refuse: Any) -> Any:
+        def held(recipe: WeightsReader, path: Path, refuse: Any) -> Any:
             self.reads.append(path.parent.name)
             assert self.open.wait(10)
             return read(recipe, path, refuse)
 
-        monkeypatch.setattr(Recipe, "read", held)
+        monkeypatch.setattr(WeightsReader, "read", held)
 
 
 def test_no_more_is_loaded_ahead_than_the_host_keeps_and_nothing_twice(

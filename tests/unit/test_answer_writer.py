@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.fakes import first
+from tests.support.fakes import first
 from vlora.config import Limits
 from vlora.request import HeadScores, Output, Timings, TokenLogprob
 from vlora.serving.answer_writer import AnswerWriter

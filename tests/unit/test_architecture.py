@@ -12,12 +12,13 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 
 LAYERS = [
-    {"atmm", "kernels", "metrics", "errors", "native", "places", "strict_json"},
-    {"memory", "request", "sampling", "config", "cores", "waiting"},
+    {"atmm", "kernels", "metrics", "errors", "ids", "native", "paths", "strict_json"},
+    {"memory", "request", "sampling", "config", "cores", "openmp_env"},
     {"lora"},
     {"model"},
     {"engine", "generation", "vision", "capacity", "capacity_cli"},
-    {"serving", "bench"},
+    {"launcher"},
+    {"serving"},
     {"cli"},
 ]
 """Lowest first; a module may import from its own layer and those below."""

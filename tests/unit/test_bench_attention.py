@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import attention
+from benchmarks.cells import GRIDS
+from benchmarks.cli import bench_app
 from vlora import native
-from vlora.bench import attention
-from vlora.bench.cells import GRIDS
-from vlora.bench.cli import bench_app
 
 
 def _cell(phase: str, rows: int, context: int) -> attention.Cell:

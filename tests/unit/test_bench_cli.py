@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vlora.bench import kernels, llava, mixture, modes, switch
-from vlora.bench.cells import GRIDS, Cell
-from vlora.bench.cli import bench_app
-from vlora.bench.kernels import Result
-from vlora.bench.limits import Limits
-from vlora.bench.switch import Model
-from vlora.bench.timing import Timing
+from benchmarks import kernels, llava, mixture, modes, switch
+from benchmarks.cells import GRIDS, Cell
+from benchmarks.cli import bench_app
+from benchmarks.kernels import Result
+from benchmarks.limits import Limits
+from benchmarks.switch import Model
+from benchmarks.timing import Timing
 
 KEYS = (
     *(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vlora.bench import llava
-from vlora.bench.cli import bench_app
-from vlora.bench.engine import Result, summarize
-from vlora.bench.inside import Steps
-from vlora.bench.load import OUTPUT, Load, Run
-from vlora.bench.work import Work
+from benchmarks import llava
+from benchmarks.cli import bench_app
+from benchmarks.engine import Result, summarize
+from benchmarks.inside import Steps
+from benchmarks.load import OUTPUT, Load, Run
+from benchmarks.work import Work
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 

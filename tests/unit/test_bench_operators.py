@@ -13,11 +13,11 @@ import torch
 from peft.tuners.lora import LoraConfig
 from peft.tuners.lora.layer import Linear as PeftLinear
 
-from vlora.bench.atmm import Atmm, static_tiles
-from vlora.bench.cells import GRIDS, Cell, load_grid
-from vlora.bench.limits import Limits
-from vlora.bench.operators import BASELINES, Baseline, Einsum, InFloat32, PeftLoop
-from vlora.bench.timing import Timing, interleaved
+from benchmarks.atmm import Atmm, static_tiles
+from benchmarks.cells import GRIDS, Cell, load_grid
+from benchmarks.limits import Limits
+from benchmarks.operators import BASELINES, Baseline, Einsum, InFloat32, PeftLoop
+from benchmarks.timing import Timing, interleaved
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
 OPERATORS: list[Baseline] = [Atmm(), *BASELINES]

@@ -10,21 +10,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vlora import places
+from benchmarks import llava, policies
+from benchmarks.cli import bench_app
+from benchmarks.closed import ClosedLoop
+from benchmarks.own_operators import OWN
+from benchmarks.policies import Grid, summarize
+from benchmarks.replay import simulated
+from benchmarks.source_fingerprint import current
+from benchmarks.traces import Asked, Workload
+from vlora import paths
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
-from vlora.bench import llava, policies
-from vlora.bench.cli import bench_app
-from vlora.bench.closed import ClosedLoop
-from vlora.bench.code_of import current
-from vlora.bench.own_operators import OWN
-from vlora.bench.policies import Grid, summarize
-from vlora.bench.replay import simulated
-from vlora.bench.traces import Asked, Workload
 from vlora.config import Options
 from vlora.engine.cost import AdapterSize, CostModel, Profile
-from vlora.engine.policies import make_policy
+from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
@@ -156,7 +156,7 @@ def test_a_closed_loop_is_compared_round_by_round() -> None:
 
 def test_a_closed_loop_keeps_so_many_requests_there_on_the_demo_checkpoint() -> None:
     given = {"count": 9, "at_once": 4, "tokens": 3, "adapters": 2}
-    rows = ClosedLoop(places.root() / "tools" / "demo", given).rows(["unmerge_only"], 1)
+    rows = ClosedLoop(paths.root() / "tools" / "demo", given).rows(["unmerge_only"], 1)
     assert [row["policy"] for row in rows] == ["unmerge_only"]
     assert rows[0]["requests_per_s"] > 0
     assert rows[0]["rows_per_step"] > 3

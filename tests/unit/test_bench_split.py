@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import split
+from benchmarks.adapters import Bench
+from benchmarks.split import SplitMemory, SplitPool, Unpaired
 from tests.unit.test_bench_tiers import GRID as SMALL
 from tests.unit.test_pool import Held, Idle
-from vlora.bench import split
-from vlora.bench.adapters import Bench
-from vlora.bench.split import SplitMemory, SplitPool, Unpaired
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.memory import EngineMemory
-from vlora.memory.kv import BlockTable
+from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.request import Request

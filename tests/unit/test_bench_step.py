@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vlora.bench import footprint, llava, step, work
-from vlora.bench.cli import bench_app
-from vlora.bench.work import Rows
+from benchmarks import footprint, llava, step, work
+from benchmarks.cli import bench_app
+from benchmarks.work import Rows
 
 KEYS = {
     *("decode_fp32", "decode_bf16", "prefill_fp32", "prefill_bf16"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlora.bench import prefix
-from vlora.bench.adapters import Bench, draw, load_grid, summarize
-from vlora.bench.cells import GRIDS
+from benchmarks import prefix
+from benchmarks.adapters import Bench, draw, load_grid, summarize
+from benchmarks.cells import GRIDS
 
 GRID = {
     "rank": 2,

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.unit.test_policy import Costs
-from vlora.engine.policy import Credit, Policy, Ready, UnmergeOnly, ours
-from vlora.engine.predictive import Predictive
-from vlora.lora.segments import BASE
+from vlora.engine.policies.base import Candidate, Credit, Policy, UnmergeOnly, ours
+from vlora.engine.policies.predictive import Predictive
+from vlora.ids import BASE
 
 MAX_WAIT = 2.5
 """Seconds; a step takes one."""
@@ -44,7 +44,7 @@ def arrivals(vacant: int) -> Iterator[tuple[Asked, ...]]:
 
 def after(policy: Policy, here: tuple[Asked, ...], live: int) -> State:
     ready = [
-        Ready(str(i), one.slot, float(i), float(one.wait), left=one.left - 1)
+        Candidate(str(i), one.slot, float(i), float(one.wait), left=one.left - 1)
         for i, one in enumerate(here)
     ]
     choice = policy.choose(ready, live, 0.0)

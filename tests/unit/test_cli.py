@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.fakes import adapter
-from vlora import places
+from tests.support.fakes import adapter
+from vlora import paths
 from vlora.cli import _first_question, _table_of
 from vlora.config import Options
 
@@ -35,7 +35,7 @@ def test_a_row_of_adapters_is_read_at_80_columns() -> None:
 def test_what_serve_says_to_try_sends_a_request_with_a_picture(
     demo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples = places.root() / "tools/demo"
+    samples = paths.root() / "tools/demo"
     own = tmp_path / "picture.png"  # of the folder that one is in
     own.write_bytes(b"a picture of the user's " * 9000)  # more than an argument may hold
     monkeypatch.chdir(tmp_path)

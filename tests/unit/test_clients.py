@@ -19,8 +19,8 @@ from tritonclient.utils import InferenceServerException
 from clients import frames, video_analytics, visual_retrieval
 from clients.common import ClientError, explain, sampling_parameters
 from clients.perf import inputs, sweep
-from tests.unit.fake_triton import FakeTriton, metadata_of
-from tests.waiting import until
+from tests.support.fake_triton import FakeTriton, metadata_of
+from tests.support.polling import until
 from tools.demo import show
 from tools.demo.show import is_right
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fakes import TEMPLATE, adapter, features
+from tests.support.fakes import TEMPLATE, adapter, features
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
 from vlora.serving.codec import Call, Prepared, is_cancel, prepare, read_call, sampling_keys

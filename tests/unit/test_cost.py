@@ -10,8 +10,8 @@ import pytest
 
 from vlora.engine import calibration
 from vlora.engine.cost import AdapterSize, CostModel, Part, Profile, guess, rows_by_adapter
-from vlora.engine.policy import Ready
-from vlora.lora.segments import BASE
+from vlora.engine.policies.base import Candidate
+from vlora.ids import BASE
 
 PROFILE = Profile(
     products=((1, 0.010), (8, 0.010), (16, 0.018)),
@@ -147,7 +147,7 @@ def test_merges_learn_as_steps_do() -> None:
 
 def test_policies_are_told_what_a_step_of_all_that_is_missing_takes() -> None:
     costs = model()
-    ready = [Ready("a", 0, missing=3, context=7), Ready("b", BASE)]
+    ready = [Candidate("a", 0, missing=3, context=7), Candidate("b", BASE)]
     parts = [Part(0, 3, 7, True), Part(BASE, 1, 0, True)]
     assert costs.step(ready, BASE) == costs.predict(parts, BASE)
     assert costs.without_adapters().step(ready, BASE) < costs.step(ready, BASE)

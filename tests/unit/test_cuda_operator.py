@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.atmm.problems import emulation
+from tests.support.atmm_problems import emulation
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in, by_rows
 from vlora.atmm.cuda.library import CudaError, Library

@@ -12,13 +12,13 @@ import typer
 import yaml
 from jsonschema import Draft7Validator
 
-from tests.deploy.dockerfile import read, settings
-from tests.fakes import FakeRegistry
+from tests.support.dockerfile import read, settings
+from tests.support.fakes import FakeRegistry
 from vlora.cli import app
+from vlora.launcher.probe import ENSEMBLE, QUESTION, SAMPLING
 from vlora.metrics import EngineStats
 from vlora.serving.error_counts import ErrorCounts, ErrorExporter
 from vlora.serving.exporter import EncoderExporter, EngineExporter
-from vlora.serving.probe import ENSEMBLE, QUESTION, SAMPLING
 from vlora.vision.features import Counters
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.waiting import until
+from tests.support.polling import until
 from vlora.errors import Internal, InvalidArgument
 from vlora.vision import features
 from vlora.vision.features import Counters, EncoderService, FeatureCache

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.make_adapters import SPECS
+from tests.support.make_adapters import SPECS
 
 
 def test_every_adapter_is_a_folder_of_safetensors(adapters_dir: Path) -> None:

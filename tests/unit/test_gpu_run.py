@@ -14,8 +14,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from tests.unit.atmm.problems import emulation
-from tests.waiting import until
+from benchmarks.cells import Cell
+from tests.support.atmm_problems import emulation
+from tests.support.polling import until
 from tools.gpu import exercise, kernels, switch
 from tools.gpu.__main__ import BOXES, MINUTES, ROOT, STAGES, environment
 from tools.gpu.report import summary
@@ -25,7 +26,6 @@ from tools.tile_search import command, cuda_search
 from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
 from vlora.atmm.cuda.choice import Choice, Shape, Table
 from vlora.atmm.cuda.operator import Operator, using
-from vlora.bench.cells import Cell
 
 LIMITS = Limits(1e9, 1e11, 1e10)
 SMALL = Shape("bf16", 16, 256, 256, 8, 2)

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, features
-from tests.waiting import until
+from tests.support.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, features
+from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from vlora.request import ImageFeatures, Output

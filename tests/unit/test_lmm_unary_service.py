@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.fakes import FakeResponder, first
-from tests.waiting import until
+from tests.support.fakes import FakeResponder, first
+from tests.support.polling import until
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from vlora.serving.lmm_unary import LmmUnaryService, inner_request
 from vlora.serving.tensors import Tensors, flag, strings

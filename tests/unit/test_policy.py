@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from vlora.engine.dlora import DLora
-from vlora.engine.policy import (
+from vlora.engine.policies.base import (
+    Candidate,
     Choice,
     Credit,
+    CreditConfig,
     MergeOnly,
     Policy,
-    Ready,
-    Rule,
     UnmergeOnly,
     ours,
 )
-from vlora.engine.predictive import PORTIONS, Predictive
-from vlora.lora.segments import BASE
+from vlora.engine.policies.dlora import DLora
+from vlora.engine.policies.predictive import PORTIONS, Predictive
+from vlora.ids import BASE
 
 STEP, SWITCH = 0.01, 0.02
 
@@ -32,7 +32,7 @@ class Costs:
     around = 0.0
     any = 0.0
 
-    def step(self, ready: Sequence[Ready], live: int) -> float:
+    def step(self, ready: Sequence[Candidate], live: int) -> float:
         return STEP
 
     def switch(self, live: int, to: int) -> float:
@@ -60,22 +60,22 @@ class Costs:
         return 0.0 if slot == BASE else 1e-4 * rows
 
 
-def requests(*groups: tuple[int, float]) -> list[Ready]:
+def requests(*groups: tuple[int, float]) -> list[Candidate]:
     """One for each (slot, wait), in order of arrival."""
-    return [Ready(f"r{i}", slot, float(i), wait) for i, (slot, wait) in enumerate(groups)]
+    return [Candidate(f"r{i}", slot, float(i), wait) for i, (slot, wait) in enumerate(groups)]
 
 
 def said(choice: Choice) -> tuple[list[str], int]:
     return [r.id for r in choice.order], choice.live
 
 
-LITERAL = Rule(max_batch=4, theta_min=1.0)
+LITERAL = CreditConfig(max_batch=4, theta_min=1.0)
 NOBODY = 0.5
 """Seconds of wait that starve nobody; with θ = 1 the next starves."""
 STARVES = 2.0
 
 
-def choose(rule: Rule, ready: list[Ready], live: int = BASE) -> tuple[list[str], int]:
+def choose(rule: CreditConfig, ready: list[Candidate], live: int = BASE) -> tuple[list[str], int]:
     return said(Credit(rule, Costs()).choose(ready, live, 0.0))
 
 
@@ -175,13 +175,17 @@ def test_unmerge_only_is_first_come_first_served() -> None:
 
 
 def test_unmerge_only_goes_by_priority_and_lets_nobody_wait_for_ever() -> None:
-    ready = [Ready("old", 0, wait=9.0, priority=5), Ready("low", 0, priority=1), Ready("high", 1)]
+    ready = [
+        Candidate("old", 0, wait=9.0, priority=5),
+        Candidate("low", 0, priority=1),
+        Candidate("high", 1),
+    ]
     assert said(UnmergeOnly(2).choose(ready, BASE, 0.0)) == (["high", "low"], BASE)
     assert said(UnmergeOnly(2, 8.0).choose(ready, BASE, 0.0)) == (["old", "high"], BASE)
 
 
 def test_who_has_pages_keeps_them_when_an_older_ones_adapter_comes() -> None:
-    older, runs = Ready("older", 0), Ready("runs", 1, arrival=1.0, holds=True)
+    older, runs = Candidate("older", 0), Candidate("runs", 1, arrival=1.0, holds=True)
     assert said(UnmergeOnly(1).choose([older, runs], BASE, 0.0)) == (["runs"], BASE)
     urgent = older._replace(priority=-1)
     assert said(UnmergeOnly(1).choose([urgent, runs], BASE, 0.0)) == (["older"], BASE)
@@ -221,43 +225,43 @@ def predictive(max_wait: float = math.inf, unmergeable: frozenset[int] = frozens
 
 
 def test_the_predictive_policy_merges_where_the_work_at_hand_repays_the_switch() -> None:
-    few, many = (Ready("a", 1, missing=rows) for rows in (100, 300))
-    other = Ready("b", 2, missing=10)
+    few, many = (Candidate("a", 1, missing=rows) for rows in (100, 300))
+    other = Candidate("b", 2, missing=10)
     assert predictive().choose([few, other], BASE, 0.0).live == BASE
     assert predictive().choose([many, other], BASE, 0.0).live == 1
     assert predictive().choose([few, other], 1, 0.0).live == 1, "it is there already"
-    assert predictive().choose([few, Ready("b", 2, missing=101)], 1, 0.0).live == BASE
+    assert predictive().choose([few, Candidate("b", 2, missing=101)], 1, 0.0).live == BASE
 
 
 def test_a_merge_saves_the_calls_of_steps_that_have_nobody_else() -> None:
     costs = Costs()
     policy = Predictive(16, 64, math.inf, costs)
-    answers = [Ready("a", 1, left=5)]
+    answers = [Candidate("a", 1, left=5)]
     assert policy.choose(answers, BASE, 0.0).live == BASE, "12.6 ms of it, for 20 ms"
     costs.any = 2e-3
     assert policy.choose(answers, BASE, 0.0).live == 1
-    assert policy.choose([*answers, Ready("b", 2, left=5)], BASE, 0.0).live == BASE
+    assert policy.choose([*answers, Candidate("b", 2, left=5)], BASE, 0.0).live == BASE
 
 
 def test_short_requests_go_first_and_answers_ride_along() -> None:
-    prompt = Ready("prompt", BASE, 0.0, missing=50, left=9)
-    short = Ready("short", BASE, 1.0, missing=3, left=1)
-    answer = Ready("answer", BASE, 2.0, left=400)
+    prompt = Candidate("prompt", BASE, 0.0, missing=50, left=9)
+    short = Candidate("short", BASE, 1.0, missing=3, left=1)
+    answer = Candidate("answer", BASE, 2.0, left=400)
     choice = predictive().choose([prompt, short, answer], BASE, 0.0)
     assert choice.rows == {"short": 3, "answer": 1}, "no part of a prompt, nor all of it"
     assert predictive().choose([prompt], BASE, 0.0).rows == {"prompt": 50}
 
 
 def test_a_long_prompt_goes_in_parts_that_make_good_use_of_the_machine() -> None:
-    long = Ready("long", BASE, missing=1000, left=9)
+    long = Candidate("long", BASE, missing=1000, left=9)
     rows = Predictive(16, 1024, math.inf, Costs()).choose([long], BASE, 0.0).rows
     assert rows is not None
     assert PORTIONS[0] <= rows["long"] < 1000, "whoever comes meanwhile waits for no more"
 
 
 def test_an_adapter_waits_for_company_where_its_bytes_cost_more_than_it_brings() -> None:
-    rows = [Ready(f"a{i}", 1, left=3) for i in range(7)]
-    lone = Ready("lone", 2, left=200)
+    rows = [Candidate(f"a{i}", 1, left=3) for i in range(7)]
+    lone = Candidate("lone", 2, left=200)
     policy = predictive(unmergeable=frozenset({1, 2}))
     choice = policy.choose([*rows, lone], BASE, 0.0)
     assert "lone" not in {r.id for r in choice.order}
@@ -266,16 +270,16 @@ def test_an_adapter_waits_for_company_where_its_bytes_cost_more_than_it_brings()
 
 
 def test_requests_of_an_adapter_share_what_it_costs_to_bring() -> None:
-    mine = [Ready(f"a{i}", 1, left=3) for i in range(4)]
-    others = [Ready(f"b{i}", 2, left=10) for i in range(4)]
+    mine = [Candidate(f"a{i}", 1, left=3) for i in range(4)]
+    others = [Candidate(f"b{i}", 2, left=10) for i in range(4)]
     policy = predictive(unmergeable=frozenset({1, 2}))
     assert {r.slot for r in policy.choose([*mine, others[0]], BASE, 0.0).order} == {1}
     assert len(policy.choose([*mine, *others], BASE, 0.0).order) == 8
 
 
 def test_the_calls_of_a_step_with_adapters_are_borne_by_all_that_have_one() -> None:
-    plain = [Ready(f"base{i}", BASE, left=3) for i in range(2)]
-    lone, *company = [Ready(f"a{i}", 1, left=6) for i in range(5)]
+    plain = [Candidate(f"base{i}", BASE, left=3) for i in range(2)]
+    lone, *company = [Candidate(f"a{i}", 1, left=6) for i in range(5)]
     costs = Costs()
     costs.unmergeable = frozenset({1})
     policy = Predictive(16, 64, math.inf, costs)
@@ -286,32 +290,32 @@ def test_the_calls_of_a_step_with_adapters_are_borne_by_all_that_have_one() -> N
 
 
 def test_what_a_step_costs_beside_its_forward_pass_keeps_requests_together() -> None:
-    rows = [Ready(f"a{i}", 1, left=3) for i in range(7)]
+    rows = [Candidate(f"a{i}", 1, left=3) for i in range(7)]
     costs = Costs()
     costs.unmergeable = frozenset({1, 2})
     policy = Predictive(16, 64, math.inf, costs)
-    ready = [*rows, Ready("lone", 2, left=60)]
+    ready = [*rows, Candidate("lone", 2, left=60)]
     assert "lone" not in {r.id for r in policy.choose(ready, BASE, 0.0).order}
     costs.around = 0.5
     assert "lone" in {r.id for r in policy.choose(ready, BASE, 0.0).order}
 
 
 def test_urgent_deadlines_go_first_then_priorities() -> None:
-    short = Ready("short", BASE, missing=2)
+    short = Candidate("short", BASE, missing=2)
     ready = [
         short,
-        Ready("urgent", BASE, missing=20, deadline=0.03),
-        Ready("later", BASE, missing=20, deadline=9.0),
+        Candidate("urgent", BASE, missing=20, deadline=0.03),
+        Candidate("later", BASE, missing=20, deadline=9.0),
     ]
     order = [r.id for r in predictive().choose(ready, BASE, 0.0).order]
     assert order[:2] == ["urgent", "short"]
-    preferred = Ready("preferred", BASE, missing=40, priority=-1)
+    preferred = Candidate("preferred", BASE, missing=40, priority=-1)
     order = [r.id for r in predictive().choose([short, preferred], BASE, 0.0).order]
     assert order[0] == "preferred"
 
 
 def test_whoever_has_waited_as_long_as_the_bound_goes_first() -> None:
-    ready = [Ready("short", 1, missing=2), Ready("cold", 2, 1.0, wait=9.0, missing=60)]
+    ready = [Candidate("short", 1, missing=2), Candidate("cold", 2, 1.0, wait=9.0, missing=60)]
     assert predictive(8.0).choose(ready, 1, 0.0).order[0].id == "cold"
     assert predictive(10.0).choose(ready, 1, 0.0).order[0].id == "short"
 
@@ -338,7 +342,7 @@ POLICIES: dict[str, Policy] = {
 def test_everyone_is_served_within_the_bound_under_full_load(policy: Policy, trace: str) -> None:
     """The queue is kept full of LIMIT requests, whatever ends; the cold one comes first of all,
     or among the others."""
-    ready: list[Ready] = []
+    ready: list[Candidate] = []
     live, now, made, served = BASE, 0.0, 0, set[str]()
     longest = 0.0
     for turn in range(600):
@@ -347,7 +351,7 @@ def test_everyone_is_served_within_the_bound_under_full_load(policy: Policy, tra
                 trace, made // 60 % 3
             )
             work = WORK if trace != "bursts of long ones" or made % 2 else 1
-            ready.append(Ready(f"r{made}", slot, now, missing=1, left=work - 1))
+            ready.append(Candidate(f"r{made}", slot, now, missing=1, left=work - 1))
             made += 1
         choice = policy.choose(ready, live, now)
         live = choice.live

@@ -17,9 +17,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
 from vlora.cli import app
-from vlora.serving.ports import choose_ports
-from vlora.serving.probe import ENSEMBLE, Health, probe
-from vlora.serving.run_folder import run_folder, starting_file
+from vlora.launcher.ports import choose_ports
+from vlora.launcher.probe import ENSEMBLE, Health, probe
+from vlora.launcher.run_folder import run_folder, starting_file
 
 Answer = Callable[[Any, grpc.ServicerContext], Any]
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from vlora.cli import app
 from vlora.config import load_options
 from vlora.errors import InvalidArgument
-from vlora.places import model_repository
-from vlora.serving.repository import write_repository
+from vlora.launcher.repository import write_repository
+from vlora.paths import model_repository
 
 
 def files_of(folder: Path) -> set[str]:

@@ -108,7 +108,7 @@ def test_rows_drawn_together_are_those_drawn_one_by_one(vocabulary: Vocabulary) 
     samplers = [sampler(vocabulary, seed=row, **kinds[row % len(kinds)]) for row in range(40)]
     assert all(one.plain and not one.greedy for one in samplers)
     rows = [(row, samplers[row], 17 * row) for row in reversed(range(40))]
-    for isa in native.kernels().cpu.isas():
+    for isa in native.kernels().runtime.isas():
         with tiles.isa(isa):
             found = draw_rows(logits, rows, backend="cpu")
         assert found == draw_rows(logits, rows, backend="reference")

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from vlora.config import Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
-from vlora.engine.policies import make_policy
-from vlora.engine.policy import Choice, Ready, UnmergeOnly
+from vlora.engine.policies.base import Candidate, Choice, UnmergeOnly
+from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
+from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
-from vlora.lora.segments import BASE
-from vlora.memory.kv import BlockTable
+from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.model.inputs import Prompt
 from vlora.request import Request
@@ -153,7 +153,7 @@ class Only:
         self.names = names
         self.credits = credits
 
-    def choose(self, ready: list[Ready], live: int, now: float) -> Choice:
+    def choose(self, ready: list[Candidate], live: int, now: float) -> Choice:
         by_id = {r.id: r for r in ready}
         order = tuple(by_id[name] for name in self.names if name in by_id)
         return Choice(order, live, credits=self.credits)
@@ -223,7 +223,7 @@ class Idle:
 class Always:
     """A policy that wants one adapter in the weights, whatever happens."""
 
-    def choose(self, ready: Sequence_[Ready], live: int, now: float) -> Choice:
+    def choose(self, ready: Sequence_[Candidate], live: int, now: float) -> Choice:
         return Choice(tuple(ready), 3)
 
 

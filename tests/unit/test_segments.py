@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlora.atmm.types import Segment
-from vlora.lora.segments import BASE, order_of, signed_segments
+from vlora.ids import BASE, order_of
+from vlora.lora.segments import signed_segments
 
 slots = st.integers(BASE, 4)
 

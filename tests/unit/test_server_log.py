@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlora.serving.server_log import broken_adapters, why_it_went_down, why_not_started
+from vlora.launcher.server_log import broken_adapters, why_it_went_down, why_not_started
 
 AT = "1121 21:14:16.534550 16819"
 LOG = f"""W{AT} metrics.cc:650] "DCGM unable to start: DCGM initialization error"

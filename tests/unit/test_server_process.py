@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.waiting import until
-from vlora.serving import draining
-from vlora.serving.assembly import ServerError
-from vlora.serving.ports import choose_ports
-from vlora.serving.processes import children, end, ended_with, how_it_ended, is_alive
-from vlora.serving.run_folder import (
+from tests.support.polling import until
+from vlora.launcher import draining
+from vlora.launcher.assembly import ServerError
+from vlora.launcher.ports import choose_ports
+from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive
+from vlora.launcher.run_folder import (
     RUN_VARIABLE,
     SHARED_MEMORY,
     run_folder,
@@ -107,7 +107,7 @@ def test_a_model_that_ends_itself_is_told_by_its_status() -> None:
 
 TIED = """
 import sys, threading, time
-from vlora.serving.processes import start_tied
+from vlora.launcher.processes import start_tied
 made = []
 def make():
     made.append(start_tied([sys.executable, "-u", "-c", sys.argv[1]], {}, open(sys.argv[2], "wb")))
@@ -181,7 +181,7 @@ def test_the_time_to_finish_never_falls_below_nothing(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from vlora.serving.run_folder import run_folder, shared_memory_prefix
+from vlora.launcher.run_folder import run_folder, shared_memory_prefix
 with run_folder(Path(sys.argv[1])) as folder:
     region = shared_memory_prefix(folder) + "region"
     (Path("/dev/shm") / region).touch()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.fakes import FakeRegistry, first
+from tests.support.fakes import FakeRegistry, first
 from vlora.config import Limits, load_adapter_names
 from vlora.errors import BY_CODE, Internal, InvalidArgument, NotFound, VLoraError
 from vlora.metrics import EngineStats

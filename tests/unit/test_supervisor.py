@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vlora.serving.assembly import ServerError
-from vlora.serving.server import ServerOptions
-from vlora.serving.supervisor import RestartPolicy, Supervisor
+from vlora.launcher.assembly import ServerError
+from vlora.launcher.server import ServerOptions
+from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
 
 class FakeServer:

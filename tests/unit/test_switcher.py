@@ -18,9 +18,9 @@ import torch
 
 from vlora.atmm import op
 from vlora.atmm.types import LoraPair
+from vlora.ids import BASE, MatrixId
 from vlora.kernels import ops
-from vlora.lora.adapter import Adapter, AdapterInfo, Place
-from vlora.lora.segments import BASE
+from vlora.lora.adapter import Adapter, AdapterInfo
 from vlora.lora.slab import GROUPS, TARGETS, WeightSlab
 from vlora.lora.switcher import Switcher
 
@@ -60,7 +60,7 @@ class Known:
     adapters: list[Adapter]
 
     @property
-    def places(self) -> Collection[Place]:
+    def places(self) -> Collection[MatrixId]:
         return {place for adapter in self.adapters for place in adapter.pairs}
 
     def adapter(self, slot: int) -> Adapter:

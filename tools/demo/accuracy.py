@@ -25,10 +25,10 @@ from rich.progress import track
 from rich.table import Table
 
 from clients.common import first_string, request_inputs, sampling_parameters
+from tests.support.oracle import Different, Oracle
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, is_right, items
-from tools.demo.oracle import Different, Oracle
-from vlora.serving.server import ServerOptions, TritonServer
+from vlora.launcher.server import ServerOptions, TritonServer
 
 HEAD_TOLERANCE = 1e-4
 HALF_A_POINT = 0.005

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tests.support.oracle import Oracle
 from tools.demo.heldout import DOMAINS, Item, adapter_of, is_right, items, png
-from tools.demo.oracle import Oracle
 from tools.demo.scenes import SIDE
 
 GREY = png(np.full((SIDE, SIDE, 3), 128, np.uint8))

@@ -167,8 +167,8 @@ def server_at(url: str, console: Console) -> Iterator[Any]:
 @contextmanager
 def _own_server() -> Iterator[str]:
     """The gRPC address of a server of the demo model."""
-    from vlora.serving.assembly import ServerError
-    from vlora.serving.server import TritonServer
+    from vlora.launcher.assembly import ServerError
+    from vlora.launcher.server import TritonServer
 
     try:
         with TritonServer() as server:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from clients.common import ClientError, connect
 from tools.demo.show import SAMPLES, ask, is_right, load_samples
-from vlora.serving.ports import choose_ports
+from vlora.launcher.ports import choose_ports
 
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
@@ -61,11 +61,11 @@ def install(distribution: Path, folder: Path, constraints: Path, log: Path) -> P
 def check_installed(folder: Path, log: Path) -> None:
     """That it is what it seems: imported from there, with its compiled core and its own data."""
     code = (
-        "import vlora, vlora.places as places; from pathlib import Path;"
+        "import vlora, vlora.paths as places; from pathlib import Path;"
         "from vlora.atmm import backends; import vlora._kernels;"
         f"root = Path({str(folder.resolve())!r});"
         "assert Path(vlora.__file__).resolve().is_relative_to(root), vlora.__file__;"
-        "assert places.model_repository().resolve().is_relative_to(root), places.root()"
+        "assert paths.model_repository().resolve().is_relative_to(root), paths.root()"
     )
     environment = clean_environment(folder)
     run([folder / "bin" / "python", "-c", code], log, cwd=folder, env=environment)

@@ -203,9 +203,9 @@ def search(out: Path) -> str:
 
 def kernels(out: Path) -> str:
     operator = _operator(out)
+    from benchmarks.cells import GRIDS, load_grid
     from tools.gpu.kernels import run, summarize
     from vlora.atmm.cuda.choice import built_in
-    from vlora.bench.cells import GRIDS, load_grid
 
     cells = load_grid(GRIDS / "kernels.json", ["bf16"], quick=True)
     more = load_grid(GRIDS / "kernels.json", ["bf16"], quick=False)

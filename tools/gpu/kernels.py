@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.cells import DTYPES, Cell
+from benchmarks.operators import BASELINES, Baseline, Call
 from tools.gpu.peers import PEERS
 from tools.gpu.timing import Call as Pass
 from tools.gpu.timing import Limits, Timed, Work, interleaved
@@ -23,8 +25,6 @@ from vlora.atmm.cuda.choice import Choice
 from vlora.atmm.cuda.operator import Operator
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.types import LoraPair
-from vlora.bench.cells import DTYPES, Cell
-from vlora.bench.operators import BASELINES, Baseline, Call
 
 ATMM, STATIC = "atmm", "static: "
 UNCAPTURED = ("peft_loop",)

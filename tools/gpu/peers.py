@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from benchmarks.cells import Cell
+from benchmarks.operators import Baseline, Call
 from vlora.atmm.types import LoraPair
-from vlora.bench.cells import Cell
-from vlora.bench.operators import Baseline, Call
 
 
 class Vllm(Baseline):

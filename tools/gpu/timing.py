@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlora.bench.timing import Timing
+from benchmarks.timing import Timing
 
 Call = Callable[[], None]
 

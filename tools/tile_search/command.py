@@ -47,7 +47,7 @@ def tile_search(
 
     console = Console(highlight=False)
     try:
-        core = native.kernels().cpu
+        core = native.kernels().runtime
         sides = (*BENCH, *(sides_of(model) if model is not None else ()))
     except (ImportError, ValueError, OSError) as error:
         console.print(f"[bold red]error:[/] {error}", soft_wrap=True)

@@ -38,7 +38,7 @@ def default(device: str = "cpu") -> Backend:
         log.warning("ATMM: the reference operator, which is slow: %s", error)
         return "reference"
     for dtype in tiles.DTYPE_NAMES:
-        log.info("ATMM: compiled for the CPU, %s by %s", dtype, _measured(core.cpu, dtype))
+        log.info("ATMM: compiled for the CPU, %s by %s", dtype, _measured(core.runtime, dtype))
     _load_tables()
     return "cpu"
 

@@ -30,20 +30,20 @@ VERSION = 2
 def isas(dtype: str = "fp32") -> list[str]:
     """Instruction sets that were compiled and that this CPU can run, best first: by a peak that a
     millisecond measures, once in a process."""
-    return cast(list[str], native.kernels().cpu.isas(dtype))
+    return cast(list[str], native.kernels().runtime.isas(dtype))
 
 
 def current_isa(dtype: str) -> str:
     """The one that products of this type use: the first of `isas`, unless another is forced here or
     by the environment (VLORA_ISA)."""
-    return str(native.kernels().cpu.isa(dtype))
+    return str(native.kernels().runtime.isa(dtype))
 
 
 @contextmanager
 def isa(name: str) -> Iterator[None]:
     """Use one instruction set for both types for a while; ValueError for one that this CPU cannot
     run. "twin" is AMX in plain C++, for tests."""
-    core = native.kernels().cpu
+    core = native.kernels().runtime
     before = core.chosen_isa()
     core.set_isa(name)
     try:
@@ -221,13 +221,13 @@ def pinned(name: str | None = None) -> Iterator[None]:
 def peak(dtype: str, seconds: float, threads: int = 1) -> float:
     """flop/s of a register-only loop, by the fastest way that the current instruction set has for
     this type (bf16: pairs, tiles, or fp32's where these are slower)."""
-    return float(native.kernels().cpu.peak(dtype, seconds, threads))
+    return float(native.kernels().runtime.peak(dtype, seconds, threads))
 
 
 def bandwidth(size: int, seconds: float, threads: int = 1) -> float:
     """bytes/s read from a working set of `size` bytes, shared out among the threads, which all read
     at the same time."""
-    return float(native.kernels().cpu.bandwidth(size, seconds, threads))
+    return float(native.kernels().runtime.bandwidth(size, seconds, threads))
 
 
 def built_in_on(
@@ -244,9 +244,9 @@ def built_in_on(
 
 def read(address: int, size: int, threads: int = 1) -> None:
     """Read `size` bytes of fp32 at `address` once, shared out among the threads."""
-    native.kernels().cpu.read(address, size, threads)
+    native.kernels().runtime.read(address, size, threads)
 
 
 def multiply(dtype: str, rounds: int, threads: int = 1) -> float:
     """The loop of `peak`, `rounds` times on every thread. Returns the flops done."""
-    return float(native.kernels().cpu.multiply(dtype, rounds, threads))
+    return float(native.kernels().runtime.multiply(dtype, rounds, threads))

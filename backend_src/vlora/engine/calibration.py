@@ -21,10 +21,10 @@ import torch
 
 from vlora.atmm.device import Device
 from vlora.engine.cost import AdapterSize, CostModel, Profile
-from vlora.lora.segments import BASE, order_of
+from vlora.ids import BASE, order_of
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
-from vlora.memory.kv import pages_for
+from vlora.memory.block_table import pages_for
 from vlora.model.chunk import Chunk
 from vlora.model.inputs import Prompt
 from vlora.model.runner import Runner

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from vlora.engine.policy import Ready
-from vlora.lora.segments import BASE
+from vlora.engine.policies.base import Candidate
+from vlora.ids import BASE
 
 REMEMBERED = 512
 """Predictions whose errors are kept."""
@@ -91,7 +91,7 @@ class _Correction:
 
 
 @dataclass
-class _Beside:
+class StepOverhead:
     """What a step takes beside its forward pass (scheduling, sampling, telling the outputs, threads
     that share the interpreter): a line over its requests, by least squares that forget."""
 
@@ -136,7 +136,7 @@ class CostModel:
     _steps: dict[tuple[int, ...], _Correction] = field(default_factory=dict)
     _pace: _Correction = field(default_factory=lambda: _Correction(PACE))
     _merges: _Correction = field(default_factory=lambda: _Correction(LEARNED_MERGES))
-    _beside: _Beside = field(default_factory=_Beside)
+    _beside: StepOverhead = field(default_factory=StepOverhead)
     _lines: dict[int, float] = field(default_factory=dict)
     _errors: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
@@ -212,7 +212,7 @@ class CostModel:
 
     # -- what policies ask (`policy.Costs`, `predictive.StepCosts`) ---------------------------
 
-    def step(self, ready: Sequence[Ready], live: int) -> float:
+    def step(self, ready: Sequence[Candidate], live: int) -> float:
         return self.predict([Part(r.slot, r.missing, r.context, True) for r in ready], live)
 
     def switch(self, live: int, to: int) -> float:

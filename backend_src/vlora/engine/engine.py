@@ -20,19 +20,19 @@ from vlora.engine.checks import check_choices, context_of, max_tokens_of
 from vlora.engine.cost import CostModel, guess
 from vlora.engine.memory import EngineMemory
 from vlora.engine.plan import Mode, StepPlan
-from vlora.engine.policies import make_policy
+from vlora.engine.policies.registry import make_policy
 from vlora.engine.request_state import RequestState, rows_of
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence, mode_of
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
+from vlora.ids import BASE
 from vlora.kernels import backends
 from vlora.lora.folders import Finder, FolderWatch, find_folders
 from vlora.lora.handle import AdapterHandle
-from vlora.lora.segments import BASE
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
+from vlora.memory.available import available_bytes
 from vlora.memory.prefix import BlockDigests
-from vlora.memory.room import room
 from vlora.metrics import EngineStats
 from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.inputs import PromptReader
@@ -92,7 +92,7 @@ class Engine:
         self.adapters.on_evict = self._evicted
         self.memory.attach()
         self.switcher.memory = options.merged_weights_bytes
-        if self.switcher.memory is None and (left := room()) is not None:
+        if self.switcher.memory is None and (left := available_bytes()) is not None:
             # The pages' memory is taken as they are used.
             self.switcher.memory = max(0, left - self.memory.store.cache.nbytes)
         if options.merging != "off" and (reason := self.switcher.refusal(0)) is not None:
@@ -114,12 +114,12 @@ class Engine:
             keep=partial(setattr, self.adapters, "keep"),
         )
         self._live: dict[str, RequestState] = {}
-        self._dated: list[tuple[float, str]] = []
+        self._by_deadline: list[tuple[float, str]] = []
         """Live requests that have a deadline, by it."""
         self._busy_since: float | None = None
         """When the last step ended, if nothing but the next one has been waited for since."""
         self._stats = EngineStats(pages_total=self.pool.total, page_tokens=options.block_size)
-        self._rounded = dtype != torch.float32
+        self._merge_is_lossy = dtype != torch.float32
         self._news = 0
         self._stalled_at: int | None = None
 
@@ -175,7 +175,7 @@ class Engine:
             digests.upto(prompt.ids, len(prompt.ids))  # now, and not on the engine's thread
         table = self.memory.table()
         sequence = Sequence(
-            request, prompt, handle, max_tokens, table, digests, rounded=self._rounded
+            request, prompt, handle, max_tokens, table, digests, rounded=self._merge_is_lossy
         )
         return RequestState(sequence, sampler, self._vocabulary)
 
@@ -191,7 +191,7 @@ class Engine:
         sequence.arrival = arrival
         self._live[sequence.id] = state
         if sequence.deadline < math.inf:
-            bisect.insort(self._dated, (sequence.deadline, sequence.id))
+            bisect.insort(self._by_deadline, (sequence.deadline, sequence.id))
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
             self.adapters.asked(sequence.adapter)
@@ -276,8 +276,8 @@ class Engine:
     def _expire(self, now: float) -> list[Output]:
         """Ends what is past its deadline: nobody wants the answer any more."""
         outputs: list[Output] = []
-        while self._dated and self._dated[0][0] <= now:
-            _, request_id = self._dated[0]
+        while self._by_deadline and self._by_deadline[0][0] <= now:
+            _, request_id = self._by_deadline[0]
             asked = self._live[request_id].sequence.request.sampling.deadline_ms
             self._count(expired=1)
             late = Cancelled(f"past its deadline: 'deadline_ms' = {asked:g}")
@@ -343,7 +343,7 @@ class Engine:
         known = {s.id for s in (*self.scheduler.running, *self.scheduler.waiting)}
         assert known == set(self._live), known ^ set(self._live)
         dated = (s for state in self._live.values() if (s := state.sequence).deadline < math.inf)
-        assert self._dated == sorted((s.deadline, s.id) for s in dated)
+        assert self._by_deadline == sorted((s.deadline, s.id) for s in dated)
 
     def _switch(self, live: int) -> float:
         """`live` becomes the adapter in the active weights; how many seconds that took."""
@@ -377,7 +377,7 @@ class Engine:
         for chunk in plan.chunks:
             state = self._live[chunk.sequence_id]
             state.sequence.advance(
-                chunk.length, mode_of(chunk.slot, plan.live, rounded=self._rounded)
+                chunk.length, mode_of(chunk.slot, plan.live, rounded=self._merge_is_lossy)
             )
             if not chunk.completes:
                 continue
@@ -420,7 +420,9 @@ class Engine:
             sequence.adapter.used = self.pool.tick()
         del self._live[sequence.id]
         if sequence.deadline < math.inf:
-            del self._dated[bisect.bisect_left(self._dated, (sequence.deadline, sequence.id))]
+            del self._by_deadline[
+                bisect.bisect_left(self._by_deadline, (sequence.deadline, sequence.id))
+            ]
 
     def _count_mode(self, mode: Mode, seconds: float) -> None:
         name, stats = mode.value, self._stats

@@ -21,9 +21,9 @@ import torch
 from vlora import cores
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.engine.policies import PREDICTING
+from vlora.engine.pending_cancels import PendingCancels
+from vlora.engine.policies.registry import PREDICTING
 from vlora.engine.request_state import RequestState
-from vlora.engine.stops import EarlyStops
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.lora.store import AdapterStore
 from vlora.metrics import EngineStats
@@ -80,7 +80,7 @@ class EngineLoop:
         self._by_client: defaultdict[str, set[str]] = defaultdict(set)
         self._preparing = 0
         self._to_add = 0
-        self._early_stops = EarlyStops()
+        self._early_stops = PendingCancels()
         self._accepting = True
         self._stopping = False
         self._failed = False

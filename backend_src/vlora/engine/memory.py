@@ -15,13 +15,13 @@ from vlora.config import AUTO, Options
 from vlora.engine.sequence import Sequence as Live
 from vlora.engine.sequence import scopes_of
 from vlora.errors import InvalidArgument, VLoraError
+from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
-from vlora.lora.segments import BASE
 from vlora.lora.store import AdapterStore
-from vlora.memory.kv import BlockTable
+from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import KVStore, page_bytes
 from vlora.memory.pool import Moves, PagePool, Run
 from vlora.memory.prefix import PrefixCache
-from vlora.memory.store import KVStore, page_bytes
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig
 

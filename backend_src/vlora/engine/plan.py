@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from vlora.engine.cost import Part
-from vlora.lora.segments import BASE
+from vlora.ids import BASE
 from vlora.model.chunk import Chunk
 
 

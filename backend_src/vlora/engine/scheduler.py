@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from vlora.engine.plan import StepPlan
-from vlora.engine.policy import Choice, Policy, Ready, UnmergeOnly
+from vlora.engine.policies.base import Candidate, Choice, Policy, UnmergeOnly
 from vlora.engine.sequence import Sequence
-from vlora.lora.segments import BASE, order_of
+from vlora.ids import BASE, order_of
 from vlora.model.chunk import Chunk
 
 
@@ -53,7 +53,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Those that hold pages. Both in order of arrival."""
         self._last: list[Sequence] = []
-        self._set_back: dict[Sequence, None] = {}
+        self._preempted: dict[Sequence, None] = {}
         """Those that wait and have run before: they have waited less than their arrival says."""
         self._ranked = 0
         """Requests with a priority of their own."""
@@ -80,7 +80,7 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-            self._set_back.pop(sequence, None)
+            self._preempted.pop(sequence, None)
         self._ranked -= sequence.priority != 0
         sequence.end()
 
@@ -121,8 +121,8 @@ class Scheduler:
         """Of those that a step could compute, in order of arrival, all but who is sure not to be
         among the first `size` by arrival, nor among those that have waited longest: a step's work
         does not grow with the queue."""
-        fresh = (s for s in self.waiting if s not in self._set_back)
-        able = [*_able((*self.running, *self._set_back), barrier)]
+        fresh = (s for s in self.waiting if s not in self._preempted)
+        able = [*_able((*self.running, *self._preempted), barrier)]
         able += islice(_able(fresh, barrier), size)
         return sorted(able, key=_arrival)
 
@@ -178,7 +178,7 @@ class Scheduler:
                 sequence.leave()
                 return False
         self.waiting.remove(sequence)
-        self._set_back.pop(sequence, None)
+        self._preempted.pop(sequence, None)
         bisect.insort(self.running, sequence, key=_arrival)
         step.cached += sequence.cached
         return True
@@ -208,7 +208,7 @@ class Scheduler:
         sequence.leave()
         sequence.preemptions += 1
         bisect.insort(self.waiting, sequence, key=_arrival)
-        self._set_back[sequence] = None
+        self._preempted[sequence] = None
 
 
 class _Step:
@@ -254,8 +254,8 @@ def _in_turn(able: list[Sequence], policy: UnmergeOnly, now: float) -> list[Sequ
     return sorted(able, key=turn)[: policy.size]
 
 
-def _ready(sequence: Sequence, now: float) -> Ready:
-    return Ready(
+def _ready(sequence: Sequence, now: float) -> Candidate:
+    return Candidate(
         sequence.id,
         sequence.slot,
         sequence.arrival,

@@ -10,9 +10,9 @@ import math
 from typing import TYPE_CHECKING
 
 from vlora.engine.plan import Mode
+from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
-from vlora.lora.segments import BASE
-from vlora.memory.kv import BlockTable
+from vlora.memory.block_table import BlockTable
 from vlora.memory.prefix import BlockDigests, BlockKey
 from vlora.request import Request
 
@@ -51,7 +51,7 @@ class Sequence:
         self._pinned: AdapterHandle | None = None
         self._held: AdapterHandle | None = None
         self._digests = digests
-        self._rounded = rounded
+        self._merge_is_lossy = rounded
         self._mode: str | None = ""
         self.max_tokens = max_tokens
         self.arrival = 0.0
@@ -95,7 +95,7 @@ class Sequence:
             if self._held is None:
                 self.adapter.hold()
                 self._held = self.adapter
-        mode = mode_of(self.slot, live, rounded=self._rounded)
+        mode = mode_of(self.slot, live, rounded=self._merge_is_lossy)
         keys = self._keys(mode, self.known - 1) if mode in SHARED_MODES else []
         self.cached = self.table.begin(keys)
         if self.cached:

@@ -34,5 +34,5 @@ def default() -> Backend:
             raise
         log.warning("kernels: plain torch, which is slow: %s", error)
         return "reference"
-    log.info("kernels: compiled for the CPU, instruction set %s", core.cpu.isa())
+    log.info("kernels: compiled for the CPU, instruction set %s", core.runtime.isa())
     return "cpu"

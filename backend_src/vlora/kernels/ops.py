@@ -64,7 +64,7 @@ class Matrix:
         else:
             y = place(out, rows, width)
             to = y.data_ptr()
-            native.kernels().linear.multiply(
+            native.kernels().gemm.multiply(
                 to, width, at, stride, rows, *self._native, torch.get_num_threads()
             )
         if also is not None:
@@ -90,7 +90,7 @@ class Matrix:
         if (backend or backends.default()) == "reference":
             return given(reference.gate(reference.linear(x, self.weight, self._bias)), out)
         y, out = place(between, rows, width), place(out, rows, width // 2)
-        native.kernels().linear.multiply_gated(
+        native.kernels().gemm.multiply_gated(
             out.data_ptr(),
             y.data_ptr(),
             width,
@@ -157,7 +157,7 @@ def embed(
         at = features.data_ptr() + which * (4 * width)
         instead[first : first + len(which)] = torch.where(which >= 0, at, 0)
     out = place(out, rows, width)
-    native.kernels().linear.embed(
+    native.kernels().gemm.embed(
         out.data_ptr(),
         tokens.data_ptr(),
         instead.data_ptr() if images else 0,
@@ -193,7 +193,7 @@ def add_norm(
         if delta.shape != hidden.shape:
             raise ValueError(f"{tuple(delta.shape)} cannot be added to {tuple(hidden.shape)}")
     out = place(out, *hidden.shape)
-    native.kernels().linear.add_norm(
+    native.kernels().gemm.add_norm(
         out.data_ptr(),
         hidden.data_ptr(),
         0 if delta is None else delta.data_ptr(),
@@ -215,7 +215,7 @@ def gate(
         raise ValueError(f"{tuple(x.shape)} {x.dtype} is no contiguous pair of fp32 halves")
     rows, width = x.shape[0], x.shape[1] // 2
     out = place(out, rows, width)
-    native.kernels().linear.gate(out.data_ptr(), x.data_ptr(), rows, width, torch.get_num_threads())
+    native.kernels().gemm.gate(out.data_ptr(), x.data_ptr(), rows, width, torch.get_num_threads())
     return out
 
 
@@ -230,7 +230,7 @@ def largest(
         raise ValueError(f"{tuple(x.shape)} {x.dtype} are no contiguous rows of fp32")
     rows = x.shape[0]
     at, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
-    native.kernels().linear.largest(
+    native.kernels().gemm.largest(
         at.data_ptr(), finite.data_ptr(), x.data_ptr(), *x.shape, torch.get_num_threads()
     )
     return at, finite

@@ -18,6 +18,7 @@ import torch
 
 from vlora.atmm.types import LoraPair
 from vlora.errors import nearest
+from vlora.ids import MatrixId
 from vlora.lora.head import TaskHead, load_head
 from vlora.lora.patterns import suffixes
 from vlora.lora.peft_config import (
@@ -28,9 +29,9 @@ from vlora.lora.peft_config import (
     read_config,
     read_json,
 )
-from vlora.lora.recipe import Recipe
 from vlora.lora.slab import ATTENTION, TARGETS
 from vlora.lora.weights_file import WeightsFile
+from vlora.lora.weights_reader import WeightsReader
 
 WEIGHTS = "adapter_model.safetensors"
 EXTRA_KEYS = ("tasks", "accuracy", "head")
@@ -50,10 +51,6 @@ _HEAD = re.compile(
     r"\.(?:lora_(?P<which>[AB])(?:\.default)?|base_layer)\.weight$"
 )
 _ELSEWHERE = re.compile(r"vision_tower|visual|vision_model|multi_modal_projector|merger|connector")
-
-
-Place = tuple[int, str]
-"""(layer, target), or (-1, "lm_head")."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +93,12 @@ class ModelShape:
         return frozenset(suffix for path in paths for suffix in suffixes(path))
 
     @cached_property
-    def places(self) -> frozenset[Place]:
+    def places(self) -> frozenset[MatrixId]:
         """All matrices that an adapter may change."""
         layers = ((layer, target) for layer in range(self.layers) for target in self.shapes)
         return frozenset([*layers, (-1, LM_HEAD)])
 
-    def shape_of(self, place: Place) -> tuple[int, int]:
+    def shape_of(self, place: MatrixId) -> tuple[int, int]:
         layer, target = place
         return (self.vocabulary, self.hidden) if layer < 0 else self.shapes[target]
 
@@ -111,7 +108,7 @@ class Adapter:
     """Packed weights, fp32, scale folded into B. `pairs` lacks the places it does not target."""
 
     info: AdapterInfo
-    pairs: Mapping[Place, LoraPair]
+    pairs: Mapping[MatrixId, LoraPair]
     head: TaskHead | None
 
 
@@ -122,9 +119,9 @@ class Description:
     recipe: how they are read; None for one that is imagined."""
 
     info: AdapterInfo
-    ranks: Mapping[Place, int]
+    ranks: Mapping[MatrixId, int]
     host_bytes: int
-    recipe: Recipe | None = None
+    recipe: WeightsReader | None = None
 
 
 @dataclass
@@ -159,8 +156,8 @@ class AdapterFiles:
         _check_names(config, model, refuse.of("adapter_config.json"))
         keys = [key for half in found.values() for key in (half.a, half.b) if key]
         needed = file.require_room(keys, max_bytes)
-        scales: dict[Place, float] = {}
-        ranks: dict[Place, int] = {}
+        scales: dict[MatrixId, float] = {}
+        ranks: dict[MatrixId, int] = {}
         halves = sorted(found.items())
         for place, half in halves:
             ranks[place], scales[place] = _check_pair(
@@ -182,7 +179,7 @@ class AdapterFiles:
         index = {key: at for at, key in enumerate(layout.keys)}
         named = [*(half.a for _, half in halves), *(half.b for _, half in halves)]
         order = [key for key in named if key is not None]
-        recipe = Recipe(
+        recipe = WeightsReader(
             layout,
             ranks,
             tuple(scales.values()),
@@ -233,7 +230,7 @@ def _check_names(config: PeftConfig, model: ModelShape, refuse: Refusal) -> None
         raise refuse(f"has '{min(unknown)}' in target_modules, which names no module of the model")
 
 
-def paths_of(place: Place, model: ModelShape, own: str | None = None) -> tuple[str, ...]:
+def paths_of(place: MatrixId, model: ModelShape, own: str | None = None) -> tuple[str, ...]:
     """Paths of a module that patterns of an adapter may mean: its own, as its file's keys have it,
     and the served model's; without `own`, those of all layouts that are served."""
     layer, target = place
@@ -246,9 +243,9 @@ def paths_of(place: Place, model: ModelShape, own: str | None = None) -> tuple[s
     return own, model.prefix + module
 
 
-def _sort(file: WeightsFile, model: ModelShape, refuse: Refusal) -> dict[Place, _Halves]:
+def _sort(file: WeightsFile, model: ModelShape, refuse: Refusal) -> dict[MatrixId, _Halves]:
     """Every tensor of the file to its place; what fits nowhere is refused by name."""
-    halves: dict[Place, _Halves] = {}
+    halves: dict[MatrixId, _Halves] = {}
     for key in file.shapes:
         match = _LAYER.match(key) or _HEAD.match(key)
         if match is None:
@@ -290,7 +287,7 @@ def _why_not(key: str) -> str:
 
 
 def _check_pair(
-    place: Place,
+    place: MatrixId,
     half: _Halves,
     file: WeightsFile,
     config: PeftConfig,

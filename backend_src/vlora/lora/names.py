@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vlora.errors import InvalidArgument, NotFound, known_names
-from vlora.lora.adapter import AdapterFiles, AdapterInfo, ModelShape, Place
+from vlora.ids import MatrixId
+from vlora.lora.adapter import AdapterFiles, AdapterInfo, ModelShape
 from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle, Stamp
 from vlora.lora.host import HostTier
@@ -34,7 +35,7 @@ class AdapterNames:
         self._current: dict[str, AdapterHandle] = {}
         self._broken: dict[str, InvalidArgument] = {}
         self._stamps: dict[str, tuple[Path, Stamp]] = {}
-        self.places: set[Place] = set()
+        self.places: set[MatrixId] = set()
         """Matrices that any known adapter changes."""
         self.version = 0
         """Grows whenever a name may mean another handle."""

@@ -6,15 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from vlora.atmm.types import Segment, Segments
-
-BASE = -1
-"""Slot of rows that use no adapter."""
-
-
-def order_of(slot: int, live: int) -> tuple[int, int]:
-    """Sort key of a step's rows: the live adapter's first, then the base's, then by slot, so that
-    each adapter is one segment and all rows that need −live are neighbours."""
-    return (0 if slot == live else 1, slot)
+from vlora.ids import BASE
 
 
 def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segments:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlora.memory import huge
+from vlora.memory import hugepages
 
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -84,7 +84,7 @@ class WeightSlab:
 
     def reserve(self) -> torch.Tensor:
         """Another slab of this layout: addresses, which take memory where they are written."""
-        return huge.zeros(self.elements, dtype=self.dtype)
+        return hugepages.hugepage_zeros(self.elements, dtype=self.dtype)
 
     def seal(self) -> None:
         """From now on a write to the base slab is a fault of memory. OSError if that is refused."""

@@ -12,8 +12,9 @@ import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import LoraPair
-from vlora.lora.adapter import Adapter, ModelShape, Place
-from vlora.lora.recipe import cast
+from vlora.ids import MatrixId
+from vlora.lora.adapter import Adapter, ModelShape
+from vlora.lora.weights_reader import cast
 
 
 class Slots:
@@ -23,12 +24,12 @@ class Slots:
         """dtype: in which the operator gets the pairs."""
         self._model = model
         self._dtype = dtype
-        self._groups: dict[tuple[Place, ...], LoraGroup] = {}
+        self._groups: dict[tuple[MatrixId, ...], LoraGroup] = {}
         self.heads = HeadGroup(model.hidden)
         self._adapters: list[Adapter | None] = []
         self._given_up: set[int] = set()
 
-    def group(self, places: Sequence[Place]) -> LoraGroup:
+    def group(self, places: Sequence[MatrixId]) -> LoraGroup:
         """Pairs of matrices that share their input, by slot, now and later."""
         key = tuple(places)
         if key not in self._groups:
@@ -40,13 +41,13 @@ class Slots:
             self._groups[key] = group
         return self._groups[key]
 
-    def _pairs(self, adapter: Adapter) -> Mapping[Place, LoraPair]:
+    def _pairs(self, adapter: Adapter) -> Mapping[MatrixId, LoraPair]:
         """In the operator's type."""
         if self._dtype == torch.float32:
             return adapter.pairs
         return cast(adapter.pairs, self._dtype)
 
-    def bytes_of(self, ranks: Mapping[Place, int]) -> int:
+    def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
         """Of an adapter's packed copies in all groups. Its head is the core's own beside them."""
         return sum(
             group.slot_bytes([ranks.get(place, 0) for place in places])

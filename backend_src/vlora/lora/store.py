@@ -20,13 +20,13 @@ import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.errors import InvalidArgument
-from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, ModelShape, Place, read_adapter
+from vlora.ids import BASE, MatrixId
+from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, ModelShape, read_adapter
 from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.host import HostTier
 from vlora.lora.names import AdapterNames
 from vlora.lora.peft_config import Refusal, as_text
-from vlora.lora.segments import BASE
 from vlora.lora.slots import Slots
 from vlora.lora.workers import Workers
 from vlora.memory.pool import PagePool, Run
@@ -99,7 +99,7 @@ class AdapterStore(AdapterNames):
 
     # -- what steps use ------------------------------------------------------------------------
 
-    def group(self, places: Sequence[Place]) -> LoraGroup:
+    def group(self, places: Sequence[MatrixId]) -> LoraGroup:
         """Pairs of matrices that share their input, by slot, now and later."""
         return self._slots.group(places)
 
@@ -134,7 +134,7 @@ class AdapterStore(AdapterNames):
             handle.needed = self.bytes_of(handle.description.ranks)
         return handle.needed
 
-    def bytes_of(self, ranks: Mapping[Place, int]) -> int:
+    def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
         """Of the packed copies of an adapter with these ranks; the groups have to be there."""
         return self._slots.bytes_of(ranks)
 

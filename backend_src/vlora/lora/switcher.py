@@ -16,10 +16,10 @@ import torch
 
 from vlora.atmm import op
 from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate
-from vlora.lora.adapter import Adapter, Place
-from vlora.lora.segments import BASE
+from vlora.ids import BASE, MatrixId
+from vlora.lora.adapter import Adapter
 from vlora.lora.slab import GROUPS, WeightSlab
-from vlora.memory.huge import PAGE
+from vlora.memory.hugepages import PAGE
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ class Adapters(Protocol):
     """What is merged. places: the matrices that any known adapter changes."""
 
     @property
-    def places(self) -> Collection[Place]: ...
+    def places(self) -> Collection[MatrixId]: ...
 
     def adapter(self, slot: int) -> Adapter: ...
 
@@ -104,7 +104,7 @@ class Switcher:
             self._counted = (len(places), self._bytes_of(places))
         return self._counted[1]
 
-    def _bytes_of(self, places: Collection[Place]) -> int:
+    def _bytes_of(self, places: Collection[MatrixId]) -> int:
         size = self._slab.dtype.itemsize
         pages: set[int] = set()
         for index in _groups(places):
@@ -212,7 +212,7 @@ class Switcher:
         return _Prepared(known, Merges(updates, copied), Active(slot, tuple(views)))
 
 
-def _groups(places: Iterable[Place]) -> list[int]:
+def _groups(places: Iterable[MatrixId]) -> list[int]:
     """Indices, in order, of the layers' groups that hold any of these matrices."""
     found = {
         layer * len(GROUPS) + number

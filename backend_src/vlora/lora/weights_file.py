@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlora.lora.peft_config import Refusal, require_file
-from vlora.lora.recipe import FLOATS, Layout
+from vlora.lora.weights_reader import FLOATS, Layout
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 """An adapter of 80 layers needs 0.2 MB."""

@@ -12,7 +12,7 @@ from vlora import native
 from vlora.atmm.types import DTYPES
 from vlora.kernels import backends, ops
 from vlora.kernels.backends import Backend
-from vlora.memory.store import KVStore
+from vlora.memory.kv_cache import KVStore
 from vlora.model import attention_reference
 from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary

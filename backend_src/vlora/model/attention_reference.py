@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from vlora.kernels import reference
-from vlora.memory.store import LANES, KVStore
+from vlora.memory.kv_cache import LANES, KVStore
 from vlora.model.chunk import Chunk
 
 

@@ -12,8 +12,9 @@ import torch
 
 from vlora.atmm import op
 from vlora.atmm.types import Segments
+from vlora.ids import MatrixId
 from vlora.kernels import ops
-from vlora.lora.adapter import LM_HEAD, Place
+from vlora.lora.adapter import LM_HEAD
 from vlora.lora.layers import LoraLinear
 from vlora.lora.slab import GROUPS
 from vlora.lora.store import AdapterStore
@@ -85,7 +86,7 @@ class Decoder:
         return logits
 
 
-def lora_groups(layers: int) -> list[list[Place]]:
+def lora_groups(layers: int) -> list[list[MatrixId]]:
     """The groups of projections that a decoder goes through, in the order of use."""
     found = [[(layer, target) for target in group] for layer in range(layers) for group in GROUPS]
     return [*found, [(-1, LM_HEAD)]]

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from vlora.errors import InvalidArgument
 from vlora.lora.adapter import ModelShape
 from vlora.lora.slab import TARGETS, WeightSlab
-from vlora.memory import huge
+from vlora.memory import hugepages
 from vlora.model.decoder_config import (
     EMBEDDING,
     FINAL_NORM,
@@ -86,7 +86,9 @@ def load_weights(
     }
     beside = {name: shape for name, shape in config.weight_shapes.items() if name not in rooms}
     rooms |= {
-        name: huge.zeros(*shape, dtype=dtype) if len(shape) == 2 else torch.empty(shape)
+        name: hugepages.hugepage_zeros(*shape, dtype=dtype)
+        if len(shape) == 2
+        else torch.empty(shape)
         for name, shape in beside.items()
     }
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)

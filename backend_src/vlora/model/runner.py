@@ -14,7 +14,7 @@ from vlora.atmm import op
 from vlora.lora.segments import signed_segments
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
-from vlora.memory.store import KVStore
+from vlora.memory.kv_cache import KVStore
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder

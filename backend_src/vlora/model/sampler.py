@@ -143,7 +143,7 @@ def draw_rows(
         heat = max(params.temperature, LEAST_TEMPERATURE)
         draws.append((row, params.top_k, heat, params.min_p, params.top_p, uniform))
     width, threads = logits.shape[1], torch.get_num_threads()
-    found: list[int] = native.kernels().linear.sample(logits.data_ptr(), width, draws, threads)
+    found: list[int] = native.kernels().gemm.sample(logits.data_ptr(), width, draws, threads)
     return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlora.memory import huge
+from vlora.memory import hugepages
 from vlora.model.decoder_config import DecoderConfig
 
 
@@ -53,7 +53,8 @@ class Workspace:
         groups = (self._wide, self._narrow, self._delta, self._hidden)
         if count > self._most:
             self._memory = [
-                huge.zeros(max(1, count), max(g.values()), dtype=torch.float32) for g in groups
+                hugepages.hugepage_zeros(max(1, count), max(g.values()), dtype=torch.float32)
+                for g in groups
             ]
             self._most = count
         self._rows = Rows(

@@ -59,7 +59,7 @@ DEFAULT_TASK = "vqa"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OutputOptions:
     """What the client asked to be told beside the text, and how."""
 
     stream: bool
@@ -85,7 +85,7 @@ class Call:
     text: str
     task: str | None
     sampling: Mapping[str, Any]
-    wanted: Wanted
+    wanted: OutputOptions
     client_id: str
     images: ImageFeatures | None
     counts: tuple[int, int]
@@ -165,7 +165,7 @@ def sampling_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _read_wanted(inputs: Inputs, ensemble: bool) -> Wanted:
+def _read_wanted(inputs: Inputs, ensemble: bool) -> OutputOptions:
     stream = inputs.flag("stream")
     if stream is None:
         stream = ensemble
@@ -181,7 +181,7 @@ def _read_wanted(inputs: Inputs, ensemble: bool) -> Wanted:
     def asked(name: str) -> bool:
         return bool(inputs.flag(name))
 
-    return Wanted(
+    return OutputOptions(
         stream=stream,
         prepend_input=not exclude,
         finish_reason=asked("return_finish_reason") or ensemble,

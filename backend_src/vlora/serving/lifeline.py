@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from vlora.serving import draining
-from vlora.serving.run_folder import RUN_VARIABLE, release_shared_memory
-from vlora.serving.tether import SERVER_VARIABLE
+from vlora.launcher import draining
+from vlora.launcher.run_folder import RUN_VARIABLE, release_shared_memory
+from vlora.launcher.tether import SERVER_VARIABLE
 
 LOOK_SECONDS = 0.1
 

@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "atmm/operator.h"
-#include "cpu/machine.h"
-#include "cpu/scratch.h"
-#include "cpu/threads.h"
+#include "runtime/machine.h"
+#include "runtime/scratch.h"
+#include "runtime/threads.h"
 #include "products.h"
 #include "split.h"
 
@@ -27,7 +27,7 @@ constexpr int64_t kSplitRows = 24;
 // Rows a thread up to which a wave that cannot be balanced by blocks is split inside its segments.
 
 float* low_scratch(int64_t floats) {
-  thread_local cpu::Scratch scratch;
+  thread_local runtime::Scratch scratch;
   return scratch.get(floats);
 }
 
@@ -109,7 +109,7 @@ double seconds_of(const Call& c, const Segment& s) {
       elements += double(rank) * double(c.p.d_in + c.p.output[o].d_out);
       columns += 2 * double(c.p.output[o].d_out);
     }
-  const cpu::Machine& machine = cpu::machine();
+  const runtime::Machine& machine = runtime::machine();
   const double rate = kHot * machine.memory, rows = double(s.length);
   const double moved =
       elements * double(size_of(c.p.dtype)) + rows * columns * double(size_of(c.p.rows_dtype));
@@ -119,14 +119,14 @@ double seconds_of(const Call& c, const Segment& s) {
 // Whether vdpbf16ps, for all that it does at once, is no faster than fp32's multiply-adds: then some rows wait
 // for it and not for memory. One row does not; from kTileUnitRows on there are other ways.
 bool pairs_are_slow() {
-  static const bool slow = !cpu::runs_here(cpu::Isa::kAvx512Bf16) ||
-                           cpu::core_peak(cpu::Isa::kAvx512Bf16, Dtype::kBf16) <
-                               cpu::core_peak(cpu::Isa::kAvx512, Dtype::kFp32);
+  static const bool slow = !runtime::runs_here(runtime::Isa::kAvx512Bf16) ||
+                           runtime::core_peak(runtime::Isa::kAvx512Bf16, Dtype::kBf16) <
+                               runtime::core_peak(runtime::Isa::kAvx512, Dtype::kFp32);
   return slow;
 }
 
 // Blocks of rows in the order in which they are taken. few: of 2 … kTileUnitRows - 1 rows, or null.
-void blocks_of(const Call& c, const Call* few, const std::vector<Unit>& units, cpu::Pieces& pieces) {
+void blocks_of(const Call& c, const Call* few, const std::vector<Unit>& units, runtime::Pieces& pieces) {
   size_t at = 0;
   for (int64_t block; (block = pieces.take()) >= 0;) {
     while (block >= units[at].first_block + units[at].blocks) ++at;
@@ -144,7 +144,7 @@ void blocks_of(const Call& c, const Call* few, const std::vector<Unit>& units, c
 struct Apply::Wave {
   std::vector<Unit> units;
   int threads = 1;  // worth it
-  std::optional<cpu::Pieces> blocks;
+  std::optional<runtime::Pieces> blocks;
   std::optional<Split> split;
 
   void plan(const Call& c, int most_threads) {
@@ -200,7 +200,7 @@ Apply::Apply(const Kernels& kernels, const Problem& p, const SegmentList& segmen
     meets_ = meets_ || wave.split || plan_->waves.size() > 1;
     if (wave.split) floats = std::max(floats, wave.split->floats());
   }
-  thread_local cpu::Scratch kept;
+  thread_local runtime::Scratch kept;
   float* const memory = floats ? kept.get(floats) : nullptr;
   for (Wave& wave : plan_->waves)
     if (wave.split) wave.split->use(memory);
@@ -208,7 +208,7 @@ Apply::Apply(const Kernels& kernels, const Problem& p, const SegmentList& segmen
 
 Apply::~Apply() = default;
 
-void Apply::operator()(const cpu::Team& team) const {
+void Apply::operator()(const runtime::Team& team) const {
   bool first = true;
   for (Wave& wave : plan_->waves) {
     if (!first) team.wait();
@@ -218,15 +218,15 @@ void Apply::operator()(const cpu::Team& team) const {
     else
       blocks_of(plan_->call, plan_->few ? &*plan_->few : nullptr, wave.units, *wave.blocks);
   }
-  if (const cpu::TileUnit* unit = plan_->call.kernels.tiles) unit->release();
+  if (const runtime::TileUnit* unit = plan_->call.kernels.tiles) unit->release();
 }
 
 void apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,
            const Chooser& chooser, int threads) {
   const Apply plan(kernels, p, segments, chooser, threads);
-  cpu::run_region(
+  runtime::run_region(
       plan.threads(), !plan.meets(),
-      [](void* context, const cpu::Team& team) { (*static_cast<const Apply*>(context))(team); },
+      [](void* context, const runtime::Team& team) { (*static_cast<const Apply*>(context))(team); },
       const_cast<Apply*>(&plan));
 }
 

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "atmm/operator.h"
-#include "cpu/scratch.h"
-#include "cpu/threads.h"
+#include "runtime/scratch.h"
+#include "runtime/threads.h"
 #include "walk.h"
 
 namespace vlora::atmm {
@@ -148,7 +148,7 @@ void merge_block_by_limbs(const Kernels& kernels, Dtype dtype, char* out, const 
   const int64_t depth = limb_depth(m.rank);
   const bool streaming = whole_lines(m, size, out, in);
   const auto merge = (streaming ? kernels.limbs.merge_streaming : kernels.limbs.merge)[int(dtype)];
-  thread_local cpu::Scratch scratch;
+  thread_local runtime::Scratch scratch;
   auto* const left = reinterpret_cast<uint16_t*>(scratch.get(kLimbRows * depth * kLimbs / 2));
   for (int64_t row = task.first_row; row < task.first_row + task.rows; row += kLimbRows) {
     const int rows = int(std::min<int64_t>(kLimbRows, task.first_row + task.rows - row));
@@ -195,9 +195,9 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
            int64_t count, float sign, const Chooser& chooser, int threads) {
   threads = std::max(1, threads);
   const std::vector<Task> tasks = tasks_of(dtype, merges, count, chooser, threads);
-  cpu::Pieces pieces{int64_t(tasks.size())};
-  auto work = [&](const cpu::Team&) {
-    thread_local cpu::Scratch scratch;
+  runtime::Pieces pieces{int64_t(tasks.size())};
+  auto work = [&](const runtime::Team&) {
+    thread_local runtime::Scratch scratch;
     const Task* last = nullptr;  // whose part of A this thread has packed
     for (int64_t i; (i = pieces.take()) >= 0;) {
       const Task& task = tasks[size_t(i)];
@@ -214,7 +214,7 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
       char* const to = static_cast<char*>(out);
       const char* const from = static_cast<const char*>(in);
       if (by_limbs(kernels, m)) {
-        thread_local cpu::LargeScratch limbs;
+        thread_local runtime::LargeScratch limbs;
         auto* const right = reinterpret_cast<uint16_t*>(limbs.get(limb_floats(m.rank, task.columns)));
         if (packs)
           kernels.limbs.of_columns(m.a + task.first, m.d_in, m.rank, task.columns, limb_depth(m.rank), right);
@@ -228,7 +228,7 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
     }
     if (kernels.tiles) kernels.tiles->release();
   };
-  cpu::run_late(int(std::min<size_t>(size_t(threads), tasks.size())), work);
+  runtime::run_late(int(std::min<size_t>(size_t(threads), tasks.size())), work);
 }
 
 }  // namespace vlora::atmm

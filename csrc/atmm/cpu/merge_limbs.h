@@ -8,10 +8,10 @@
 
 namespace vlora::atmm::VLORA_ISA {
 
-using cpu::VLORA_ISA::V;
-using U = cpu::VLORA_ISA::TileRegisters;
+using runtime::VLORA_ISA::V;
+using U = runtime::VLORA_ISA::TileRegisters;
 
-constexpr int kTileFloats = cpu::kTile * kPanel;
+constexpr int kTileFloats = runtime::kTile * kPanel;
 constexpr int kBlockFloats = kLimbRows * kLimbColumns;
 
 // What x was, as three numbers of bf16, from the largest down: use(0, …), use(1, …), use(2, …).
@@ -127,7 +127,7 @@ void merge_limbs(const LimbRows& p) {
   const uint16_t* right = p.right;
   const T* next = static_cast<const T*>(p.next);
   int64_t fetched = 0;  // columns of a row of `next`
-  cpu::VLORA_ISA::configure(cpu::kTile, cpu::kTile, cpu::kTile);
+  runtime::VLORA_ISA::configure(runtime::kTile, runtime::kTile, runtime::kTile);
   int64_t ready = 0;  // columns whose sums are in scratch
   for (int64_t at = 0, turn = 0; at < p.columns || ready; ++turn) {
     const float* const before = sums[turn % 2 ^ 1];
@@ -151,7 +151,7 @@ void merge_limbs(const LimbRows& p) {
     const auto left = [&](int limb, int64_t chunk) {
       const uint16_t* const from = p.left + limb * left_limb + chunk * kLimbDepth;
       U::load<4>(from, left_bytes);
-      U::load<5>(from + cpu::kTile * p.depth, left_bytes);
+      U::load<5>(from + runtime::kTile * p.depth, left_bytes);
     };
     const auto columns = [&](int limb, int64_t chunk) {
       const uint16_t* const from = right + limb * right_limb + chunk * 4 * kTileFloats;
@@ -180,8 +180,8 @@ void merge_limbs(const LimbRows& p) {
       float* const to = sums[turn % 2] + block * kBlockFloats;
       U::store<0>(to, kLimbColumns * 4);
       U::store<1>(to + kPanel, kLimbColumns * 4);
-      U::store<2>(to + cpu::kTile * kLimbColumns, kLimbColumns * 4);
-      U::store<3>(to + cpu::kTile * kLimbColumns + kPanel, kLimbColumns * 4);
+      U::store<2>(to + runtime::kTile * kLimbColumns, kLimbColumns * 4);
+      U::store<3>(to + runtime::kTile * kLimbColumns + kPanel, kLimbColumns * 4);
     }
     if (ready) {
       add_to(p.rows);  // after the last products: all of them

@@ -5,7 +5,7 @@
 namespace vlora::atmm {
 
 float* row_scratch(int64_t floats) {
-  thread_local cpu::Scratch scratch;
+  thread_local runtime::Scratch scratch;
   return scratch.get(floats);
 }
 
@@ -17,7 +17,7 @@ template <class Use>
 void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step, int64_t rows,
                 const Use& use) {
   for (int64_t panel = first; panel < last;) {
-    cpu::TileProduct t{};
+    runtime::TileProduct t{};
     t.right = panels.panel(panel, step, &t.step_bytes);
     t.panels = 1;
     if (panel + 1 < last) {
@@ -25,20 +25,20 @@ void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step,
       t.panel_bytes = panels.panel(panel + 1, step, &step_bytes) - static_cast<const char*>(t.right);
       if (step_bytes == t.step_bytes) t.panels = 2;
     }
-    for (int64_t row = 0; row < rows; row += cpu::kTileRows) {
-      t.rows = int(std::min<int64_t>(cpu::kTileRows, rows - row));
+    for (int64_t row = 0; row < rows; row += runtime::kTileRows) {
+      t.rows = int(std::min<int64_t>(runtime::kTileRows, rows - row));
       use(t, row, panel);
     }
     panel += t.panels;
   }
 }
 
-constexpr int64_t kFetchedSteps = 2 * cpu::kTile;
+constexpr int64_t kFetchedSteps = 2 * runtime::kTile;
 // Of a bundle, that are fetched while as many before them are multiplied: loads of tiles alone keep too few
 // lines of memory on their way.
 
 // Few rows pass an adapter once, out of memory; more rows pass it again, out of L2.
-bool passes_once(int64_t rows) { return rows <= cpu::kTile; }
+bool passes_once(int64_t rows) { return rows <= runtime::kTile; }
 
 void fetch(const char* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
@@ -59,7 +59,7 @@ void shrink_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Ro
         const char* const next = panels.panel(bundle, begin + step + steps, &step_bytes);
         fetch(next, kFetchedSteps * step_bytes);
       }
-      over_tiles(panels, bundle, end, begin + step, rows, [&](cpu::TileProduct t, int64_t row, int64_t panel) {
+      over_tiles(panels, bundle, end, begin + step, rows, [&](runtime::TileProduct t, int64_t row, int64_t panel) {
         t.left = x.at + row * x.stride + step;
         t.left_bytes = x.stride * 4;
         t.steps = steps;
@@ -77,12 +77,12 @@ void shrink_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Ro
 // a step has the next one's in its right half, and what these sum up to falls into columns that nobody reads.
 void narrow_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to) {
   constexpr int64_t kStepFloats = kPanel / 2;
-  thread_local cpu::Scratch scratch;
+  thread_local runtime::Scratch scratch;
   const int64_t step = c.steps(x.k), steps = c.steps(x.count), lines = ceil_div(steps, 2);
   float* const ordered = scratch.get(lines * kPanel + kStepFloats);
   c.kernels.split_narrow(panels.at + (panels.wide() * panels.steps + step / 2) * 64, lines, ordered);
   std::fill_n(ordered + lines * kPanel, kStepFloats, 0.0f);
-  cpu::TileProduct t{};
+  runtime::TileProduct t{};
   t.left_bytes = x.stride * 4;
   t.right = ordered;
   t.step_bytes = kStepFloats * 4;
@@ -90,9 +90,9 @@ void narrow_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Ro
   t.steps = steps;
   t.out_stride = kRowStride;
   t.first = x.first;
-  for (int64_t row = 0; row < rows; row += cpu::kTileRows) {
+  for (int64_t row = 0; row < rows; row += runtime::kTileRows) {
     t.left = x.at + row * x.stride;
-    t.rows = int(std::min<int64_t>(cpu::kTileRows, rows - row));
+    t.rows = int(std::min<int64_t>(runtime::kTileRows, rows - row));
     t.out = to + row * kRowStride;
     c.kernels.tiles->multiply(t);
   }
@@ -165,12 +165,12 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
   const int32_t tail = int32_t(out.d_out - (panels.count - 1) * kPanel);
   const Path path = c.paths(config, pair, rows).expand;
   if (path == Path::kTiles) {
-    alignas(64) float sums[cpu::kTileRows][cpu::kTilePanels * kPanel];
+    alignas(64) float sums[runtime::kTileRows][runtime::kTilePanels * kPanel];
     char* const y = static_cast<char*>(c.p.y) + (row * c.p.y_stride + out.column) * size;
-    over_tiles(panels, first, last, 0, rows, [&](cpu::TileProduct t, int64_t from, int64_t panel) {
+    over_tiles(panels, first, last, 0, rows, [&](runtime::TileProduct t, int64_t from, int64_t panel) {
       t.left_bytes = kRowStride * 4;
       t.out = &sums[0][0];
-      t.out_stride = cpu::kTilePanels * kPanel;
+      t.out_stride = runtime::kTilePanels * kPanel;
       const char* const right = static_cast<const char*>(t.right);
       const int64_t bundle_bytes = panels.steps * t.step_bytes;
       if (passes_once(rows) && panel % panels.bundle == 0) fetch(right + bundle_bytes, bundle_bytes);

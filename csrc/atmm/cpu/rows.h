@@ -5,7 +5,7 @@
 
 namespace vlora::atmm::VLORA_ISA {
 
-using cpu::VLORA_ISA::V;
+using runtime::VLORA_ISA::V;
 
 #ifdef VLORA_HAS_BF16_PRODUCTS
 constexpr bool kPairs = true;

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "cpu/threads.h"
+#include "runtime/threads.h"
 #include "products.h"
 
 namespace vlora::atmm {
@@ -72,7 +72,7 @@ class Split {
   }
 
   // On every thread of a region, of as many as it was made for or fewer.
-  void operator()(const cpu::Team& team) const {
+  void operator()(const runtime::Team& team) const {
     const int thread = team.thread, threads = team.threads;
     first_product(cut(thread, threads), cut(thread + 1, threads), part(thread));
     team.wait();

@@ -74,7 +74,7 @@ std::string name_of(const TileConfig& c) {
          (c.pack_rows ? "-packed" : "");
 }
 
-TileConfig built_in(const Shape& s, const cpu::Machine& machine, bool widening, bool tiles) {
+TileConfig built_in(const Shape& s, const runtime::Machine& machine, bool widening, bool tiles) {
   // All panels of a bundle: they lie in one stream. (A tile is never wider than its instruction set's
   // widest.)
   const int columns = kMaxBundle * kPanel;
@@ -110,9 +110,9 @@ TileConfig built_in(const Shape& s, const cpu::Machine& machine, bool widening, 
 }
 
 TileConfig built_in(const Shape& shape) {
-  const Kernels& here = kernels(cpu::isa(shape.dtype));
+  const Kernels& here = kernels(runtime::isa(shape.dtype));
   const bool bf16 = shape.dtype == Dtype::kBf16;
-  return built_in(shape, cpu::machine(), bf16 && !here.pairs_in_registers, bf16 && here.tiles);
+  return built_in(shape, runtime::machine(), bf16 && !here.pairs_in_registers, bf16 && here.tiles);
 }
 
 TileTable::TileTable(const std::vector<Entry>& entries) {

@@ -9,7 +9,7 @@
 
 namespace vlora::atmm::VLORA_ISA {
 
-using cpu::VLORA_ISA::V;
+using runtime::VLORA_ISA::V;
 
 // fp32 rows times fp32 panels.
 struct Fp32 {

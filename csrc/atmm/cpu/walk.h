@@ -4,15 +4,15 @@
 #include <algorithm>
 
 #include "atmm/kernels.h"
-#include "cpu/machine.h"
-#include "cpu/scratch.h"
+#include "runtime/machine.h"
+#include "runtime/scratch.h"
 #include "path.h"
 
 namespace vlora::atmm {
 
 // Of panels that several row tiles read in turn: a quarter of L2.
 inline int64_t panel_bytes() {
-  static const int64_t bytes = cpu::machine().l2 / 4;
+  static const int64_t bytes = runtime::machine().l2 / 4;
   return bytes;
 }
 constexpr double kLatency = 100e-9;
@@ -20,7 +20,7 @@ constexpr double kLatency = 100e-9;
 
 // Bytes of panels on their way while others are multiplied.
 inline ptrdiff_t ahead() {
-  static const ptrdiff_t bytes = ptrdiff_t(cpu::machine().memory * kLatency) / 64 * 64;
+  static const ptrdiff_t bytes = ptrdiff_t(runtime::machine().memory * kLatency) / 64 * 64;
   return bytes;
 }
 
@@ -94,7 +94,7 @@ inline void walk(const Walk& w, const Panels& p, Tile t) {
     t.tail = end == p.count ? w.tail : kPanel;
     const bool widen = tiles > 1 && w.widened && !narrow;
     if (widen) {
-      thread_local cpu::Scratch scratch;
+      thread_local runtime::Scratch scratch;
       float* panels = scratch.get(t.groups * columns * w.steps * 2 * kPanel);
       w.widen(t, columns, panels);
       kernels = w.widened[columns - 1];

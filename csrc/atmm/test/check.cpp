@@ -15,9 +15,9 @@
 
 #include "atmm/operator.h"
 #include "check_attention.h"
-#include "cpu/dispatch.h"
-#include "cpu/large_pages.h"
-#include "cpu/threads.h"
+#include "runtime/dispatch.h"
+#include "runtime/large_pages.h"
+#include "runtime/threads.h"
 #include "path.h"
 
 using namespace vlora;
@@ -216,11 +216,11 @@ void check_merge(const Kernels& kernels, Dtype dtype) {
 // on the left; or a matrix as it lies on the left, and a few packed rows on the right.
 void check_tiles(const Kernels& kernels) {
   const int64_t steps = any_of<int64_t>({1, 5, 16, 40}), pad = draw(0, 2);
-  const int rows = int(draw(1, cpu::kTileRows)), panels = int(draw(1, cpu::kTilePanels));
+  const int rows = int(draw(1, runtime::kTileRows)), panels = int(draw(1, runtime::kTilePanels));
   const bool together = draw(0, 1), first = draw(0, 1);
   const Values left(Dtype::kBf16, (rows - 1) * 2 * (steps + pad) + 2 * steps, 1);
   const Values right(Dtype::kBf16, panels * steps * 2 * kPanel, 1);
-  cpu::TileProduct t{};
+  runtime::TileProduct t{};
   t.left = left.bytes.get();
   t.left_bytes = 4 * (steps + pad);
   t.rows = rows;
@@ -257,11 +257,11 @@ void check_threads(int rounds) {
     for (int round = 0; round < rounds; ++round) {
       const int threads = 1 + round % 5, failing = round % 7;
       std::vector<int> once(100, 0);
-      cpu::share_out(threads, 100, [&](int64_t piece) { ++once[size_t(piece)]; });
+      runtime::share_out(threads, 100, [&](int64_t piece) { ++once[size_t(piece)]; });
       for (int count : once)
         if (count != 1) std::exit(2);
       std::atomic<int> met{0};
-      auto meet = [&](const cpu::Team& team) {
+      auto meet = [&](const runtime::Team& team) {
         met += 1;
         team.wait();
         if (met != team.threads) std::exit(3);
@@ -271,7 +271,7 @@ void check_threads(int rounds) {
       };
       bool thrown = false;
       try {
-        cpu::run_on(threads, meet);
+        runtime::run_on(threads, meet);
       } catch (int) {
         thrown = true;
       }
@@ -295,7 +295,7 @@ void check_large_pages(int rounds) {
     std::vector<Piece> pieces;
     for (int round = 0; round < rounds; ++round) {
       const size_t bytes = 1 + bits() % (round % 16 ? 200000 : 20000000);
-      pieces.push_back({cpu::in_large_pages(bytes), bytes, char(bits())});
+      pieces.push_back({runtime::in_large_pages(bytes), bytes, char(bits())});
       std::memset(pieces.back().memory.get(), pieces.back().value, bytes);
       if (pieces.size() < 8) continue;
       std::swap(pieces[bits() % pieces.size()], pieces.back());
@@ -305,11 +305,11 @@ void check_large_pages(int rounds) {
       pieces.pop_back();
     }
   };
-  const size_t before = cpu::large_pages().pieces;
+  const size_t before = runtime::large_pages().pieces;
   std::thread other(owner, 1);
   owner(2);
   other.join();
-  if (cpu::large_pages().pieces != before) std::exit(6);
+  if (runtime::large_pages().pieces != before) std::exit(6);
 }
 
 // Which way a block of rows goes.
@@ -344,18 +344,18 @@ static_assert(goes({1, false, false, false, true, false, false, true}, RowsIn::k
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 200;
   const bool borrowed = argc > 2 && !std::strcmp(argv[2], "openmp");
-  if (!cpu::use_threads(borrowed ? cpu::Source::kOpenMp : cpu::Source::kOwn)) {
+  if (!runtime::use_threads(borrowed ? runtime::Source::kOpenMp : runtime::Source::kOwn)) {
     std::printf("no OpenMP in this process\n");
     return 1;
   }
   check_threads(10 * rounds);
   check_large_pages(rounds);
-  for (int i = cpu::kIsas - 1; i >= 0; --i) {
-    if (!cpu::runs_here(cpu::Isa(i))) {
-      std::printf("%s: not run, this CPU lacks it\n", cpu::name_of(cpu::Isa(i)));
+  for (int i = runtime::kIsas - 1; i >= 0; --i) {
+    if (!runtime::runs_here(runtime::Isa(i))) {
+      std::printf("%s: not run, this CPU lacks it\n", runtime::name_of(runtime::Isa(i)));
       continue;
     }
-    const Kernels& here = kernels(cpu::Isa(i));
+    const Kernels& here = kernels(runtime::Isa(i));
     const auto run = [&] {
       for (int round = 0; round < rounds; ++round)
         for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
@@ -364,9 +364,9 @@ int main(int argc, char** argv) {
           check_merge(here, dtype);
           check_heads(here);
           if (here.tiles) check_tiles(here);
-          check_attention(cpu::Isa(i));
-          check_product(cpu::Isa(i));
-          check_between(cpu::Isa(i));
+          check_attention(runtime::Isa(i));
+          check_product(runtime::Isa(i));
+          check_between(runtime::Isa(i));
         }
     };
     std::thread(run).join();  // a thread's scratch is freed with it: the leak check sees that

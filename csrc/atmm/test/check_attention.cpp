@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "linear/linear.h"
+#include "gemm/gemm.h"
 
 using namespace vlora;
 
@@ -74,7 +74,7 @@ std::vector<float> turned(const float* x, int64_t dim, const float* cosines, con
 
 }  // namespace
 
-void check_attention(cpu::Isa isa) {
+void check_attention(runtime::Isa isa) {
   const Dtype dtype = Dtype(draw(0, 1));
   if (!attention::kernels(isa).attend[int(dtype)]) return;  // a unit for tiles has nothing for fp32
   const int64_t block = any_of({1, 3, 16, 32, 48}), kv_heads = any_of({1, 2, 3}),
@@ -170,8 +170,8 @@ void check_attention(cpu::Isa isa) {
       }
 }
 
-void check_product(cpu::Isa isa) {
-  const linear::Kernels& kernels = linear::kernels(isa);
+void check_product(runtime::Isa isa) {
+  const gemm::Kernels& kernels = gemm::kernels(isa);
   const Dtype dtype = draw(0, 1) ? Dtype::kFp32 : Dtype::kBf16;
   if (!kernels.few[int(dtype)]) return;
   const int64_t rows = any_of({1, 2, 3, 4, 5, 6, 8, 12, 13, 16, 24, 33, 66}), n = draw(1, 120);
@@ -182,14 +182,14 @@ void check_product(cpu::Isa isa) {
   for (int64_t i = 0; i < n * k; ++i) put(stored.get(), i, w[size_t(i)] = rounded(w[size_t(i)], dtype), dtype);
   const bool biased = draw(0, 1);
   // Tiles by the unit where there is one, and by its twin.
-  const linear::Tiled* tiles = linear::tiled(isa == cpu::Isa::kAvx512Bf16 ? cpu::Isa::kAmx : cpu::Isa::kTwin);
+  const gemm::Tiled* tiles = gemm::tiled(isa == runtime::Isa::kAvx512Bf16 ? runtime::Isa::kAmx : runtime::Isa::kTwin);
   if (draw(0, 1)) tiles = nullptr;
-  linear::multiply(kernels, tiles,
+  gemm::multiply(kernels, tiles,
                    {dtype, stored.get(), n, k, x.data(), rows, x_stride, y.data(), y_stride,
                     biased ? bias.data() : nullptr},
                    int(draw(1, 3)));
   // Where bf16 is multiplied in pairs, x is rounded.
-  const bool exact = dtype == Dtype::kFp32 || (isa != cpu::Isa::kAvx512Bf16 && !tiles);
+  const bool exact = dtype == Dtype::kFp32 || (isa != runtime::Isa::kAvx512Bf16 && !tiles);
   const double each = std::ldexp(1, exact ? -21 : -8);
   for (int64_t t = 0; t < rows; ++t)
     for (int64_t i = 0; i < n; ++i) {
@@ -203,14 +203,14 @@ void check_product(cpu::Isa isa) {
     }
 }
 
-void check_between(cpu::Isa isa) {
-  const linear::Kernels& kernels = linear::kernels(isa);
+void check_between(runtime::Isa isa) {
+  const gemm::Kernels& kernels = gemm::kernels(isa);
   if (!kernels.add_norm) return;
   const int64_t rows = draw(0, 5), width = draw(1, 300);
   const int threads = int(draw(1, 3));
   const std::vector<float> before = normal(rows * width), delta = normal(rows * width), weight = normal(width);
   std::vector<float> hidden = before, out(before.size());
-  linear::add_norm(kernels, {hidden.data(), delta.data(), weight.data(), out.data(), rows, width, 1e-5f}, threads);
+  gemm::add_norm(kernels, {hidden.data(), delta.data(), weight.data(), out.data(), rows, width, 1e-5f}, threads);
   for (int64_t row = 0; row < rows; ++row) {
     double squares = 0;
     for (int64_t i = row * width; i < (row + 1) * width; ++i)
@@ -223,7 +223,7 @@ void check_between(cpu::Isa isa) {
     }
   }
   const std::vector<float> x = normal(rows * 2 * width);
-  linear::gate(kernels, {x.data(), out.data(), rows, width}, threads);
+  gemm::gate(kernels, {x.data(), out.data(), rows, width}, threads);
   for (int64_t i = 0; i < rows * width; ++i) {
     const int64_t at = i / width * 2 * width + i % width;
     const double gate = x[size_t(at)], want = gate / (1 + std::exp(-gate)) * x[size_t(at + width)];
@@ -238,7 +238,7 @@ void check_between(cpu::Isa isa) {
   for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
     const std::unique_ptr<char[]> table(new char[before.size() * size_of(dtype)]);
     for (size_t i = 0; i < before.size(); ++i) put(table.get(), int64_t(i), before[i], dtype);
-    linear::embed(kernels, {dtype, table.get(), tokens.data(), instead.data(), out.data(), rows, width}, threads);
+    gemm::embed(kernels, {dtype, table.get(), tokens.data(), instead.data(), out.data(), rows, width}, threads);
     for (int64_t i = 0; i < rows * width; ++i) {
       const size_t row = size_t(i / width), at = size_t(tokens[row] * width + i % width);
       const float word = rounded(before[at], dtype);
@@ -248,7 +248,7 @@ void check_between(cpu::Isa isa) {
   }
   std::vector<int64_t> places(static_cast<size_t>(rows));
   const std::unique_ptr<bool[]> finite(new bool[size_t(rows)]);
-  linear::largest(kernels, {before.data(), places.data(), finite.get(), rows, width}, threads);
+  gemm::largest(kernels, {before.data(), places.data(), finite.get(), rows, width}, threads);
   for (int64_t row = 0; row < rows; ++row) {
     const auto begin = before.begin() + row * width;
     const auto want = std::max_element(begin, begin + width) - begin;

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.unit.atmm.problems import CUDA, EMULATED, emulation, implementations
+from tests.support.atmm_problems import CUDA, EMULATED, emulation, implementations
 from vlora.atmm import backends, tiles
 from vlora.atmm.cuda.operator import Operator, using
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.atmm.problems import (
+from tests.support.atmm_problems import (
     BF16,
     FORMS,
     FP32,

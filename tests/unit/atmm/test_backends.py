@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.atmm.problems import check, group_of
+from tests.support.atmm_problems import check, group_of
 from vlora import native
 from vlora.atmm import backends
 from vlora.atmm.types import Segment, Segments

@@ -8,12 +8,12 @@ import threading
 import pytest
 import torch
 
-from tests.unit.atmm.problems import FP32, check, compiled, expected, group_of
+from benchmarks.parts import LORA, PRODUCTS, clocked
+from tests.support.atmm_problems import FP32, check, compiled, expected, group_of
 from vlora import native
 from vlora.atmm import backends, op, tiles
 from vlora.atmm.groups import HeadGroup, LoraGroup, factors
 from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
-from vlora.bench.parts import LORA, PRODUCTS, clocked
 from vlora.kernels import ops
 
 pytestmark = compiled
@@ -176,7 +176,7 @@ def test_packing_leaves_the_interpreter_to_others() -> None:
 
 
 def test_packed_adapters_share_large_pages_and_give_them_back() -> None:
-    large_pages = native.kernels().cpu.large_pages
+    large_pages = native.kernels().runtime.large_pages
     gc.collect()
     regions, pieces = large_pages()
     group = group_of(256, [256], [16, 8])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.unit.atmm.problems import BF16, FP32, compiled
+from tests.support.atmm_problems import BF16, FP32, compiled
 from vlora.atmm import backends, op, tiles
 from vlora.atmm.groups import HeadGroup
 from vlora.atmm.types import CopiedPart, Head, LoraPair, Merges, MergeUpdate, Segment

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.unit.atmm.problems import compiled
+from tests.support.atmm_problems import compiled
 from vlora import native
 from vlora.atmm import tiles
 from vlora.atmm.device import Device
@@ -21,7 +21,7 @@ WORTH = 1.1
 @compiled
 @pytest.mark.parametrize("dtype", tiles.DTYPE_NAMES)
 def test_instruction_sets_are_ordered_by_their_measured_peak(dtype: str) -> None:
-    core, isas = native.kernels().cpu, tiles.isas(dtype)
+    core, isas = native.kernels().runtime, tiles.isas(dtype)
     peaks = [core.core_peak(isa, dtype) for isa in isas]
     assert isas[-1] == "scalar"
     assert all(first * WORTH >= second > 0 for first, second in itertools.pairwise(peaks))
@@ -48,7 +48,7 @@ def test_a_forced_instruction_set_serves_both_types_until_it_is_given_back() -> 
 )
 def test_the_environment_forces_an_instruction_set(name: str, told: str) -> None:
     code = (
-        "from vlora import native; cpu = native.kernels().cpu;"
+        "from vlora import native; cpu = native.kernels().runtime;"
         "print(cpu.isa('fp32'), cpu.isa('bf16'))"
     )
     done = subprocess.run(
@@ -63,7 +63,7 @@ def test_the_environment_forces_an_instruction_set(name: str, told: str) -> None
 
 @compiled
 def test_the_core_sees_the_caches_that_tables_are_named_after() -> None:
-    machine, device = native.kernels().cpu.machine(), Device.here()
+    machine, device = native.kernels().runtime.machine(), Device.here()
     found = tuple(machine[level] >> 10 for level in ("l1", "l2", "l3"))
     assert found == (device.l1, device.l2, device.l3)
     assert machine["memory"] > 0

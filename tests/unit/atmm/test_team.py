@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.atmm.problems import compiled
+from tests.support.atmm_problems import compiled
 from vlora import native
 
 pytestmark = compiled
@@ -20,7 +20,7 @@ pytestmark = compiled
 @pytest.fixture(params=["own", "openmp"])
 def cpu(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The shared part of the kernels, on each kind of threads."""
-    core = native.kernels().cpu
+    core = native.kernels().runtime
     if not core.use_threads(request.param):
         pytest.skip("this process has no OpenMP")
     assert core.threads() == request.param
@@ -67,10 +67,10 @@ def test_teams_of_changing_size_keep_their_threads(cpu: Any) -> None:
 
 CHILD = """
 import os, sys, torch
-from tests.unit.atmm.problems import check, group_of
+from tests.support.atmm_problems import check, group_of
 from vlora import native
 from vlora.atmm.types import Segment
-core = native.kernels().cpu
+core = native.kernels().runtime
 core.use_threads(sys.argv[1])
 assert core.meet(3, 4, -1) == 12
 group = group_of(512, [700], [64])

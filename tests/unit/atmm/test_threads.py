@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.atmm.problems import check, compiled, each_form, group_of
+from tests.support.atmm_problems import check, compiled, each_form, group_of
 from vlora.atmm import backends, tiles
 from vlora.atmm.types import Segment
 

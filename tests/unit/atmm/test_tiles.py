@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.atmm.problems import BF16, FP32, compiled, each_form, group_of
+from tests.support.atmm_problems import BF16, FP32, compiled, each_form, group_of
 from vlora.atmm import op, tiles
 from vlora.atmm.device import Device
 from vlora.atmm.types import Segment

@@ -14,7 +14,7 @@ from vlora.kernels.backends import Backend
 def implementations() -> list[str]:
     """The twins in plain torch, every instruction set of this CPU, and AMX in plain C++."""
     try:
-        return ["reference", *native.kernels().cpu.isas(), "twin"]
+        return ["reference", *native.kernels().runtime.isas(), "twin"]
     except ImportError:
         return ["reference"]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from vlora.kernels import reference
 from vlora.kernels.backends import Backend
-from vlora.memory.store import KVStore
+from vlora.memory.kv_cache import KVStore
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.inputs import Prompt

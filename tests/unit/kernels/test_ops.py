@@ -22,7 +22,7 @@ ROUNDED = ("avx512_bf16", "amx", "twin")
 
 
 def _isa() -> str:
-    return str(native.kernels().cpu.isa("bf16"))
+    return str(native.kernels().runtime.isa("bf16"))
 
 
 def _tolerance(dtype: torch.dtype, backend: Backend) -> float:

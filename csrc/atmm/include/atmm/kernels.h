@@ -3,8 +3,8 @@
 #pragma once
 
 #include "atmm/types.h"
-#include "cpu/dispatch.h"
-#include "cpu/tile_unit.h"
+#include "runtime/dispatch.h"
+#include "runtime/tile_unit.h"
 
 namespace vlora::atmm {
 
@@ -48,10 +48,10 @@ struct TileSet {
 };
 
 // Factors of a merge as limbs of bf16 (merge_limbs.h).
-using cpu::kLimbs;
-constexpr int kLimbDepth = 2 * cpu::kTile;  // values of depth that a tile takes
-constexpr int kLimbRows = cpu::kTileRows;
-constexpr int kLimbColumns = cpu::kTilePanels * kPanel;  // of a block
+using runtime::kLimbs;
+constexpr int kLimbDepth = 2 * runtime::kTile;  // values of depth that a tile takes
+constexpr int kLimbRows = runtime::kTileRows;
+constexpr int kLimbColumns = runtime::kTilePanels * kPanel;  // of a block
 constexpr int kLimbGroup = 2;                            // blocks whose sums are added at a time
 
 // out = in + sign * left right, of up to kLimbRows rows.
@@ -95,7 +95,7 @@ struct Kernels {
   void (*widen_panels)(const Tile&, int columns, float* to);
   // Lines of a narrow panel of pairs, whose two steps lie pair by pair in turn, to one step after another.
   void (*split_narrow)(const void* lines, int64_t count, void* to);
-  const cpu::TileUnit* tiles;  // multiplies tiles of pairs; null: none
+  const runtime::TileUnit* tiles;  // multiplies tiles of pairs; null: none
   Limbs limbs;                 // where it does
   // Of blocks of few rows where pairs are multiplied slowly: panels are made fp32 in registers. Or null.
   const Kernels* few;
@@ -105,6 +105,6 @@ struct Kernels {
 };
 
 // Those of an instruction set.
-const Kernels& kernels(cpu::Isa isa);
+const Kernels& kernels(runtime::Isa isa);
 
 }  // namespace vlora::atmm

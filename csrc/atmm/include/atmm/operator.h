@@ -6,7 +6,7 @@
 #include "atmm/kernels.h"
 #include "atmm/segments.h"
 #include "atmm/table.h"
-#include "cpu/threads.h"
+#include "runtime/threads.h"
 
 namespace vlora::atmm {
 
@@ -31,7 +31,7 @@ class Apply {
   Apply(const Kernels& kernels, const Problem& problem, const SegmentList& segments,
         const Chooser& chooser, int threads);
   ~Apply();
-  void operator()(const cpu::Team& team) const;
+  void operator()(const runtime::Team& team) const;
 
   int threads() const { return threads_; }  // that it has work for
   bool meets() const { return meets_; }     // else its threads need nothing of each other

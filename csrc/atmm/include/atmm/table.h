@@ -9,7 +9,7 @@
 
 #include "atmm/kernels.h"
 #include "atmm/types.h"
-#include "cpu/machine.h"
+#include "runtime/machine.h"
 
 namespace vlora::atmm {
 
@@ -48,7 +48,7 @@ std::string name_of(const TileConfig& config);
 
 // The choice where no table says otherwise: a function of the shape, the machine, and whether the
 // instruction set makes bf16 panels fp32, or multiplies tiles of bf16. Each number in it carries its reason.
-TileConfig built_in(const Shape& shape, const cpu::Machine& machine, bool widening, bool tiles);
+TileConfig built_in(const Shape& shape, const runtime::Machine& machine, bool widening, bool tiles);
 // Of this machine and the instruction set in use.
 TileConfig built_in(const Shape& shape);
 

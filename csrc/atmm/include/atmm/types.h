@@ -2,7 +2,7 @@
 // pointer is the caller's and outlives the call.
 #pragma once
 
-#include "cpu/types.h"
+#include "runtime/types.h"
 
 namespace vlora::atmm {
 

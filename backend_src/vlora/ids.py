@@ -1,0 +1,15 @@
+"""Identifiers that the scheduler, the adapters and the memory share. Imports nothing."""
+
+from __future__ import annotations
+
+MatrixId = tuple[int, str]
+"""A matrix that an adapter may change: (layer, target), or (-1, "lm_head")."""
+
+BASE = -1
+"""Slot of rows that use no adapter."""
+
+
+def order_of(slot: int, live: int) -> tuple[int, int]:
+    """Sort key of a step's rows: the live adapter's first, then the base's, then by slot, so that
+    each adapter is one segment and all rows that need −live are neighbours."""
+    return (0 if slot == live else 1, slot)

@@ -1,0 +1,83 @@
+// The microbenchmarks of an instruction set. Included in one generated unit of each, after its vectors.
+#pragma once
+
+#include "runtime/types.h"
+
+namespace vlora::runtime::VLORA_ISA {
+
+#ifdef VLORA_HAS_BF16_PRODUCTS
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+
+#ifdef VLORA_HAS_TILES
+// Two tiles by two in registers, as products do it, on zeros.
+inline double tile_peak(int64_t rounds) {
+  using U = TileRegisters;
+  configure(kTile, kTile, kTile);
+  U::zero<0>(), U::zero<1>(), U::zero<2>(), U::zero<3>();
+  U::zero<4>(), U::zero<5>(), U::zero<6>(), U::zero<7>();
+  const int64_t turns = rounds / 8 + 1;  // a turn takes as long as some rounds of vectors
+  for (int64_t i = 0; i < turns; ++i) {
+    U::multiply<0, 4, 6>();
+    U::multiply<1, 4, 7>();
+    U::multiply<2, 5, 6>();
+    U::multiply<3, 5, 7>();
+  }
+  release_tiles();
+  return double(turns) * 4 * kTile * kTile * 2 * kTile * 2;
+}
+#endif
+
+inline double peak(Dtype dtype, int64_t rounds) {
+#ifdef VLORA_HAS_TILES
+  if (dtype == Dtype::kBf16) return tile_peak(rounds);
+#endif
+  constexpr int kAccumulators = kPeakAccumulators;
+  V acc[kAccumulators];
+#pragma GCC unroll 16
+  for (int a = 0; a < kAccumulators; ++a) acc[a] = V::zero();
+  const float one = 1;
+#ifdef VLORA_HAS_BF16_PRODUCTS
+  if (dtype == Dtype::kBf16) {
+    alignas(64) const float line[kLanes] = {};
+    const V::Pairs s = V::broadcast_pair(&one);
+    for (int64_t i = 0; i < rounds; ++i)
+#pragma GCC unroll 16
+      for (int a = 0; a < kAccumulators; ++a) {
+        acc[a].add_pairs(s, V::load_pairs(reinterpret_cast<const char*>(line)));
+        VLORA_KEEP(acc[a]);
+      }
+  }
+#endif
+  if (dtype == Dtype::kFp32 || !kPairs) {
+    const V::Scalar s = V::broadcast(&one);
+    V b = V::zero();
+    for (int64_t i = 0; i < rounds; ++i)
+#pragma GCC unroll 16
+      for (int a = 0; a < kAccumulators; ++a) {
+        acc[a].add_product(s, b);
+        VLORA_KEEP(acc[a]);
+      }
+  }
+  volatile float sink = 0;
+#pragma GCC unroll 16
+  for (int a = 0; a < kAccumulators; ++a) sink = sink + sum_of(acc[a]);
+  return 2.0 * (dtype == Dtype::kBf16 && kPairs ? 2 : 1) * kLanes * kAccumulators * double(rounds);
+}
+
+inline float read(const float* values, int64_t count) {
+  V acc[8];
+#pragma GCC unroll 8
+  for (int a = 0; a < 8; ++a) acc[a] = V::zero();
+  for (int64_t i = 0; i + 8 * kLanes <= count; i += 8 * kLanes)
+#pragma GCC unroll 8
+    for (int a = 0; a < 8; ++a) acc[a].add(V::load(values + i + a * kLanes));
+  float sum = 0;
+#pragma GCC unroll 8
+  for (int a = 0; a < 8; ++a) sum += sum_of(acc[a]);
+  return sum;
+}
+
+}  // namespace vlora::runtime::VLORA_ISA

@@ -1,0 +1,111 @@
+// One AVX-512 register of fp32 values.
+#pragma once
+
+#include <immintrin.h>
+
+#include "runtime/split_fp32_avx512.h"
+#include "runtime/transpose_avx512.h"
+#include "runtime/types.h"
+
+namespace vlora::runtime::VLORA_ISA {
+
+struct R {
+  __m512 r;
+  static constexpr int kWidth = 16;
+
+  static R zero() { return {_mm512_setzero_ps()}; }
+  static R all(float value) { return {_mm512_set1_ps(value)}; }
+  static R load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static R load(const uint16_t* p) {
+    const __m256i bf16 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16))};
+  }
+  static R broadcast(const float* p) { return {_mm512_set1_ps(*p)}; }
+  // Of 2 * kWidth bf16 values, those at even and at odd places.
+  static R even(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+  }
+  static R odd(const uint16_t* p) {
+    return {_mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000u))))};
+  }
+
+  void store(float* p) const { _mm512_storeu_ps(p, r); }
+  // Rounded to nearest, ties to even; a NaN keeps its sign and stays a NaN.
+  void store(uint16_t* p) const {
+#ifdef VLORA_HAS_BF16_PRODUCTS
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), __m256i(_mm512_cvtneps_pbh(r)));
+#else
+    const __m512i bits = _mm512_castps_si512(r);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(r, r, _CMP_UNORD_Q);
+    up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x00400000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+#endif
+  }
+
+  // Both, one after the other, as the upper halves of their bits, and as bf16 what these leave.
+  static void store_halves(R a, R b, uint16_t* high, uint16_t* low) {
+    _mm512_storeu_si512(high, upper_halves(a.r, b.r));
+    const R first{without_upper_half(a.r)}, second{without_upper_half(b.r)};
+#ifdef VLORA_HAS_BF16_PRODUCTS
+    _mm512_storeu_si512(low, __m512i(_mm512_cvtne2ps_pbh(second.r, first.r)));
+#else
+    first.store(low);
+    second.store(low + kWidth);
+#endif
+  }
+
+  void add_product(R a, R b) { r = _mm512_fmadd_ps(a.r, b.r, r); }
+  friend R operator+(R a, R b) { return {_mm512_add_ps(a.r, b.r)}; }
+  friend R operator-(R a, R b) { return {_mm512_sub_ps(a.r, b.r)}; }
+  friend R operator*(R a, R b) { return {_mm512_mul_ps(a.r, b.r)}; }
+  friend R operator/(R a, R b) { return {_mm512_div_ps(a.r, b.r)}; }
+  // The second where either is a NaN.
+  friend R max(R a, R b) { return {_mm512_max_ps(a.r, b.r)}; }
+  friend R min(R a, R b) { return {_mm512_min_ps(a.r, b.r)}; }
+  R nearest() const {
+    return {_mm512_roundscale_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  }
+  // The first `count` lanes, those of `others` beyond them.
+  R first(int count, R others) const {
+    const unsigned some = count <= 0 ? 0 : count >= kWidth ? 0xffffu : (1u << count) - 1;
+    return {_mm512_mask_blend_ps(__mmask16(some), others.r, r)};
+  }
+  // Its low bits as an exponent.
+  R exponent_of_low_bits() const {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(r), 23))};
+  }
+  // 2 to the power of whole numbers in -126 … 127.
+  R power_of_two() const {
+    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(r), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
+  }
+  // Columns 4 quarter … 4 quarter + 3 of 16 lines, `line` floats apart.
+  static void turned(const float* lines, ptrdiff_t line, int quarter, R (&out)[4]) {
+    __m512 columns[4];
+    turn(lines, line, quarter, columns);
+    for (int i = 0; i < 4; ++i) out[i].r = columns[i];
+  }
+  // Quarters added: what is left are four sums.
+  __m128 folded() const {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(r), _mm512_extractf32x8_ps(r, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+  float largest() const { return _mm512_reduce_max_ps(r); }
+
+#ifdef VLORA_HAS_BF16_PRODUCTS
+  using Pairs = __m512bh;
+  static Pairs load_pairs(const uint16_t* p) { return Pairs(_mm512_loadu_si512(p)); }
+  static Pairs broadcast_pair(const uint16_t* p) {
+    int pair;
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return Pairs(_mm512_set1_epi32(pair));
+  }
+  void add_pairs(Pairs a, Pairs b) { r = _mm512_dpbf16_ps(r, a, b); }
+#endif
+};
+
+}  // namespace vlora::runtime::VLORA_ISA

@@ -1,0 +1,1 @@
+"""Helpers that tests share; nothing here is collected as a test."""

@@ -1,0 +1,99 @@
+"""The tools of these checks, got once into build/deploy: from PyPI, Debian and npm.
+
+What cannot be got fails the check that needs it, with what was said: none of them passes unseen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlora.launcher.ports import choose_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+WORK = ROOT / "build" / "deploy"
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+MODELS_OF_PROMETHEUS = "@kubernetes-models/prometheus-operator@6.0.0"
+
+
+def said(command: Sequence[str | Path], given: str | None = None, **more: Any) -> str:
+    """What a command prints; the test fails with both of its outputs where it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, input=given, capture_output=True, text=True, **more)
+    if done.returncode != 0:
+        pytest.fail(f"{' '.join(words)[:200]}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def pypi() -> Path:
+    """The `bin` of an environment with tests/deploy/requirements.txt."""
+    folder = WORK / "tools"
+    ready = folder / REQUIREMENTS.name
+    if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
+        shutil.rmtree(folder, ignore_errors=True)
+        said([sys.executable, "-m", "venv", folder])
+        said([folder / "bin" / "pip", "install", "--quiet", "-r", REQUIREMENTS])
+        shutil.copy(REQUIREMENTS, ready)
+    return folder / "bin"
+
+
+def debian(package: str) -> Path:
+    """The unpacked files of a Debian package, without installing it."""
+    folder = WORK / "debian" / package
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory() as place:
+            Path(place).chmod(0o755)
+            said(["apt-get", "download", "--quiet", package], cwd=place)
+            (archive,) = Path(place).glob("*.deb")
+            said(["dpkg-deb", "--extract", archive, Path(place) / "files"])
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(Path(place) / "files", folder)
+    return folder
+
+
+def npm(package: str) -> Path:
+    """A folder whose `node_modules` has this package."""
+    folder = WORK / "npm"
+    if not (folder / "node_modules" / package.rpartition("@")[0]).is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "package.json").write_text(json.dumps({"name": "checks", "private": True}))
+        said(["npm", "install", "--silent", "--no-audit", "--no-fund", package], cwd=folder)
+    return folder
+
+
+def free_ports(*names: str) -> dict[str, int]:
+    return choose_ports(dict.fromkeys(names, 0))
+
+
+@contextmanager
+def running(
+    command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that writes to `log` and is ended with the block."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

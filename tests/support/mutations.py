@@ -1,0 +1,330 @@
+"""Sound requests and what can be wrong with them: question `index` of a seed, always the same.
+
+Used by `fuzz.py`. Two requests are never made, since each ends a Triton 2.51 (README): one for
+class results, and one of HTTP's `infer` whose shape claims more than there is memory for.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.support.triton_client import picture
+
+MODELS = ("video_analytics", "visual_retrieval", "lmm", "lmm_unary", "vision_encoder", "task_head")
+STREAMS = ("visual_retrieval", "lmm")
+KEYS: Mapping[str, tuple[Any, ...]] = {
+    "max_tokens": (1, 5, "7", 0, -1, 10**9, 10**30, 2.5, None, "x", [3], True),
+    "temperature": (0, 0.7, "0.5", -1, 1e308, "nan", "inf", None, {}, 101),
+    "top_k": (0, -1, 5, -2, "3", 10**12, 1.5),
+    "top_p": (1.0, 0.1, 0, 1.1, "0.9", -0.0),
+    "min_p": (0, 0.5, 2),
+    "seed": (0, -1, 7, 2**63, 2**64, -(2**63) - 1, "9", 1.0),
+    "stop": ("a", ["a", "b"], [], [""], ["x"] * 17, 5, None, [["a"]], "\x00"),
+    "stop_token_ids": ([1], [-1], [10**9], ["a"], "1", []),
+    "min_tokens": (0, 3, -1, 10**9),
+    "ignore_eos": (True, False, "true", "maybe", 1),
+    "logprobs": (0, 3, 20, 21, -1, None, True),
+    "repetition_penalty": (1.0, 1.5, 0, -1, 1e300),
+    "presence_penalty": (0, 2, -2, 3),
+    "frequency_penalty": (0, 2, -2, "x"),
+    "choices": (["red", "blue"], [], ["red"] * 300, [1], "red", ["é" * 50, "ж"], ["a", "ab"]),
+    "lora_name": (None, "attention-r4", "all-r8", "head-r8", "broken", "nobody", "", "../x", 3),
+    "n": (1, 2, "1", 0),
+    "best_of": (1, 2),
+    "priority": (1,),
+    "deadline_ms": (5,),
+    "skip_special_tokens": (True, False),
+    "nonsense": (1,),
+    "\u202e\x00": (1,),
+}
+RAW_JSON = (
+    "",
+    "{",
+    "[]",
+    "null",
+    "NaN",
+    '{"temperature": NaN}',
+    '{"temperature": -Infinity}',
+    '{"temperature": 1e999}',
+    r'{"lora_name": "\ud800"}',
+    r'{"\udfff": 1}',
+    r'{"choices": ["\ud83d"]}',
+    r'{"stop": "\u0000"}',
+    '{"seed": ' + "9" * 5000 + "}",
+    '{"a": ' * 5000,
+    '{"stop": ' + "[" * 900 + "]" * 900 + "}",
+    '{"seed": 1, "seed": 2}',
+    '{"x": "' + "y" * 70000 + '"}',
+)
+BYTES = (b"", b"\xff\xfe", b"\xed\xa0\x80", b"\x00", "\u202eé\U0001f600".encode(), b"A" * 3000)
+TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw", "dance", "", "\u2028")
+
+
+@dataclass
+class Tensor:
+    """One input as it goes over the wire; `raw` need not fit shape and type."""
+
+    datatype: str
+    shape: list[int]
+    raw: bytes
+
+    @classmethod
+    def strings(cls, *items: bytes) -> Tensor:
+        raw = b"".join(len(item).to_bytes(4, "little") + item for item in items)
+        return cls("BYTES", [len(items)], raw)
+
+    @classmethod
+    def array(cls, array: np.ndarray, datatype: str) -> Tensor:
+        return cls(datatype, list(array.shape), array.tobytes())
+
+
+@dataclass
+class Question:
+    """One request, before a way over the wire is chosen."""
+
+    model: str
+    way: str
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    texts: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+    id: str = ""
+    body: bytes | None = None
+    kinds: list[str] = field(default_factory=list)
+
+
+OUTPUTS = {
+    "video_analytics": ("result", "text_output", "finish_reason", "num_input_tokens"),
+    "visual_retrieval": ("text_output", "finish_reason", "num_input_tokens", "metadata_output"),
+    "lmm": ("text_output", "finish_reason", "logprobs", "details", "head_scores", "metadata"),
+    "lmm_unary": ("text_output", "finish_reason", "logprobs", "details", "cumulative_logprob"),
+    "vision_encoder": ("image_features", "image_layout", "image_size", "image_digest"),
+    "task_head": ("result",),
+}
+
+
+class Mutator:
+    """Makes question `index` of a seed."""
+
+    def __init__(self, seed: int, index: int) -> None:
+        self.dice = random.Random(f"{seed} {index}")
+
+    def question(self) -> Question:
+        dice = self.dice
+        model = dice.choices(MODELS, (6, 5, 6, 4, 2, 1))[0]
+        ways = ["stream", "generate_stream"] if model in STREAMS else ["unary", "infer"]
+        ways += ["generate"] if model != "visual_retrieval" else []
+        question = Question(model, dice.choice(ways))
+        if dice.random() < 0.04:
+            question.way = dice.choice(("unary", "infer", "stream", "generate_stream"))
+        self._sound(question)
+        mutations: list[Callable[[Question], None]] = [
+            self._sampling,
+            self._sampling,
+            self._raw_json,
+            self._parameters,
+            self._parameters,
+            self._image,
+            self._image,
+            self._text,
+            self._task_and_metadata,
+            self._features,
+            self._shape,
+            self._datatype,
+            self._bytes,
+            self._flags if model in ("lmm", "lmm_unary") else self._outputs,
+            self._outputs,
+            self._id,
+            self._drop,
+            self._unknown,
+        ]
+        for _ in range(dice.choice((1, 1, 1, 2, 2, 3, 4))):
+            mutation = dice.choice(mutations)
+            mutation(question)
+            question.kinds.append(mutation.__name__.strip("_"))
+        if question.way not in ("unary", "stream") and dice.random() < 0.12:
+            self._body(question)
+            question.kinds.append("body")
+        return question
+
+    def _sound(self, question: Question) -> None:
+        dice = self.dice
+        text = dice.choice(("What is this?", "How many stars?", "the star"))
+        self._set(question, "text_input", text.encode())
+        if dice.random() < 0.6 and question.model != "task_head":
+            pictures = [picture((dice.randrange(8) * 30, 40, 9)) for _ in range(dice.randint(1, 2))]
+            self._set(question, dice.choice(("image", "frames")), *pictures)
+        if question.model == "task_head":
+            del question.inputs["text_input"], question.texts["text_input"]
+            details = {"task": "vqa", "adapter": None, "timings": {"total": 0.5}}
+            self._set(question, "text_output", b"<ref>a</ref><box>(1,2),(3,4)</box>")
+            self._set(question, "details", json.dumps(details).encode())
+        elif question.model != "vision_encoder":
+            keys = {"max_tokens": dice.randint(1, 6), "temperature": 0}
+            self._set(question, "sampling_parameters", json.dumps(keys).encode())
+
+    @staticmethod
+    def _set(question: Question, name: str, *items: bytes) -> None:
+        tensor = Tensor.strings(*items)
+        if question.model == "vision_encoder":
+            tensor.shape = [1, len(items)]
+        question.inputs[name] = tensor
+        binary = name in ("image", "frames")
+        texts = [
+            base64.b64encode(item).decode() if binary else item.decode("utf-8", "surrogateescape")
+            for item in items
+        ]
+        question.texts[name] = texts if len(texts) != 1 else texts[0]
+
+    # -- mutations ---------------------------------------------------------------------------
+
+    def _sampling(self, question: Question) -> None:
+        names = self.dice.sample(sorted(KEYS), self.dice.randint(1, 3))
+        keys = {"max_tokens": 4} | {name: self.dice.choice(KEYS[name]) for name in names}
+        self._set(question, "sampling_parameters", json.dumps(keys).encode())
+
+    def _raw_json(self, question: Question) -> None:
+        name = "details" if question.model == "task_head" else "sampling_parameters"
+        self._set(question, name, self.dice.choice(RAW_JSON).encode())
+
+    def _parameters(self, question: Question) -> None:
+        question.inputs.pop("sampling_parameters", None)
+        question.texts.pop("sampling_parameters", None)
+        for name in self.dice.sample(sorted(KEYS), 2):
+            value = self.dice.choice(KEYS[name])
+            if (
+                isinstance(value, str | bool)
+                or (isinstance(value, int) and abs(value) < 2**62)
+                or isinstance(value, float)
+            ):
+                question.parameters[name] = value
+
+    def _image(self, question: Question) -> None:
+        dice, name = self.dice, self.dice.choice(("image", "frames"))
+        data = bytearray(picture((dice.randrange(256), 3, 3), (dice.randint(1, 90), 60)))
+        how = dice.randrange(7)
+        if how == 0:
+            data = data[: dice.randrange(len(data))]
+        elif how <= 3:
+            for _ in range(dice.randint(1, 20)):
+                data[dice.randrange(len(data))] = dice.randrange(256)
+        elif how == 4:
+            data = bytearray(dice.randbytes(dice.randrange(300)))
+        elif how == 5:
+            data = bytearray(base64.b64encode(data)[: -dice.randrange(1, 9)])
+        count = dice.choice((0, 1, 1, 1, 2, 3, 65)) if how == 6 else 1
+        self._set(question, name, *([bytes(data)] * count))
+
+    def _text(self, question: Question) -> None:
+        words = (b"", b" ", b"<image>", b"<image><image>", b"x " * 700, b"</s><s>", *BYTES)
+        name = "text_output" if question.model == "task_head" else "text_input"
+        self._set(question, name, self.dice.choice(words))
+
+    def _task_and_metadata(self, question: Question) -> None:
+        self._set(question, "task", self.dice.choice(TASKS).encode())
+        metadata = (b"m", b'{"a": 1}', b"x" * (2**20 + 1), *BYTES)
+        self._set(question, "metadata", self.dice.choice(metadata))
+
+    def _features(self, question: Question) -> None:
+        dice = self.dice
+        rows, width = dice.choice(((64, 192), (63, 192), (0, 192), (64, 191), (1, 1)))
+        values = np.full((rows, width), dice.choice((0.0, 1e38, np.nan, np.inf)), np.float32)
+        row = [0, dice.choice((64, 0, -1, 2**31 - 1)), 1, 8, 8, dice.choice((0, 1, 2))]
+        layout = np.array([row] * dice.choice((0, 1, 1, 2)), np.int32).reshape(-1, 6)
+        chosen = {
+            "image_features": Tensor.array(values, "FP32"),
+            "image_layout": Tensor.array(layout, "INT32"),
+            "image_size": Tensor.array(np.full((len(layout), 2), -5, np.int32), "INT32"),
+        }
+        for name in dice.sample(sorted(chosen), dice.randint(1, 3)):
+            question.inputs[name] = chosen[name]
+
+    def _one(self, question: Question) -> Tensor:
+        if not question.inputs:
+            self._set(question, "task", b"vqa")
+        return question.inputs[self.dice.choice(sorted(question.inputs))]
+
+    def _shape(self, question: Question) -> None:
+        tensor = self._one(question)
+        shapes = ([], [0], [2], [1, 1], [-1], [1] * 9, [len(tensor.raw)], [0, 2**62], [2**40])
+        tensor.shape = self.dice.choice(shapes[: -1 if question.way == "infer" else None])
+
+    def _datatype(self, question: Question) -> None:
+        tensor = self._one(question)
+        tensor.datatype = self.dice.choice(("BOOL", "INT32", "FP32", "FP64", "UINT8", "BF16", "X"))
+
+    def _bytes(self, question: Question) -> None:
+        tensor = self._one(question)
+        raw = bytearray(tensor.raw)
+        for _ in range(self.dice.randint(1, 6)):
+            if raw:
+                raw[self.dice.randrange(min(len(raw), 60))] = self.dice.randrange(256)
+        cut = self.dice.choice((None, None, 3, len(raw) // 2))
+        tensor.raw = bytes(raw[:cut])
+
+    def _flags(self, question: Question) -> None:
+        names = ["stream", "exclude_input_in_output", "return_logprobs", "return_finish_reason"]
+        names += ["return_cumulative_logprob", "return_num_output_tokens", "cancel"]
+        for name in self.dice.sample(names, 2):
+            value = self.dice.random() < 0.5
+            question.inputs[name] = Tensor("BOOL", [1], bytes([self.dice.choice((value, 2))]))
+            question.texts[name] = value
+
+    def _outputs(self, question: Question) -> None:
+        names = OUTPUTS[question.model]
+        question.outputs = self.dice.sample(names, self.dice.randint(1, len(names)))
+        if self.dice.random() < 0.1:
+            question.outputs.append(self.dice.choice(("nothing", question.outputs[0])))
+
+    def _id(self, question: Question) -> None:
+        question.id = self.dice.choice(
+            ("1", "é" * 20, "x" * 5000, "\u202e\x00", "same-id-always-16")
+        )
+
+    def _drop(self, question: Question) -> None:
+        name = self.dice.choice(sorted(question.inputs) or ["task"])
+        if len(question.inputs) > 1:
+            del question.inputs[name]
+            question.texts.pop(name, None)
+
+    def _unknown(self, question: Question) -> None:
+        self._set(question, self.dice.choice(("picture", "", "TEXT_INPUT", "é")), b"x")
+
+    def _body(self, question: Question) -> None:
+        body = bytearray(as_json(question))
+        for _ in range(self.dice.randint(1, 8)):
+            body[self.dice.randrange(len(body))] = self.dice.randrange(256)
+        question.body = bytes(body[: self.dice.choice((None, None, len(body) // 2))])
+
+
+def as_json(question: Question) -> bytes:
+    """The body for `generate`, `generate_stream` or `infer`."""
+    if question.way == "infer":
+        inputs = [
+            {
+                "name": name,
+                "shape": tensor.shape,
+                "datatype": tensor.datatype,
+                "data": _listed(question.texts.get(name)),
+            }
+            for name, tensor in question.inputs.items()
+        ]
+        body: dict[str, Any] = {"inputs": inputs, "parameters": question.parameters}
+        if question.outputs:
+            body["outputs"] = [{"name": name} for name in question.outputs]
+    else:
+        body = {**question.texts, **question.parameters}
+    if question.id:
+        body["id"] = question.id
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogateescape")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
