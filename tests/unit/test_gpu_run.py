@@ -14,7 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.gpu_timing import Limits
+from benchmarks.gpu_timing import GpuLimits
 from benchmarks.kernels.cells import Cell
 from tests.support.atmm_problems import emulation
 from tests.support.polling import until
@@ -27,7 +27,7 @@ from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
 from vlora.atmm.cuda.choice import Choice, Shape, Table
 from vlora.atmm.cuda.operator import Operator, using
 
-LIMITS = Limits(1e9, 1e11, 1e10)
+LIMITS = GpuLimits(1e9, 1e11, 1e10)
 SMALL = Shape("bf16", 16, 256, 256, 8, 2)
 
 

@@ -285,11 +285,11 @@ def _operator(out: Path | None = None) -> Any:
 
 
 def _limits(out: Path) -> Any:
-    from benchmarks.gpu_timing import Limits, measure_limits
+    from benchmarks.gpu_timing import GpuLimits, measure_limits
 
     known = read(out / "machine.json").get("limits")
     if known:
-        return Limits(**known)
+        return GpuLimits(**known)
     torch = _torch()
     return measure_limits(torch.device("cuda"), side=SIDE, copy_bytes=COPY_BYTES)
 

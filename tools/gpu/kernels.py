@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import Call as Pass
-from benchmarks.gpu_timing import Limits, Timed, Work, interleaved
+from benchmarks.gpu_timing import GpuLimits, GpuTiming, GpuWork, interleaved
 from benchmarks.kernels.cells import DTYPES, Cell
 from benchmarks.kernels.operators import BASELINES, Baseline, Call
 from tools.gpu.peers import PEERS
@@ -78,14 +78,14 @@ class Result:
 
     cell: Cell
     limit: float
-    graph: dict[str, Timed] = field(default_factory=dict)
-    eager: dict[str, Timed] = field(default_factory=dict)
+    graph: dict[str, GpuTiming] = field(default_factory=dict)
+    eager: dict[str, GpuTiming] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     choice: str = ""
     layers: int = 1
 
     def as_row(self) -> dict[str, Any]:
-        def us(timed: Mapping[str, Timed]) -> dict[str, float]:
+        def us(timed: Mapping[str, GpuTiming]) -> dict[str, float]:
             return {name: round(one.median * 1e6, 2) for name, one in timed.items()}
 
         return {
@@ -102,7 +102,7 @@ class Result:
 
 
 def measure(
-    cell: Cell, operator: Operator, statics: Mapping[str, Choice], limits: Limits
+    cell: Cell, operator: Operator, statics: Mapping[str, Choice], limits: GpuLimits
 ) -> Result:
     """All operators on one cell, interleaved."""
     cell = Drawn(**vars(cell))
@@ -143,14 +143,14 @@ def measure(
         if name in UNCAPTURED:
             continue
         try:
-            captured[name] = Work(calls, graph=True)
+            captured[name] = GpuWork(calls, graph=True)
         except RuntimeError as raised:
             if name == ATMM:
                 raise
             result.left_out[f"{name} as a graph"] = str(raised).splitlines()[0][:200]
     result.graph = interleaved(captured, ROUNDS)
     eager = {
-        name: Work(calls, graph=False)
+        name: GpuWork(calls, graph=False)
         for name, calls in passes.items()
         if not name.startswith(STATIC)
     }
@@ -185,7 +185,7 @@ def run(
     cells: Sequence[Cell],
     operator: Operator,
     statics: Mapping[str, Choice],
-    limits: Limits,
+    limits: GpuLimits,
     seconds: float,
 ) -> Iterator[Result]:
     """Results as they come; ends when the next one would not be done in time."""
