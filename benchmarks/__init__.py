@@ -1,1 +1,5 @@
-"""Benchmarks: fixed grids and traces, baselines side by side, figures with their noise."""
+"""Benchmarks: fixed grids and traces, baselines measured in the same run, figures with noise."""
+
+from benchmarks.baseline_policies import register
+
+register()
