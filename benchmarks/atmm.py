@@ -22,8 +22,8 @@ from benchmarks.cells import DTYPES, Cell
 from benchmarks.limits import Limits
 from benchmarks.operators import Baseline, Call
 from benchmarks.timing import Timing
-from vlora import native
-from vlora.atmm import backends, op
+from vlora import backends, native
+from vlora.atmm import op
 from vlora.atmm.device import Device
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Merges, MergeUpdate, Segments
@@ -61,7 +61,7 @@ class StaticTile(Atmm):
 
 
 def compiled() -> bool:
-    return backends.default() == "cpu"
+    return backends.backend_of("atmm") == "cpu"
 
 
 def static_tiles(dtype: str) -> list[Baseline]:

@@ -17,7 +17,7 @@ from benchmarks.cells import DTYPES
 from benchmarks.limits import Limits
 from benchmarks.timing import Timing, geometric_mean, interleaved
 from vlora.atmm.device import Device
-from vlora.kernels.backends import Backend
+from vlora.backends import Backend
 from vlora.memory.kv_cache import KVStore
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
