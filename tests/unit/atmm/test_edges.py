@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks.parts import LORA, PRODUCTS, clocked
+from benchmarks.step.parts import LORA, PRODUCTS, clocked
 from tests.support.atmm_problems import FP32, check, compiled, expected, group_of
 from vlora import native
 from vlora.atmm import op, tiles

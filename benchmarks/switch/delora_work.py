@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.atmm import Beside
-from benchmarks.bed import TestBed
-from benchmarks.limits import Limits
+from benchmarks.machine import Beside
+from benchmarks.roofline import Limits
+from benchmarks.synthetic_model import TestBed
 from benchmarks.timing import Timing, interleaved
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup

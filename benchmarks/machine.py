@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 
 import vlora.atmm as atmm_package
-from benchmarks.cells import DTYPES, Cell
-from benchmarks.limits import Limits
-from benchmarks.operators import Baseline, Call
+from benchmarks.kernels.cells import DTYPES, Cell
+from benchmarks.kernels.operators import Baseline, Call
+from benchmarks.roofline import Limits
 from benchmarks.timing import Timing
 from vlora import backends, native
 from vlora.atmm import op

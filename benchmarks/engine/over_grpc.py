@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from benchmarks.bed import NAMES
+from benchmarks.engine.load import OUTPUT, Ask, Run
 from benchmarks.llava import Checkpoint
-from benchmarks.load import OUTPUT, Ask, Run
+from benchmarks.synthetic_model import NAMES
 from vlora.launcher.server import ServerOptions, TritonServer
 
 ENSEMBLE = "visual_retrieval"

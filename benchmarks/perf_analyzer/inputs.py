@@ -3,7 +3,7 @@
 Every request has a picture (or clip) of its own, sent as base64 text in STRING inputs, and forces
 a number of tokens, so that runs compare.
 
-usage: python clients/perf/inputs.py out/perf --adapters glyphs actions --images 64
+usage: python -m benchmarks.perf_analyzer.inputs out/perf --adapters glyphs actions --images 64
 """
 
 from __future__ import annotations

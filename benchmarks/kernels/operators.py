@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from benchmarks.cells import DTYPES, Cell
+from benchmarks.kernels.cells import DTYPES, Cell
 from vlora.atmm.types import LoraPair
 
 Call = Callable[[torch.Tensor, torch.Tensor], None]

@@ -16,14 +16,14 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.bed import NAMES
-from benchmarks.closed import ClosedLoop, ratio
 from benchmarks.llava import MODELS, Checkpoint, make
-from benchmarks.own_operators import OWN, RULE_OF, operator
-from benchmarks.replay import Replay, measured, simulated
-from benchmarks.source_fingerprint import source_fingerprint
+from benchmarks.policies.closed_loop import ClosedLoop, ratio
+from benchmarks.policies.own_operators import OWN, RULE_OF, operator
+from benchmarks.policies.replay import Replay, measured, simulated
+from benchmarks.policies.source_fingerprint import source_fingerprint
+from benchmarks.policies.traces import Asked, Workload
+from benchmarks.synthetic_model import NAMES
 from benchmarks.timing import geometric_mean
-from benchmarks.traces import Asked, Workload
 from vlora import paths
 from vlora.config import Options
 from vlora.engine.cost import CostModel

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.adapters import BLOCK, TOGETHER, Bench, Row, draw, joined, tiers
-from benchmarks.driving import Driver, Outcome
+from benchmarks.adapters.measurement import BLOCK, TOGETHER, Bench, Row, draw, joined, tiers
+from benchmarks.driver import Driver, Outcome
 from vlora.engine.engine import Engine
 from vlora.engine.memory import EngineMemory
 from vlora.engine.sequence import scopes_of

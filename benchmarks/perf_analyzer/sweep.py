@@ -7,7 +7,7 @@ rows a decode step had. Prints a table; writes JSON.
 Turn the feature cache off (`"feature_cache_bytes": 0` in `model.json`) to measure the encoder:
 the 64 pictures are distinct, but a long run meets them again.
 
-usage: python clients/perf/sweep.py --adapters base glyphs actions --json out/sweep.json
+usage: python -m benchmarks.perf_analyzer.sweep --adapters base glyphs actions --json out/sweep.json
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run as a file
 
+from benchmarks.perf_analyzer.fetch import PerfAnalyzer, ensure
+from benchmarks.perf_analyzer.inputs import BASE, MODELS, write_inputs
 from clients.common import DEFAULT_URL, ClientError, connect, run_main
-from clients.perf.fetch import PerfAnalyzer, ensure
-from clients.perf.inputs import BASE, MODELS, write_inputs
 from clients.video_analytics import quantile
 
 STREAMING = {"visual_retrieval", "lmm"}

@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks import work
-from benchmarks.bed import NAMES
+from benchmarks import work_model as work
+from benchmarks.engine.load import OUTPUT, Ask, Run
 from benchmarks.llava import Checkpoint
-from benchmarks.load import OUTPUT, Ask, Run
-from benchmarks.work import Rows, Work
+from benchmarks.synthetic_model import NAMES
+from benchmarks.work_model import Rows, Work
 from vlora import cores
 from vlora.config import Options
 from vlora.engine.loop import EngineLoop

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import llava, work
-from benchmarks.atmm import Beside
-from benchmarks.bed import NAMES, TestBed
-from benchmarks.footprint import footprints
-from benchmarks.limits import Limits
-from benchmarks.neighbour import slow_down
-from benchmarks.parts import ATTENTION, PARTS, clocked
+from benchmarks import llava
+from benchmarks import work_model as work
+from benchmarks.machine import Beside
+from benchmarks.roofline import Limits
+from benchmarks.step.busy_core import slow_down
+from benchmarks.step.footprint import footprints
+from benchmarks.step.parts import ATTENTION, PARTS, clocked
+from benchmarks.synthetic_model import NAMES, TestBed
 from benchmarks.timing import Timing, geometric_mean, interleaved
 
 ITEMSIZE = {"fp32": 4, "bf16": 2}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.llava import Checkpoint, prompt
-from benchmarks.traces import Asked
+from benchmarks.policies.traces import Asked
 from vlora.engine.cost import CostModel
 from vlora.engine.engine import Engine
 from vlora.engine.policies.base import Policy

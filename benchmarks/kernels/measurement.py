@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.atmm import MULTIPLY, READ, Atmm, Beside, StaticTile, static_tiles
-from benchmarks.cells import Cell
-from benchmarks.limits import Limits
-from benchmarks.operators import BASELINES, Baseline, Call, InFloat32
+from benchmarks.kernels.cells import Cell
+from benchmarks.kernels.operators import BASELINES, Baseline, Call, InFloat32
+from benchmarks.machine import MULTIPLY, READ, Atmm, Beside, StaticTile, static_tiles
+from benchmarks.roofline import Limits
 from benchmarks.timing import Timing, geometric_mean, interleaved, single_calls
 from vlora.atmm.device import Device
 

@@ -13,7 +13,7 @@ import torch
 
 from vlora.atmm.types import LoraPair, Segment
 
-GRIDS = Path(__file__).parent / "grids"
+GRIDS = Path(__file__).parents[1] / "grids"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIXED_RANKS = (8, 64, 16, 128, 32)
 ZIPF_EXPONENT = 1.2

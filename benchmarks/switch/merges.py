@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.atmm import Beside, prepare_merge
-from benchmarks.cells import DTYPES
-from benchmarks.limits import Limits
+from benchmarks.kernels.cells import DTYPES
+from benchmarks.machine import Beside, prepare_merge
+from benchmarks.roofline import Limits
 from benchmarks.timing import Timing, geometric_mean, interleaved
 from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate
 from vlora.memory import hugepages

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.adapters import WORDS
+from benchmarks.adapters.measurement import WORDS
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.policies.registry import make_policy

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.driving import Ask, Driver, Outcome
-from benchmarks.limits import Limits
+from benchmarks.driver import Ask, Driver, Outcome
+from benchmarks.roofline import Limits
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.lora.adapter import read_adapter

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.own_operators import RULE_OF
+from benchmarks.policies.own_operators import RULE_OF
 from vlora.engine import calibration, cost, scheduler
 from vlora.engine.policies import base, dlora, predictive
 

@@ -4,7 +4,7 @@ It is in the wheel `tritonclient==2.51.0` (later wheels have no binary, and the 
 `perf-analyzer` is an empty placeholder), and it wants two libraries: libcudart.so.12, from the
 wheel `nvidia-cuda-runtime-cu12`, and Debian's libb64.so.0d, from the system or its package.
 
-usage: python clients/perf/fetch.py
+usage: python -m benchmarks.perf_analyzer.fetch
 """
 
 from __future__ import annotations

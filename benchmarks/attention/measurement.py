@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.atmm import MULTIPLY, READ, Beside
-from benchmarks.bed import fill
-from benchmarks.cells import DTYPES
-from benchmarks.limits import Limits
+from benchmarks.kernels.cells import DTYPES
+from benchmarks.machine import MULTIPLY, READ, Beside
+from benchmarks.roofline import Limits
+from benchmarks.synthetic_model import fill
 from benchmarks.timing import Timing, geometric_mean, interleaved
 from vlora.atmm.device import Device
 from vlora.backends import Backend

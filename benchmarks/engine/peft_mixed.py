@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.load import OUTPUT, Ask, Run
 from benchmarks.llava import Checkpoint
-from benchmarks.load import OUTPUT, Ask, Run
 from vlora.vision.encoder import PROCESSOR_BACKEND
 
 BASE = "__base__"

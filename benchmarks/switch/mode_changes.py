@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks import llava
-from benchmarks.bed import TestBed
-from benchmarks.cells import DTYPES
+from benchmarks.kernels.cells import DTYPES
+from benchmarks.synthetic_model import TestBed
 from vlora.atmm.types import LoraPair
 from vlora.ids import BASE, MatrixId
 from vlora.lora.adapter import Adapter, AdapterInfo

@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.inside import Inside, Steps
-from benchmarks.limits import Limits
+from benchmarks.engine.in_process import Inside, Steps
+from benchmarks.engine.load import REQUESTS, Load, Run
+from benchmarks.engine.over_grpc import Served
+from benchmarks.engine.peft_mixed import PeftMixed
 from benchmarks.llava import Checkpoint
-from benchmarks.load import REQUESTS, Load, Run
-from benchmarks.peers import PeftMixed
-from benchmarks.served import Served
-from benchmarks.step import READ_BYTES
+from benchmarks.roofline import Limits
+from benchmarks.step.measurement import READ_BYTES
 from benchmarks.timing import geometric_mean
 
 SECONDS = 0.15

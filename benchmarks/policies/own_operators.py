@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.atmm import bf16_instructions
+from benchmarks.machine import bf16_instructions
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
