@@ -1,5 +1,1 @@
-"""Benchmarks: fixed grids and traces, baselines measured in the same run, figures with noise."""
-
-from benchmarks.baseline_policies import register
-
-register()
+"""Benchmarks: fixed grids and traces, baselines side by side, figures with their noise."""

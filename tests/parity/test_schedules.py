@@ -84,7 +84,7 @@ def run(engine: Engine, schedule: Schedule, cases: list[Case]) -> dict[str, list
         news = engine.step()
         if engine.stalled:
             engine.adapters.finish()
-            engine.on_news()
+            engine.notify()
         for index, arrival in enumerate(schedule.arrivals):
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 news += engine.abort(f"r{index}")
