@@ -1,4 +1,5 @@
 """The step's own kernels: products, attention over pages, and what lies between them.
 
-`ops` is the interface, `reference` the readable twin of each, `backends` decides which one serves.
+`ops` is the interface and `reference` has the readable twin of each; `vlora.backends` chooses
+between them.
 """

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vlora import native
-from vlora.kernels import backends, reference
-from vlora.kernels.backends import Backend
+from vlora import backends, native
+from vlora.backends import Backend
+from vlora.kernels import reference
 
 
 class Matrix:
@@ -58,7 +58,7 @@ class Matrix:
         """
         width = self._native[2]
         at, stride, rows = self._rows(x)
-        if (backend or backends.default()) == "reference":
+        if (backend or backends.backend_of("kernels")) == "reference":
             y = given(reference.linear(x, self.weight, self._bias), out)
             to = y.data_ptr()
         else:
@@ -87,7 +87,7 @@ class Matrix:
         if width % 2:
             raise ValueError(f"weight {tuple(self.weight.shape)} has no two halves")
         at, stride, rows = self._rows(x)
-        if (backend or backends.default()) == "reference":
+        if (backend or backends.backend_of("kernels")) == "reference":
             return given(reference.gate(reference.linear(x, self.weight, self._bias)), out)
         y, out = place(between, rows, width), place(out, rows, width // 2)
         native.kernels().gemm.multiply_gated(
@@ -140,7 +140,7 @@ def embed(
     [m, width] fp32): what stands there instead. Raises IndexError for a token without a row, or a
     row of features that is not there; ValueError for what does not fit.
     """
-    if (backend or backends.default()) == "reference":
+    if (backend or backends.backend_of("kernels")) == "reference":
         return given(reference.embed(tokens, table, images), out)
     rows, (words, width) = len(tokens), table.shape
     if table.dtype not in (torch.float32, torch.bfloat16) or not table.is_contiguous():
@@ -185,7 +185,7 @@ def add_norm(
     hidden, delta: [T, width] fp32, contiguous; weight: [width] fp32. rms: the root of the mean
     square plus eps. Raises ValueError for what does not fit.
     """
-    if (backend or backends.default()) == "reference":
+    if (backend or backends.backend_of("kernels")) == "reference":
         return given(reference.add_norm(hidden, delta, weight, eps), out)
     _check(hidden, weight)
     if delta is not None:
@@ -209,7 +209,7 @@ def gate(
     x: torch.Tensor, *, out: torch.Tensor | None = None, backend: Backend | None = None
 ) -> torch.Tensor:
     """x: [T, 2 · width] fp32, contiguous → silu(its left half) · its right half, [T, width]."""
-    if (backend or backends.default()) == "reference":
+    if (backend or backends.backend_of("kernels")) == "reference":
         return given(reference.gate(x), out)
     if x.dim() != 2 or x.shape[1] % 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"{tuple(x.shape)} {x.dtype} is no contiguous pair of fp32 halves")
@@ -224,7 +224,7 @@ def largest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [T, width] fp32 → ([T] int64 place of each row's first largest value, [T] bool whether all
     of the row's are finite; where not, its place means nothing)."""
-    if (backend or backends.default()) == "reference":
+    if (backend or backends.backend_of("kernels")) == "reference":
         return reference.largest(x)
     if x.dim() != 2 or x.shape[1] < 1 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"{tuple(x.shape)} {x.dtype} are no contiguous rows of fp32")
