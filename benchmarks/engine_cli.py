@@ -26,11 +26,12 @@ def engine(
     """Sixteen requests at once (four if quick): in process, over gRPC, beside PEFT's batches."""
     import torch
 
-    from benchmarks import atmm, llava, report
-    from benchmarks import engine as bench
-    from benchmarks.cells import GRIDS
+    from benchmarks import llava, report
+    from benchmarks import machine as atmm
+    from benchmarks.engine import measurement as bench
+    from benchmarks.engine.peft_mixed import PeftMixed
     from benchmarks.engine_report import engine_table
-    from benchmarks.peers import PeftMixed
+    from benchmarks.kernels.cells import GRIDS
     from vlora.config import Options
     from vlora.cores import of
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,10 +11,10 @@ from hypothesis import strategies as st
 from tests.support.modes import drive
 from tests.support.questions import Case
 from tests.support.schedules import Arrival, Schedule, Tally, check, run
+from vlora import backends
 from vlora.config import AUTO, Options
 from vlora.engine.engine import Engine
 from vlora.ids import BASE
-from vlora.kernels import backends
 
 arrivals = st.builds(
     Arrival,
@@ -30,7 +29,7 @@ schedules = st.builds(
     rows=st.sampled_from([8, 9, 17, 40, 64, 129, 1024]),
     block_size=st.sampled_from([1, 3, 16, 64]),
     slack=st.sampled_from([0, 0, 1, 8, 500]),
-    kernels=st.sampled_from(sorted({"reference", backends.default()})),
+    kernels=st.sampled_from(sorted({"reference", backends.backend_of("kernels")})),
     cramped=st.booleans(),
     live_slots=st.lists(st.integers(0, 5), max_size=9).map(tuple),
     in_order=st.booleans(),
@@ -75,7 +74,7 @@ def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
             return slot if slot in engine.adapters.resident else BASE
 
         drive(engine, live, in_order=schedule.in_order)
-    with patch.object(backends, "default", lambda: schedule.kernels):
+    with backends.override("kernels", schedule.kernels):
         outputs = run(engine, schedule, cases)
     for index, arrival in enumerate(schedule.arrivals):
         check(cases[arrival.case % len(cases)], arrival, outputs[f"r{index}"], tally)

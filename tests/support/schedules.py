@@ -9,9 +9,9 @@ import torch
 
 from tests.support.oracle import Greedy
 from tests.support.questions import Case
+from vlora.backends import Backend
 from vlora.engine.engine import Engine
 from vlora.errors import Cancelled
-from vlora.kernels.backends import Backend
 from vlora.request import Output
 
 HEAD_TOLERANCE = 1e-4

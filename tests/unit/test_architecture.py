@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 
 LAYERS = [
-    {"atmm", "kernels", "metrics", "errors", "ids", "native", "paths", "strict_json"},
+    {"atmm", "backends", "kernels", "metrics", "errors", "ids", "native", "paths", "strict_json"},
     {"memory", "request", "sampling", "config", "cores", "openmp_env"},
     {"lora"},
     {"model"},

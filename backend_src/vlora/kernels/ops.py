@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vlora import native
-from vlora.kernels import backends, reference
-from vlora.kernels.backends import Backend
+from vlora import backends, native
+from vlora.backends import Backend
+from vlora.kernels import reference
 
 Epilogue = Callable[[int, int, int, int, int], None]
 """Adds to a product in place.
@@ -72,7 +72,7 @@ class Matrix:
         """
         width = self._native[2]
         x_address, x_stride, rows = self._check_rows(x)
-        if (backend or backends.default()) == "reference":
+        if (backend or backends.backend_of("kernels")) == "reference":
             y = copy_out(reference.linear(x, self.weight, self._bias), out)
             y_address = y.data_ptr()
         else:
@@ -110,7 +110,7 @@ class Matrix:
                 f"weight {tuple(self.weight.shape)} must have an even number of rows to be gated"
             )
         x_address, x_stride, rows = self._check_rows(x)
-        if (backend or backends.default()) == "reference":
+        if (backend or backends.backend_of("kernels")) == "reference":
             return copy_out(reference.gate(reference.linear(x, self.weight, self._bias)), out)
         scratch, out = alloc_out(scratch, rows, width), alloc_out(out, rows, width // 2)
         native.kernels().gemm.multiply_gated(
@@ -170,7 +170,7 @@ def embed(
     Raises IndexError for a token outside the table or a feature row that does not exist, ValueError
     for a wrong shape, type or layout.
     """
-    if (backend or backends.default()) == "reference":
+    if (backend or backends.backend_of("kernels")) == "reference":
         return copy_out(reference.embed(tokens, table, images), out)
     rows, (words, width) = len(tokens), table.shape
     if table.dtype not in (torch.float32, torch.bfloat16) or not table.is_contiguous():
@@ -231,7 +231,7 @@ def add_norm(
     hidden: [T, width] fp32, contiguous. delta: of the same shape, or None to add nothing.
     weight: [width] fp32. Raises ValueError for a wrong shape, type or layout.
     """
-    if (backend or backends.default()) == "reference":
+    if (backend or backends.backend_of("kernels")) == "reference":
         return copy_out(reference.add_norm(hidden, delta, weight, eps), out)
     _check_norm(hidden, weight)
     if delta is not None:
@@ -260,7 +260,7 @@ def gate(
 
     x: [T, 2 · width] fp32, contiguous. Raises ValueError for a wrong shape, type or layout.
     """
-    if (backend or backends.default()) == "reference":
+    if (backend or backends.backend_of("kernels")) == "reference":
         return copy_out(reference.gate(x), out)
     if x.dim() != 2 or x.shape[1] % 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(
@@ -278,7 +278,7 @@ def argmax(x: torch.Tensor, *, backend: Backend | None = None) -> tuple[torch.Te
     x: [T, width] fp32, contiguous. Returns [T] int64 and [T] bool; the index of a row with a value
     that is not finite is meaningless. Raises ValueError for a wrong shape, type or layout.
     """
-    if (backend or backends.default()) == "reference":
+    if (backend or backends.backend_of("kernels")) == "reference":
         return reference.argmax(x)
     if x.dim() != 2 or x.shape[1] < 1 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} must be contiguous rows of fp32")

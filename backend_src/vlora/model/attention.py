@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from vlora import native
+from vlora import backends, native
 from vlora.atmm.types import DTYPES
-from vlora.kernels import backends, ops
-from vlora.kernels.backends import Backend
+from vlora.backends import Backend
+from vlora.kernels import ops
 from vlora.memory.kv_cache import KVStore
 from vlora.model import attention_reference
 from vlora.model.chunk import Chunk
@@ -39,7 +39,7 @@ class AttentionPlan:
         self._chunks = chunks
         self._store = store
         self._heads = heads
-        self._backend = backend or backends.default()
+        self._backend = backend or backends.backend_of("kernels")
         self.positions = torch.tensor(
             [position for chunk in chunks for position in range(chunk.start, chunk.end)]
         )

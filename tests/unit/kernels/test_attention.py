@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vlora.backends import Backend
 from vlora.kernels import reference
-from vlora.kernels.backends import Backend
 from vlora.memory.kv_cache import KVStore
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlora import native
+from vlora import backends, native
 from vlora.atmm import tiles
+from vlora.backends import Backend
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.kernels import backends, ops
-from vlora.kernels.backends import Backend
+from vlora.kernels import ops
 from vlora.vision.encoder import VisionEncoder
 
 ROUNDED = ("avx512_bf16", "amx", "twin")
@@ -277,20 +277,18 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
 def test_an_unknown_backend_ends_the_start_and_not_each_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def unknown() -> Backend:
-        raise ValueError("it must be")
-
-    monkeypatch.setattr(backends, "default", unknown)
-    with pytest.raises(ValueError, match="it must be"):
-        Engine(Options(model=tmp_path))
-    with pytest.raises(ValueError, match="it must be"):
-        VisionEncoder(tmp_path, threads=1)
+    monkeypatch.setenv("VLORA_KERNELS", "fast")
+    with backends.override("kernels", None):
+        with pytest.raises(ValueError, match="it must be"):
+            Engine(Options(model=tmp_path))
+        with pytest.raises(ValueError, match="it must be"):
+            VisionEncoder(tmp_path, threads=1)
 
 
 def _backend_with(named: str) -> subprocess.CompletedProcess[str]:
     code = (
         "import logging; logging.basicConfig(level='INFO');"
-        "from vlora.kernels import backends; print(backends.default())"
+        "from vlora import backends; print(backends.backend_of('kernels'))"
     )
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -305,7 +303,7 @@ def _backend_with(named: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("depth", [64, 65, 90])
 def test_a_unit_that_multiplies_tiles_takes_bf16_from_two_rows_on(rows: int, depth: int) -> None:
     """It rounds x, which plain C++ without it does not; an odd depth is filled up."""
-    if backends.default() != "cpu":
+    if backends.backend_of("kernels") != "cpu":
         pytest.skip("the kernels are not compiled here")
     x, weight = torch.randn(rows, depth), torch.randn(40, depth).bfloat16()
     rounds = rows >= 2
