@@ -91,7 +91,7 @@ class Plan:
         return out.flatten(1)
 
     def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the keys or values of the first `length` positions, [batch, kv_heads, length, dim].
+        """Return keys or values of the first `length` positions, [batch, kv_heads, length, dim].
 
         view: [pages, kv_heads, panels, …], where the last axes hold LANES · dim values, lane by
             lane.
