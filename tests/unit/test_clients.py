@@ -16,9 +16,9 @@ from PIL import Image
 from rich.console import Console
 from tritonclient.utils import InferenceServerException
 
+from benchmarks.perf_analyzer import inputs, sweep
 from clients import frames, video_analytics, visual_retrieval
 from clients.common import ClientError, explain, sampling_parameters
-from clients.perf import inputs, sweep
 from tests.support.fake_triton import FakeTriton, metadata_of
 from tests.support.polling import until
 from tools.demo import show

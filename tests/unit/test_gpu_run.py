@@ -14,14 +14,14 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.cells import Cell
+from benchmarks.gpu_timing import Limits
+from benchmarks.kernels.cells import Cell
 from tests.support.atmm_problems import emulation
 from tests.support.polling import until
 from tools.gpu import exercise, kernels, switch
 from tools.gpu.__main__ import BOXES, MINUTES, ROOT, STAGES, environment
 from tools.gpu.report import summary
 from tools.gpu.stages import Runner, Stage
-from tools.gpu.timing import Limits
 from tools.tile_search import command, cuda_search
 from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
 from vlora.atmm.cuda.choice import Choice, Shape, Table

@@ -61,8 +61,8 @@ def install(distribution: Path, folder: Path, constraints: Path, log: Path) -> P
 def check_installed(folder: Path, log: Path) -> None:
     """That it is what it seems: imported from there, with its compiled core and its own data."""
     code = (
-        "import vlora, vlora.paths as places; from pathlib import Path;"
-        "from vlora.atmm import backends; import vlora._kernels;"
+        "import vlora; from pathlib import Path;"
+        "from vlora import backends, paths; import vlora._kernels;"
         f"root = Path({str(folder.resolve())!r});"
         "assert Path(vlora.__file__).resolve().is_relative_to(root), vlora.__file__;"
         "assert paths.model_repository().resolve().is_relative_to(root), paths.root()"

@@ -83,7 +83,7 @@ def machine(out: Path) -> str:
     found["packages"] = {name: _version(name) for name in packages}
     write(out / "machine.json", found)
     torch = _torch()
-    from tools.gpu.timing import measure_limits
+    from benchmarks.gpu_timing import measure_limits
 
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
@@ -203,7 +203,7 @@ def search(out: Path) -> str:
 
 def kernels(out: Path) -> str:
     operator = _operator(out)
-    from benchmarks.cells import GRIDS, load_grid
+    from benchmarks.kernels.cells import GRIDS, load_grid
     from tools.gpu.kernels import run, summarize
     from vlora.atmm.cuda.choice import built_in
 
@@ -285,7 +285,7 @@ def _operator(out: Path | None = None) -> Any:
 
 
 def _limits(out: Path) -> Any:
-    from tools.gpu.timing import Limits, measure_limits
+    from benchmarks.gpu_timing import Limits, measure_limits
 
     known = read(out / "machine.json").get("limits")
     if known:

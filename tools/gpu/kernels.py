@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.cells import DTYPES, Cell
-from benchmarks.operators import BASELINES, Baseline, Call
+from benchmarks.gpu_timing import Call as Pass
+from benchmarks.gpu_timing import Limits, Timed, Work, interleaved
+from benchmarks.kernels.cells import DTYPES, Cell
+from benchmarks.kernels.operators import BASELINES, Baseline, Call
 from tools.gpu.peers import PEERS
-from tools.gpu.timing import Call as Pass
-from tools.gpu.timing import Limits, Timed, Work, interleaved
 from vlora.atmm.cuda.choice import Choice
 from vlora.atmm.cuda.operator import Operator
 from vlora.atmm.cuda.tables import DeviceGroup

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.cells import Cell
-from benchmarks.operators import Baseline, Call
+from benchmarks.kernels.cells import Cell
+from benchmarks.kernels.operators import Baseline, Call
 from vlora.atmm.types import LoraPair
 
 

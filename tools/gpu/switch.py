@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tools.gpu.timing import Limits, Work, interleaved
+from benchmarks.gpu_timing import Limits, Work, interleaved
 from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator
 from vlora.atmm.types import LoraPair, MergeUpdate
 
