@@ -230,9 +230,9 @@ def test_what_a_product_adds_is_what_apply_adds_to_it(dtype: torch.dtype, backen
     want = matrix(x, backend=backend)
     op.apply(want, x, segments, group)
     with clocked() as spent:
-        got = matrix(x, also=op.adding(segments, group), backend=backend)
+        got = matrix(x, epilogue=op.adding(segments, group), backend=backend)
     assert torch.equal(got, want)
     assert spent[LORA] > 0
     assert spent[PRODUCTS] > 0
     with pytest.raises(ValueError, match="outside"):
-        matrix(x[:5], also=op.adding(segments, group), backend=backend)
+        matrix(x[:5], epilogue=op.adding(segments, group), backend=backend)

@@ -1,7 +1,8 @@
-"""Between Triton and the services: whatever a request holds, it gets one final response."""
+"""The package between Triton and the services: every request gets exactly one final response."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 
 from vlora.errors import InvalidArgument, VLoraError
+from vlora.serving.error_counts import ErrorCounts
 
 FINAL = 1
+PACKAGE = "vlora.serving.triton"
 
 
 class FakeError:
-    """As the real one: its message must be valid UTF-8."""
+    """Like Triton's error, it requires a message in valid UTF-8."""
 
     def __init__(self, message: str, code: int) -> None:
         message.encode()
@@ -24,7 +27,7 @@ class FakeError:
 
 
 class FakeSender:
-    """Keeps what was sent; the first `faults` calls fail."""
+    """Stores what is sent. The first `faults` calls fail."""
 
     def __init__(self, faults: int = 0) -> None:
         self.faults = faults
@@ -62,27 +65,47 @@ class FakeRequest:
 
 
 @pytest.fixture
-def glue(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A fake of `triton_python_backend_utils`, which the package under test then imports."""
     fake = ModuleType("triton_python_backend_utils")
     codes = {"INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "UNSUPPORTED", "INTERNAL"}
     fake.TritonError = type("TritonError", (FakeError,), dict.fromkeys(codes, 0))
-    fake.InferenceResponse = lambda **given: SimpleNamespace(**given)
+    fake.TritonModelException = type("TritonModelException", (Exception,), {})
+    fake.InferenceResponse = lambda **fields: SimpleNamespace(**fields)
     fake.Tensor = lambda name, value: (name, value)
     fake.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    monkeypatch.delitem(sys.modules, "vlora.serving.glue", raising=False)
-    import vlora.serving.glue as made
+    forget_package()
+    yield fake
+    forget_package()
 
-    yield made
-    del sys.modules["vlora.serving.glue"]
+
+def forget_package() -> None:
+    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def responder(backend: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.responder")
+
+
+@pytest.fixture
+def tensors(backend: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.tensors")
+
+
+@pytest.fixture
+def bls(backend: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.bls")
 
 
 @pytest.mark.parametrize(
     "text", ["half a pair \ud800", "nothing \x00 here", "\udcff" * 9, "ж" * 100_000, "‮txet"]
 )
-def test_any_text_can_be_told(glue: ModuleType, text: str) -> None:
+def test_an_error_with_any_text_can_be_sent(responder: ModuleType, text: str) -> None:
     sender = FakeSender()
-    glue.TritonResponder(FakeRequest(sender)).fail(InvalidArgument(text))
+    responder.TritonResponder(FakeRequest(sender), ErrorCounts()).fail(InvalidArgument(text))
     ((response, flags),) = sender.sent
     message = response.error.message
     assert flags == FINAL
@@ -92,89 +115,92 @@ def test_any_text_can_be_told(glue: ModuleType, text: str) -> None:
     assert trailer < 5000, "gRPC's trailers hold 8 KiB"
 
 
-def test_an_answer_that_cannot_be_sent_may_still_be_an_error(glue: ModuleType) -> None:
+def test_after_an_answer_that_cannot_be_sent_an_error_can_still_be_sent(
+    responder: ModuleType,
+) -> None:
     sender = FakeSender(faults=1)
-    responder = glue.TritonResponder(FakeRequest(sender))
+    one = responder.TritonResponder(FakeRequest(sender), ErrorCounts())
     with pytest.raises(RuntimeError):
-        responder.send({"text_output": np.zeros(1)}, final=True)
-    responder.fail(InvalidArgument("too large"))
+        one.send({"text_output": np.zeros(1)}, final=True)
+    one.fail(InvalidArgument("too large"))
     assert sender.finals == 1
 
 
-def test_an_error_that_cannot_be_sent_still_ends_its_request(glue: ModuleType) -> None:
+def test_an_error_that_cannot_be_sent_still_ends_its_request(responder: ModuleType) -> None:
     sender = FakeSender(faults=1)
-    responder = glue.TritonResponder(FakeRequest(sender))
-    responder.fail(InvalidArgument("x"))
-    responder.fail(InvalidArgument("again"))
+    one = responder.TritonResponder(FakeRequest(sender), ErrorCounts())
+    one.fail(InvalidArgument("x"))
+    one.fail(InvalidArgument("again"))
     assert sender.sent == [(None, FINAL)]
 
 
 @pytest.mark.parametrize(
     "broken", [{"id": b"\xff"}, {"parameters": '{"a": NaN}'}, {"parameters": r'{"a": "\ud800"}'}]
 )
-def test_a_request_that_cannot_be_read_is_refused_and_those_beside_it_go_on(
-    glue: ModuleType, broken: dict[str, Any]
+def test_a_request_that_cannot_be_read_is_rejected_and_the_other_one_is_handled(
+    responder: ModuleType, broken: dict[str, Any]
 ) -> None:
     bad, good = FakeSender(), FakeSender()
     handled: list[str] = []
     service = SimpleNamespace(handle=lambda tensors, keys, id, responder: handled.append(id))
-    glue.hand_over([FakeRequest(bad, **broken), FakeRequest(good, id="good")], service)
+    requests = [FakeRequest(bad, **broken), FakeRequest(good, id="good")]
+    responder.hand_over(requests, service, ErrorCounts())
     assert handled == ["good"]
     assert bad.finals == 1
     assert bad.sent[0][0].error.message.startswith("INVALID_ARG: ")
 
 
-def test_inputs_that_cannot_be_read_are_their_own_requests_error(glue: ModuleType) -> None:
+def test_inputs_that_cannot_be_read_are_an_error_of_their_request(tensors: ModuleType) -> None:
     class Broken(FakeRequest):
         def inputs(self) -> list[Any]:
             raise ValueError("incorrect length of a string")
 
-    assert isinstance(glue.try_inputs(Broken(FakeSender())), VLoraError)
+    assert isinstance(tensors.try_inputs(Broken(FakeSender())), VLoraError)
 
 
-def test_another_requests_strings_in_the_encoders_batch_are_not_this_ones_error(
-    glue: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(
+    backend: ModuleType, bls: ModuleType
 ) -> None:
-    """Triton fails the whole batch, in its own words; a refusal of ours stands."""
+    """Triton fails the whole batch with an error in its own words; one of ours is final."""
     tensors = {"image_features": np.ones((1, 2, 3)), "image_layout": np.ones((1, 1, 6))}
     outputs = [
         SimpleNamespace(name=lambda n=n: n, as_numpy=lambda v=v: v) for n, v in tensors.items()
     ]
     others = "incomplete string data for inference input 'image', expecting string of length 9"
 
-    left: list[str] = []
+    messages: list[str] = []
 
     def respond() -> Any:
-        message = left.pop(0)
+        message = messages.pop(0)
         error = SimpleNamespace(message=lambda: message)
         return SimpleNamespace(
             has_error=lambda: bool(message), error=lambda: error, output_tensors=lambda: outputs
         )
 
-    made = SimpleNamespace(exec=respond)
-    fake = sys.modules["triton_python_backend_utils"]
-    monkeypatch.setattr(fake, "InferenceRequest", lambda **_: made, raising=False)
+    request = SimpleNamespace(exec=respond)
+    backend.InferenceRequest = lambda **_: request
+    calls = bls.ModelCalls()
 
-    left[:] = [others, others, ""]
-    assert glue.encode_images({"text_input": np.zeros(1)}).features.shape == (2, 3)
-    left[:] = ["INVALID_ARG: image 0 is corrupt", ""]
+    messages[:] = [others, others, ""]
+    assert calls.encode_images({"text_input": np.zeros(1)}).features.shape == (2, 3)
+    messages[:] = ["INVALID_ARG: image 0 is corrupt", ""]
     with pytest.raises(InvalidArgument, match=r"^image 0 is corrupt$"):
-        glue.encode_images({"text_input": np.zeros(1)})
-    left[:] = [others] * 4
+        calls.encode_images({"text_input": np.zeros(1)})
+    messages[:] = [others] * 4
     with pytest.raises(VLoraError, match="incomplete string data"):
-        glue.encode_images({"text_input": np.zeros(1)})
-    assert len(left) == 1
+        calls.encode_images({"text_input": np.zeros(1)})
+    assert len(messages) == 1
 
 
-def test_an_error_is_counted_by_the_model_that_found_it_and_by_no_other(
-    glue: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_an_error_is_counted_only_by_the_model_that_raised_it_first(
+    tensors: ModuleType, bls: ModuleType
 ) -> None:
-    counts = glue._errors
-    glue.error_response(InvalidArgument("found here"))
+    counts = ErrorCounts()
+    tensors.make_error_response(InvalidArgument("raised here"), counts)
     assert (counts["INVALID_ARG"], counts["INTERNAL"]) == (1, 0)
-    for message in ("INVALID_ARG: found there", "Stub process is not healthy."):
-        told = SimpleNamespace(message=lambda message=message: message)
+    for message in ("INVALID_ARG: raised there", "Stub process is not healthy."):
+        error = SimpleNamespace(message=lambda message=message: message)
         with pytest.raises(VLoraError) as raised:
-            glue._unwrap(SimpleNamespace(has_error=lambda: True, error=lambda told=told: told))
-        glue.error_response(raised.value)
+            bls.unwrap(SimpleNamespace(has_error=lambda: True, error=lambda error=error: error))
+        tensors.make_error_response(raised.value, counts)
     assert (counts["INVALID_ARG"], counts["INTERNAL"]) == (1, 1)
