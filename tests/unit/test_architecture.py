@@ -69,10 +69,3 @@ def test_model_files_are_thin_and_reach_triton_through_our_package(path: Path) -
     text = path.read_text()
     assert len(text.splitlines()) <= 120
     assert "triton_python_backend_utils" not in text
-
-
-def test_every_model_has_a_config_of_its_own_name() -> None:
-    configs = list(REPOSITORY.glob("*/config.pbtxt"))
-    assert len(configs) == 6
-    for config in configs:
-        assert f'name: "{config.parent.name}"' in config.read_text()
