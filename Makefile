@@ -32,8 +32,8 @@ accuracy: $(READY) ## Ask a server the held-out set and compare with the card (A
 	@$(BIN)/python -m tools.demo.accuracy $(ACCURACY)
 
 bench: $(READY) ## Measure the operator: quick by default, in full with BENCH= (figures: docs/benchmarks)
-	@$(BIN)/vlora bench kernels $(BENCH)
-	@$(BIN)/vlora bench switch $(BENCH)
+	@$(BIN)/python -m benchmarks kernels $(BENCH)
+	@$(BIN)/python -m benchmarks switch $(BENCH)
 
 cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")
 	@$(BIN)/python -m tools.tile_search.cuda_build $(CUDA)
@@ -66,5 +66,5 @@ $(READY): pyproject.toml constraints.txt $(CORE)
 	@echo "2 minutes of work on two free cores, up to 10 on busy ones, and the download (0.6 GB or more)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,train,video,dev]'
-	@$(BIN)/python clients/perf/fetch.py >/dev/null || echo "warning: no perf_analyzer; its tests will be skipped"
+	@$(BIN)/python -m benchmarks.perf_analyzer.fetch >/dev/null || echo "warning: no perf_analyzer; its tests will be skipped"
 	@touch $(READY)

@@ -21,14 +21,15 @@ def attention(
     grid: Annotated[Path | None, typer.Option(help="Another grid file.")] = None,
 ) -> None:
     """Attention over pages against its twin (gather, then torch's) and against the limit."""
-    from benchmarks import atmm, report
-    from benchmarks import attention as bench
-    from benchmarks.cells import GRIDS
+    from benchmarks import machine as atmm
+    from benchmarks import report
+    from benchmarks.attention import measurement as bench
+    from benchmarks.kernels.cells import GRIDS
     from vlora.config import Options
-    from vlora.cores import of
+    from vlora.cores import split_threads
 
     shown = console()
-    count = threads or of(Options()).engine
+    count = threads or split_threads(Options()).engine
     atmm.set_threads(count)
     path = grid or GRIDS / "attention.json"
     cells = bench.load_grid(path, types(dtypes), quick=quick)

@@ -27,7 +27,7 @@ from benchmarks.switch_cli import switch
 from benchmarks.tiers_cli import adapters, prefix
 
 if TYPE_CHECKING:
-    from benchmarks.kernels import Result
+    from benchmarks.kernels.measurement import Result
 
 bench_app = typer.Typer(help="Measure; every bench prints a table and writes JSON.")
 
@@ -62,9 +62,10 @@ def kernels(
     """ATMM against PEFT's loop, a slice loop, dLoRA's einsum, padded batches, a static tile."""
     if isa is not None:
         _hold_torch_to(isa)
-    from benchmarks import atmm, report
-    from benchmarks import kernels as bench
-    from benchmarks.cells import GRIDS, load_grid
+    from benchmarks import machine as atmm
+    from benchmarks import report
+    from benchmarks.kernels import measurement as bench
+    from benchmarks.kernels.cells import GRIDS, load_grid
 
     shown = console()
     if isa is not None:

@@ -26,17 +26,18 @@ def engine(
     """Sixteen requests at once (four if quick): in process, over gRPC, beside PEFT's batches."""
     import torch
 
-    from benchmarks import atmm, llava, report
-    from benchmarks import engine as bench
-    from benchmarks.cells import GRIDS
+    from benchmarks import llava, report
+    from benchmarks import machine as atmm
+    from benchmarks.engine import measurement as bench
+    from benchmarks.engine.peft_mixed import PeftMixed
     from benchmarks.engine_report import engine_table
-    from benchmarks.peers import PeftMixed
+    from benchmarks.kernels.cells import GRIDS
     from vlora.config import Options
-    from vlora.cores import of
+    from vlora.cores import split_threads
 
     given = {"engine_threads": engine_threads, "encoder_threads": encoder_threads}
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    split = of(Options(**options))
+    split = split_threads(Options(**options))
     atmm.set_threads(split.engine)
     path = grid or GRIDS / "engine.json"
     loads, repeats = bench.load_grid(path, quick=quick)

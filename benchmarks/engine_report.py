@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from benchmarks.engine import Result
-from benchmarks.load import OUTPUT, Run
+from benchmarks.engine.load import OUTPUT, Run
+from benchmarks.engine.measurement import Result
 
 
 def engine_table(results: Sequence[Result]) -> Table:

@@ -23,7 +23,7 @@ def console() -> Console:
 
 
 def types(text: str) -> list[str]:
-    from benchmarks.cells import DTYPES
+    from benchmarks.kernels.cells import DTYPES
 
     found = text.split(",")
     if not set(found) <= set(DTYPES):

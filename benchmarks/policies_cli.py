@@ -29,18 +29,19 @@ def policies(
 
     With --json a run that was stopped goes on where the file ends.
     """
-    from benchmarks import atmm, report
-    from benchmarks import policies as bench
-    from benchmarks.cells import GRIDS
+    from benchmarks import machine as atmm
+    from benchmarks import report
+    from benchmarks.kernels.cells import GRIDS
     from benchmarks.options import types
+    from benchmarks.policies import measurement as bench
     from benchmarks.policies_report import draw, policies_table, to_win_table
     from vlora.config import Options
-    from vlora.cores import of
+    from vlora.cores import split_threads
 
     (kind,) = types(dtype)
     began = time.monotonic()
     shown = console()
-    threads = of(Options()).engine
+    threads = split_threads(Options()).engine
     atmm.set_threads(threads)
     path = grid or GRIDS / "policies.json"
     chosen = bench.Grid.load(path, quick=quick)
@@ -81,7 +82,7 @@ def policies(
 def _rows(path: Path | None, described: dict[str, Any]) -> list[dict[str, Any]]:
     """What a run before this one has measured, under the same conditions, with policies and a cost
     model that have not changed since."""
-    from benchmarks.source_fingerprint import current
+    from benchmarks.policies.source_fingerprint import current
 
     if path is None or not path.is_file():
         return []

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.adapters import WORDS
-from benchmarks.driving import Ask, Driver, Outcome
+from benchmarks.adapters.measurement import WORDS
+from benchmarks.driver import Ask, Driver, Outcome
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.request import ImageFeatures

@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kernels import Result
-from benchmarks.operators import BASELINES
-from benchmarks.switch import ADDMM, ATMM, COPY, IN_PLACE, SwitchResult
+from benchmarks.kernels.measurement import Result
+from benchmarks.kernels.operators import BASELINES
+from benchmarks.switch.merges import ADDMM, ATMM, COPY, IN_PLACE, SwitchResult
 
 
 def meta(command: str, quick: bool) -> dict[str, Any]:

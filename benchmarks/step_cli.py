@@ -11,7 +11,7 @@ from rich.progress import Progress
 from benchmarks.options import JsonOption, QuickOption, TypesOption, console, types
 
 if TYPE_CHECKING:
-    from benchmarks.step import Result
+    from benchmarks.step.measurement import Result
 
 ModelsOption = Annotated[
     str | None, typer.Option(help="whole, grouped, or both (the grid's by default).")
@@ -29,15 +29,16 @@ def step(
     root: Annotated[Path | None, typer.Option(help="Where made checkpoints are kept.")] = None,
 ) -> None:
     """One step of a mid-size model beside the machine's limit: decoding and prefill, by part."""
-    from benchmarks import atmm, report
-    from benchmarks import step as bench
-    from benchmarks.cells import GRIDS
+    from benchmarks import machine as atmm
+    from benchmarks import report
+    from benchmarks.kernels.cells import GRIDS
+    from benchmarks.step import measurement as bench
     from benchmarks.step_report import step_table
     from vlora.config import Options
-    from vlora.cores import of
+    from vlora.cores import split_threads
 
     shown = console()
-    count = threads or of(Options()).engine
+    count = threads or split_threads(Options()).engine
     atmm.set_threads(count)
     path = grid or GRIDS / "step.json"
     chosen = None if models is None else models.split(",")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from benchmarks.parts import PARTS
-from benchmarks.step import Result
+from benchmarks.step.measurement import Result
+from benchmarks.step.parts import PARTS
 
 
 def step_table(results: Sequence[Result]) -> Table:

@@ -20,9 +20,9 @@ from benchmarks.options import (
 )
 
 if TYPE_CHECKING:
-    from benchmarks.mixture import Result
-    from benchmarks.modes import Changes
-    from benchmarks.switch import SwitchResult
+    from benchmarks.switch.delora_work import Result
+    from benchmarks.switch.merges import SwitchResult
+    from benchmarks.switch.mode_changes import Changes
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 
@@ -38,9 +38,12 @@ def switch(
 ) -> None:
     """The merge of all layers against its limit; a switch as a request sees it; deLoRA's extra
     work; what in-place merging does to the weights."""
-    from benchmarks import atmm, mixture, modes, report
-    from benchmarks import switch as bench
-    from benchmarks.cells import GRIDS
+    from benchmarks import machine as atmm
+    from benchmarks import report
+    from benchmarks.kernels.cells import GRIDS
+    from benchmarks.switch import delora_work as mixture
+    from benchmarks.switch import merges as bench
+    from benchmarks.switch import mode_changes as modes
     from benchmarks.switch_report import changes_table, draw, drift_table, mixture_table
 
     shown = console()

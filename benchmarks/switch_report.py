@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.mixture import MIXTURE, UNMERGED, Result
-from benchmarks.modes import Changes
+from benchmarks.switch.delora_work import MIXTURE, UNMERGED, Result
+from benchmarks.switch.mode_changes import Changes
 
 
 def changes_table(changes: Sequence[Changes]) -> Table:

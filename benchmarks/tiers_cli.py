@@ -39,9 +39,11 @@ def adapters(
 ) -> None:
     """Many adapters: registered, resident, distinct in a batch, more than there is room for; one
     pool beside a static split."""
-    from benchmarks import adapters as bench
-    from benchmarks import atmm, report, split
-    from benchmarks.cells import GRIDS
+    from benchmarks import machine as atmm
+    from benchmarks import report
+    from benchmarks.adapters import measurement as bench
+    from benchmarks.adapters import split
+    from benchmarks.kernels.cells import GRIDS
 
     atmm.set_threads(threads)
     grid = bench.load_grid(GRIDS / "adapters.json", quick=quick)
@@ -81,10 +83,11 @@ def prefix(
 ) -> None:
     """Rounds of questions on one image: first token and tokens computed, with the cache and
     without."""
-    from benchmarks import atmm, report
+    from benchmarks import machine as atmm
     from benchmarks import prefix as bench
-    from benchmarks.adapters import load_grid
-    from benchmarks.cells import GRIDS
+    from benchmarks import report
+    from benchmarks.adapters.measurement import load_grid
+    from benchmarks.kernels.cells import GRIDS
 
     atmm.set_threads(threads)
     grid = load_grid(GRIDS / "prefix.json", quick=quick)

@@ -1,4 +1,4 @@
-"""The directories of csrc, their translation units, and the instruction sets these are compiled for.
+"""The directories of csrc, their translation units and the instruction sets of the kernels.
 
 A kernel directory `csrc/NAME` has a `codegen.py`, whose `units(build)` writes the generated
 translation units into the build directory and returns all units, generated or not. Every submodule
@@ -99,8 +99,8 @@ TWIN = Isa(
 )
 """Plain C++ equivalent of AMX tiles and of products of bf16 pairs, for CPUs without them."""
 TILES = (AMX, TWIN)
-"""Instruction sets that multiply tiles in addition to vectors (runtime/tile_unit.h). Kernels that do
-not use tiles are compiled for ISAS only (`runtime::vector_isa`)."""
+"""Instruction sets that multiply tiles in addition to vectors (runtime/tile_unit.h). Kernels that
+do not use tiles are compiled for ISAS only (`runtime::vector_isa`)."""
 
 
 def unit(

@@ -1,4 +1,4 @@
-"""The operator's translation units: kernels generated for each instruction set, and the common code.
+"""The operator's translation units: generated kernels of each instruction set, and common code.
 
 Register tiles are template instances. Which of them exist follows from the number of registers and
 from the loops that use them (cpu/products.cpp, cpu/merge.cpp). No generated file is committed.
@@ -51,12 +51,12 @@ class Isa:
 
     @property
     def deinterleaves(self) -> bool:
-        """Whether a panel takes two registers, so that even and odd columns can have one each."""
+        """Return whether a panel takes two registers, one for its even and one for its odd columns."""
         return self.registers_per_panel > 1
 
     @property
     def bypasses_caches(self) -> bool:
-        """Whether a tile writes several whole cache lines of a row (cpu/merge.cpp)."""
+        """Return whether a tile writes several whole cache lines of a row (cpu/merge.cpp)."""
         return len(self.rows) > 1
 
 
@@ -273,10 +273,11 @@ def units(build: Path) -> list[Unit]:
     """Return all translation units of the operator, writing generated ones into `build`."""
     result = [Unit(CSRC / "atmm" / "cpu" / f"{name}.cpp") for name in SOURCES]
     result.append(Unit(kernels.write(build / "atmm_kernel_table.cpp", kernel_table())))
-    for isa, part in ((isa, part) for isa in ISAS for part in isa.parts):
-        result.append(
-            kernels.unit(build, "atmm", part, isa.base, headers(isa, part), body(isa, part))
-        )
+    result += [
+        kernels.unit(build, "atmm", part, isa.base, headers(isa, part), body(isa, part))
+        for isa in ISAS
+        for part in isa.parts
+    ]
     kernels.write(build / "configurations.inc", configurations())
     kernels.write(build / "merge_configurations.inc", merge_configurations())
     return result

@@ -25,7 +25,7 @@ from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.engine.policies.base import MergeOnly, UnmergeOnly
 from vlora.errors import InvalidArgument, NotFound
-from vlora.lora import folders, recipe
+from vlora.lora import folders, weights_reader
 from vlora.lora.weights_reader import WeightsReader
 from vlora.request import ImageFeatures, Output, Request
 
@@ -314,7 +314,7 @@ def test_a_load_that_fails_at_any_stage_is_its_requests_error_and_costs_no_page(
         patch.setattr(os, "preadv", read)
         patch.setattr(os, "close", close)
         patch.setattr(folders, "stamps_of", stamps_of)
-        patch.setattr(recipe.torch, "aminmax", aminmax)
+        patch.setattr(weights_reader.torch, "aminmax", aminmax)
         outputs = run(engine, *burst(engine)[:3])
     assert not any(opened.values()), "the file is closed"
     assert isinstance(outputs["r0"].error, InvalidArgument)

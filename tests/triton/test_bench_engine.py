@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks import llava
 from benchmarks.cli import bench_app
-from benchmarks.served import Served
+from benchmarks.engine.over_grpc import Served
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.perf_analyzer import fetch
+from benchmarks.perf_analyzer.inputs import write_inputs
 from clients.common import ClientError
-from clients.perf import fetch
-from clients.perf.inputs import write_inputs
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, picture
 from vlora.errors import BY_CODE
@@ -225,7 +225,9 @@ def test_two_hundred_requests_at_once_are_all_answered(ask: Asker) -> None:
 @pytest.fixture(scope="module")
 def perf_analyzer() -> fetch.PerfAnalyzer:
     if not (fetch.FOLDER / "bin" / "perf_analyzer").is_file():
-        pytest.skip("perf_analyzer is not here; get it with: python clients/perf/fetch.py")
+        pytest.skip(
+            "perf_analyzer is not here; get it with: python benchmarks/perf_analyzer/fetch.py"
+        )
     try:
         return fetch.ensure()
     except ClientError as error:

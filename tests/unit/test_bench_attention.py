@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import attention
-from benchmarks.cells import GRIDS
+from benchmarks.attention import measurement as attention
 from benchmarks.cli import bench_app
+from benchmarks.kernels.cells import GRIDS
 from vlora import native
 
 

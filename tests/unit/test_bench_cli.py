@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import kernels, llava, mixture, modes, switch
-from benchmarks.cells import GRIDS, Cell
+from benchmarks import llava
 from benchmarks.cli import bench_app
-from benchmarks.kernels import Result
-from benchmarks.limits import Limits
-from benchmarks.switch import Model
+from benchmarks.kernels import measurement as kernels
+from benchmarks.kernels.cells import GRIDS, Cell
+from benchmarks.kernels.measurement import Result
+from benchmarks.roofline import Limits
+from benchmarks.switch import delora_work as mixture
+from benchmarks.switch import merges as switch
+from benchmarks.switch import mode_changes as modes
+from benchmarks.switch.merges import Model
 from benchmarks.timing import Timing
 
 KEYS = (

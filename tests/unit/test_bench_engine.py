@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from benchmarks import llava
 from benchmarks.cli import bench_app
-from benchmarks.engine import Result, summarize
-from benchmarks.inside import Steps
-from benchmarks.load import OUTPUT, Load, Run
-from benchmarks.work import Work
+from benchmarks.engine.in_process import Steps
+from benchmarks.engine.load import OUTPUT, Load, Run
+from benchmarks.engine.measurement import Result, summarize
+from benchmarks.work_model import Work
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 

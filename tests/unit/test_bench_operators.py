@@ -13,10 +13,10 @@ import torch
 from peft.tuners.lora import LoraConfig
 from peft.tuners.lora.layer import Linear as PeftLinear
 
-from benchmarks.atmm import Atmm, static_tiles
-from benchmarks.cells import GRIDS, Cell, load_grid
-from benchmarks.limits import Limits
-from benchmarks.operators import BASELINES, Baseline, Einsum, InFloat32, PeftLoop
+from benchmarks.kernels.cells import GRIDS, Cell, load_grid
+from benchmarks.kernels.operators import BASELINES, Baseline, Einsum, InFloat32, PeftLoop
+from benchmarks.machine import Atmm, static_tiles
+from benchmarks.roofline import Limits
 from benchmarks.timing import Timing, interleaved
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}

@@ -10,14 +10,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import llava, policies
+from benchmarks import llava
 from benchmarks.cli import bench_app
-from benchmarks.closed import ClosedLoop
-from benchmarks.own_operators import OWN
-from benchmarks.policies import Grid, summarize
-from benchmarks.replay import simulated
-from benchmarks.source_fingerprint import current
-from benchmarks.traces import Asked, Workload
+from benchmarks.kernels.cells import GRIDS
+from benchmarks.policies import measurement as policies
+from benchmarks.policies.closed_loop import ClosedLoop
+from benchmarks.policies.measurement import Grid, summarize
+from benchmarks.policies.own_operators import OWN
+from benchmarks.policies.replay import simulated
+from benchmarks.policies.source_fingerprint import current
+from benchmarks.policies.traces import Asked, Workload
 from vlora import paths
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
@@ -172,7 +174,7 @@ def test_what_there_was_to_win_stands_beside_what_each_policy_won() -> None:
 
 
 def test_time_that_is_short_goes_to_every_place_before_another_seed() -> None:
-    path = Path(policies.__file__).parent / "grids" / "policies.json"
+    path = GRIDS / "policies.json"
     grid = Grid.load(path, quick=False)
     cells = [cell for cell in grid.cells() if cell.kind == "measured"]
     first = cells[:18]
@@ -185,7 +187,7 @@ def test_time_that_is_short_goes_to_every_place_before_another_seed() -> None:
 def test_whoever_stops_a_run_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = json.loads((Path(policies.__file__).parent / "grids" / "policies.json").read_text())
+    given = json.loads((GRIDS / "policies.json").read_text())
     grid, out = tmp_path / "grid.json", tmp_path / "out.json"
     grid.write_text(json.dumps(given))
 
@@ -207,7 +209,7 @@ def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
 ) -> None:
     monkeypatch.setattr(policies, "MODELS", {"tiny": TINY})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    given = json.loads((Path(policies.__file__).parent / "grids" / "policies.json").read_text())
+    given = json.loads((GRIDS / "policies.json").read_text())
     given |= given["quick"] | {"model": "tiny", "capacity_count": 3}
     given["own"] = {"policies": ["punica"], "seeds": [1], "at": {"load": 0.8, "skew": 0.6}}
     given["few"] = {"policies": ["unmerge_only", "paper"], "seeds": [1], "adapters": 2}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import split
-from benchmarks.adapters import Bench
-from benchmarks.split import SplitMemory, SplitPool, Unpaired
+from benchmarks.adapters import split
+from benchmarks.adapters.measurement import Bench
+from benchmarks.adapters.split import SplitMemory, SplitPool, Unpaired
 from tests.unit.test_bench_tiers import GRID as SMALL
 from tests.unit.test_pool import Held, Idle
 from vlora.config import Options

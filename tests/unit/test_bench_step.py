@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import footprint, llava, step, work
+from benchmarks import llava
+from benchmarks import work_model as work
 from benchmarks.cli import bench_app
-from benchmarks.work import Rows
+from benchmarks.step import footprint
+from benchmarks.step import measurement as step
+from benchmarks.work_model import Rows
 
 KEYS = {
     *("decode_fp32", "decode_bf16", "prefill_fp32", "prefill_bf16"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import prefix
-from benchmarks.adapters import Bench, draw, load_grid, summarize
-from benchmarks.cells import GRIDS
+from benchmarks.adapters.measurement import Bench, draw, load_grid, summarize
+from benchmarks.kernels.cells import GRIDS
 
 GRID = {
     "rank": 2,

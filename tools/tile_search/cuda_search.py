@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tools.gpu.timing import Timed, Work, interleaved
+from benchmarks.gpu_timing import Timed, Work, interleaved
 from vlora.atmm.cuda.choice import (
     SLICES,
     TABLE_VERSION,

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from vlora import backends
 from vlora.config import Options
 from vlora.engine.calibration import AdapterSizes, Bed, calibrated
 from vlora.engine.checks import check_choices, context_of, max_tokens_of
@@ -26,7 +27,6 @@ from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence, mode_of
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
 from vlora.ids import BASE
-from vlora.kernels import backends
 from vlora.lora.folders import Finder, FolderWatch, find_folders
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.store import AdapterStore
@@ -65,7 +65,7 @@ class Engine:
                 f"'max_num_batched_tokens' = {options.max_num_batched_tokens} must be at least"
                 f" 'max_num_seqs' = {options.max_num_seqs}: each running request needs a row a step"
             )
-        backends.default()  # a name that is none ends the start, not every step
+        backends.backend_of("kernels")  # an unknown name fails here, not in each step
         self._clock = clock
         self._limits = options.limits
         self.config = load_config(options.model)

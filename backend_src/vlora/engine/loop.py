@@ -27,7 +27,7 @@ from vlora.engine.request_state import RequestState
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.lora.store import AdapterStore
 from vlora.metrics import EngineStats
-from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, gathered
+from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesce
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class EngineLoop:
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
         """Loads checkpoint and adapters and starts. adapter_names: as in `multi_lora.json`."""
-        torch.set_num_threads(cores.of(options).engine)
+        torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)
         if options.policy in PREDICTING:
             engine.calibrate()
@@ -323,7 +323,7 @@ class EngineLoop:
         """What nobody has been told yet, once there is some, and whether more will come.
 
         Where telling takes longer than a step (a response costs a millisecond or so on a busy
-        machine) what has gathered goes out as one response a request: otherwise answers would
+        machine) the outputs of a request go out as one response: otherwise answers would
         fall further and further behind the engine.
         """
         found: list[Output] = []
@@ -333,8 +333,8 @@ class EngineLoop:
             try:
                 steps = self._outbox.get_nowait()
             except queue.Empty:
-                return gathered(found), True
-        return gathered(found), False
+                return coalesce(found), True
+        return coalesce(found), False
 
     def _answer(self, output: Output) -> None:
         client = self._clients.get(output.request_id)

@@ -28,7 +28,7 @@ class LogitsRow(NamedTuple):
 
 def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]:
     """logits: [rows, V], a row for each request → its rows, all looked at together."""
-    largest, finite = ops.largest(logits)
+    largest, finite = ops.argmax(logits)
     tokens, told = largest.tolist(), finite.tolist()
     drawn = [
         (row, state.sampler, state.sequence.known)

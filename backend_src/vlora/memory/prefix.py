@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vlora.ids import NO_IMAGE
 from vlora.memory.pool import Moves, PagePool
-
-NO_IMAGE = -1
 
 
 class BlockKey(NamedTuple):

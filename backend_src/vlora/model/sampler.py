@@ -16,9 +16,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from vlora import native
-from vlora.kernels import backends
-from vlora.kernels.backends import Backend
+from vlora import backends, native
+from vlora.backends import Backend
 from vlora.model.choices import ChoiceMatcher
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import DoubleArray, FloatArray, IndexArray, TokenLogprob
@@ -131,7 +130,7 @@ def draw_rows(
 
     logits: [T, V] fp32, contiguous. rows: (row, plain sampler that is not greedy, position of the
     token in its sequence)."""
-    if (backend or backends.default()) == "reference":
+    if (backend or backends.backend_of("kernels")) == "reference":
         return [
             draw(logits[row].numpy(), sampler._params, sampler._uniform(position))
             for row, sampler, position in rows

@@ -1,0 +1,1 @@
+"""Many adapters: registered, resident, distinct and more than fit."""

@@ -1,0 +1,185 @@
+"""The `split` part of `vlora bench adapters`: one pool beside a static split of the same bytes.
+
+The same requests on two engines: with adapters, keys and values in one pool, and with a wall
+between them. What is counted is what the split leaves behind: keys and values without their adapter
+("up to 46.5 %" of them under a static partition, as ExpertWeave measured it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.adapters.measurement import BLOCK, TOGETHER, Bench, Row, draw, joined, tiers
+from benchmarks.driver import Driver, Outcome
+from vlora.engine.engine import Engine
+from vlora.engine.memory import EngineMemory
+from vlora.engine.sequence import scopes_of
+from vlora.lora.handle import AdapterHandle
+from vlora.memory.pool import Owner, PagePool, Reclaimer, Run
+
+
+class SplitPool(PagePool):
+    """A pool with a wall: runs lie in the first `wall` pages, keys and values in the others, and
+    each side makes room by giving up its own."""
+
+    def __init__(self, wall: int, above: int) -> None:
+        super().__init__(wall + above)
+        self.wall = wall
+
+    def has_room(self, count: int) -> bool:
+        """For keys and values."""
+        free = self._owner.count(Owner.FREE, self.wall)
+        return count <= free + sum(one.spare for one in self._side(runs=False))
+
+    def has_room_for_run(self, count: int, beside: int = 0) -> bool:
+        """Keys and values have a side of their own, whatever `beside`."""
+        free = self._owner.count(Owner.FREE, 0, self.wall)
+        return count <= free + sum(one.spare for one in self._side(runs=True))
+
+    def allocate(self, count: int) -> list[int] | None:
+        if not self.has_room(count):
+            return None
+        while self._owner.count(Owner.FREE, self.wall) < count:
+            self._reclaim(self._side(runs=False))
+        return super().allocate(count)
+
+    def allocate_run(self, count: int) -> Run | None:
+        if not self.has_room_for_run(count):
+            return None
+        while (first := self._owner.find(bytes(count), 0, self.wall)) < 0:
+            if not self._reclaim(self._side(runs=True)):
+                return None
+        run = Run(first, count)
+        for page in run.pages:
+            self._become(page, Owner.ADAPTER)
+        return run
+
+    def _side(self, *, runs: bool) -> list[Reclaimer]:
+        return [one for one in self.reclaimers if one.holds_runs == runs]
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        below, above = self._owner[: self.wall], self._owner[self.wall :]
+        assert set(below) <= {Owner.FREE, Owner.ADAPTER}, "keys and values below the wall"
+        assert Owner.ADAPTER not in above, "an adapter above the wall"
+
+
+class SplitMemory(EngineMemory):
+    """A wall where the two budgets meet; cached blocks stay as they are when their adapter goes."""
+
+    def make_pool(self, kv: int, adapters: int) -> PagePool:
+        return SplitPool(adapters, kv)
+
+    def evicted(self, handle: AdapterHandle) -> None:
+        """The other side does not hear of it."""
+
+
+OURS, SPLIT = "one pool", "static split"
+SIDES: Mapping[str, type[EngineMemory]] = {OURS: EngineMemory, SPLIT: SplitMemory}
+
+
+@dataclass
+class Unpaired:
+    """Pages of keys and values whose adapter is not resident, step by step; every request has an
+    adapter.
+
+    held: of running and paused requests. cached: of nobody, as a share of all keys and values.
+    """
+
+    held: list[int] = field(default_factory=list)
+    cached: list[float] = field(default_factory=list)
+
+    def count(self, engine: Engine) -> None:
+        assert engine.memory.prefix is not None
+        resident = set(engine.adapters.resident.values())
+        without = (s for s in engine.scheduler.running if s.adapter not in resident)
+        self.held.append(len({page for sequence in without for page in sequence.table.pages}))
+        scopes = {scope for handle in resident for scope in scopes_of(handle)}
+        cached = engine.memory.prefix.idle().items()
+        pages = sum(count for scope, count in cached if scope not in scopes)
+        self.cached.append(pages / max(1, engine.pool.kv + engine.pool.cached))
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "kv_without_adapter": max(self.held),
+            "cached_without_adapter": round(mean(self.cached), 4),
+            "cached_without_adapter_most": round(max(self.cached), 4),
+        }
+
+
+def run(bench: Bench, grid: Mapping[str, Any], told: Callable[[str], None]) -> list[Row]:
+    """Each trace on both sides, which take turns; all adapters in host memory, each with a prompt
+    of its own that its requests begin with."""
+    given = grid["split"]
+    names = bench.names[: grid["traces"]["registered"]]
+    root = bench.linked("split", names)
+    rows = []
+    for kind in given["kinds"]:
+        told(f"split: {kind}")
+        rows += _side_by_side(bench, root, grid, kind, draw(kind, names, given["requests"]))
+    return rows
+
+
+def _side_by_side(
+    bench: Bench, root: Path, grid: Mapping[str, Any], kind: str, asked: Sequence[str]
+) -> list[Row]:
+    given = grid["split"]
+    length = given["shared"] + grid["prompt"] + grid["output"] + BLOCK
+    options = bench.options(
+        root,
+        adapter_pool_bytes=given["room"] * bench.run_bytes,
+        kv_cache_tokens=given["kv_requests"] * length,
+        max_model_len=length,
+        enable_prefix_caching=True,
+    )
+    counts = {side: Unpaired() for side in SIDES}
+    drivers = {
+        side: Driver(Engine(options, memory=memory), counts[side].count)
+        for side, memory in SIDES.items()
+    }
+    found: dict[str, list[Outcome]] = {side: [] for side in SIDES}
+    for number, start in enumerate(range(0, len(asked), TOGETHER)):
+        asks = bench.asks(asked[start : start + TOGETHER], number, given["shared"])
+        for side in list(SIDES)[:: 1 if number % 2 else -1]:
+            found[side].append(drivers[side].run(asks, watch=False))
+    rows = []
+    for side, driver in drivers.items():
+        driver.engine.check_integrity()
+        driver.close()
+        over = median(
+            one.throughput / other.throughput
+            for one, other in zip(found[side], found[SPLIT], strict=True)
+        )
+        more = tiers(driver.engine) | counts[side].as_row() | _reused(driver.engine)
+        more["throughput_over_split"] = round(over, 3)
+        rows.append(Row("split", f"{kind}, {side}", joined(found[side]), more))
+    assert rows[0].more["kv_without_adapter"] == 0, "keys and values stand without their adapter"
+    return rows
+
+
+def _reused(engine: Engine) -> dict[str, float]:
+    """Tokens of prompts that were found computed, as a share of all."""
+    stats = engine.stats()
+    return {
+        "cached_tokens": round(stats.cached_tokens / (stats.cached_tokens + stats.prompt_tokens), 3)
+    }
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
+    """The keys of the issue: the worst over the traces of what is held, the mean of all else."""
+
+    def of(side: str, key: str) -> list[Any]:
+        return [r.more[key] for r in rows if r.what == "split" and r.setting.endswith(side)]
+
+    return {
+        "kv_without_adapter": max(of(OURS, "kv_without_adapter")),
+        "cached_without_adapter": round(mean(of(OURS, "cached_without_adapter")), 4),
+        "cached_without_adapter_split": round(mean(of(SPLIT, "cached_without_adapter")), 4),
+        "cached_tokens": round(mean(of(OURS, "cached_tokens")), 3),
+        "cached_tokens_split": round(mean(of(SPLIT, "cached_tokens")), 3),
+        "throughput_over_split": round(mean(of(OURS, "throughput_over_split")), 3),
+    }

@@ -1,0 +1,1 @@
+"""Attention over KV pages against its reference implementation and the roofline."""

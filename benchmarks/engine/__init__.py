@@ -1,0 +1,1 @@
+"""Concurrent requests in process, over gRPC and on PEFT."""

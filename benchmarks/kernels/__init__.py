@@ -1,0 +1,1 @@
+"""The LoRA operator against its baselines over a fixed grid."""

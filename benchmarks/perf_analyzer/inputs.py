@@ -1,0 +1,106 @@
+"""Input files for perf_analyzer: requests to each model, under several adapters.
+
+Every request has a picture (or clip) of its own, sent as base64 text in STRING inputs, and forces
+a number of tokens, so that runs compare.
+
+usage: python -m benchmarks.perf_analyzer.inputs out/perf --adapters glyphs actions --images 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run as a file
+
+import numpy as np
+from PIL import Image
+
+from clients.common import run_main, sampling_parameters
+from clients.frames import SyntheticCamera
+
+BASE = "base"
+"""The name by which the base model stands among adapters."""
+
+SIDE = 64
+QUESTIONS = (
+    "What color is the star?",
+    "How many circles are there?",
+    "What is the background?",
+    "Is there a red square?",
+)
+Entry = dict[str, Any]
+
+
+def picture(seed: int) -> str:
+    """A picture like no other, as base64 of a PNG: a shape on noise."""
+    random = np.random.default_rng(seed)
+    chunk = next(SyntheticCamera(2, 1, seed, SIDE, SIDE).chunks())
+    noise = random.integers(-20, 20, (SIDE, SIDE, 3))
+    pixels = np.clip(chunk.frames[0].astype(int) + noise, 0, 255).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def clip(seed: int, frames: int = 6) -> list[str]:
+    """A clip of that many pictures."""
+    return [picture(seed * 1000 + i) for i in range(frames)]
+
+
+def entry(model: str, index: int, adapter: str | None, tokens: int) -> Entry:
+    """One request, with shapes where they are not [1]. `lmm-text` is `lmm` without a picture."""
+    forced: dict[str, Any] = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
+    request: Entry = {"text_input": [QUESTIONS[index % len(QUESTIONS)]]}
+    if model == "video_analytics":
+        request["frames"] = {"content": clip(index), "shape": [6]}
+        request["task"] = ["video"]
+    elif model != "lmm-text":
+        request["image"] = {"content": [picture(index)], "shape": [1]}
+        request["task"] = ["vqa"]
+    if model.startswith("lmm"):
+        request["task"] = ["vqa"]
+        request["stream"] = [True]
+        forced["temperature"] = 0
+    request["sampling_parameters"] = [sampling_parameters(adapter, **forced)]
+    return request
+
+
+def write_inputs(
+    path: Path, model: str, adapters: Sequence[str], images: int = 64, tokens: int = 32
+) -> Path:
+    """Write `images` requests, the adapters taking turns; `base` among them is none."""
+    names = [None if name == BASE else name for name in adapters] or [None]
+    data = [entry(model, i, names[i % len(names)], tokens) for i in range(images)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"data": data}))
+    return path
+
+
+MODELS = ("visual_retrieval", "video_analytics", "lmm", "lmm-text")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where the files go, one for each model")
+    parser.add_argument(
+        "--adapters", nargs="*", default=[BASE], metavar="NAME", help="in turns; `base` is none"
+    )
+    parser.add_argument("--images", type=int, default=64, help="distinct requests (64)")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens forced an answer (32)")
+    options = parser.parse_args(arguments)
+    for model in MODELS:
+        path = options.folder / f"{model}.json"
+        print(write_inputs(path, model, options.adapters, options.images, options.tokens))
+
+
+if __name__ == "__main__":
+    run_main(main)

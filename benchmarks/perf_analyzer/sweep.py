@@ -1,0 +1,243 @@
+"""Sweeps concurrency over the models with the real perf_analyzer, over gRPC.
+
+For each model and concurrency: throughput, latency of the first and of the last response, and,
+from the server's own counters, how many requests the encoder took in one batch and how many
+rows a decode step had. Prints a table; writes JSON.
+
+Turn the feature cache off (`"feature_cache_bytes": 0` in `model.json`) to measure the encoder:
+the 64 pictures are distinct, but a long run meets them again.
+
+usage: python -m benchmarks.perf_analyzer.sweep --adapters base glyphs actions --json out/sweep.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run as a file
+
+from benchmarks.perf_analyzer.fetch import PerfAnalyzer, ensure
+from benchmarks.perf_analyzer.inputs import BASE, MODELS, write_inputs
+from clients.common import DEFAULT_URL, ClientError, connect, run_main
+from clients.video_analytics import quantile
+
+STREAMING = {"visual_retrieval", "lmm"}
+ENCODER = "vision_encoder"
+DECODE_ROWS = "vlora:decode_rows_total"
+DECODE_STEPS = "vlora:decode_steps_total"
+REFRESH_SECONDS = 1.5
+"""The server brings its metrics up to date once a second."""
+
+
+_TIMES = re.compile(
+    rb'"timestamp":([0-9]+),.*?"response_timestamps":\[([0-9]+(?:,[0-9]+)*)\]', re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model at one concurrency. Latencies in milliseconds; None: nothing was counted."""
+
+    inputs: str
+    concurrency: int
+    requests: int
+    requests_per_second: float
+    first_p50_ms: float
+    last_p50_ms: float
+    last_p95_ms: float
+    encoder_batch: float | None
+    decode_rows: float | None
+
+
+@dataclass(frozen=True)
+class ServerCounters:
+    """What the server had counted at one moment."""
+
+    encoder_requests: int
+    encoder_batches: int
+    decode_rows: float
+    decode_steps: float
+
+    @classmethod
+    def read(cls, client: Any, metrics_url: str) -> ServerCounters:
+        time.sleep(REFRESH_SECONDS)
+        statistics = client.get_inference_statistics(ENCODER).model_stats[0]
+        metrics = read_metrics(metrics_url)
+        return cls(
+            encoder_requests=statistics.inference_count,
+            encoder_batches=statistics.execution_count,
+            decode_rows=metrics.get(DECODE_ROWS, 0.0),
+            decode_steps=metrics.get(DECODE_STEPS, 0.0),
+        )
+
+
+def read_metrics(url: str) -> dict[str, float]:
+    """Each metric's value summed over its labels, from the Prometheus text at `url`."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=10) as page:
+            text = page.read().decode()
+    except OSError as error:
+        raise ClientError(f"no metrics at {url}: {error}; give them with --metrics-url") from None
+    totals: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, value = line.split("{")[0].split(" ")[0], line.rsplit(" ", 1)[1]
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return totals
+
+
+def ratio(above: float, below: float) -> float | None:
+    return above / below if below else None
+
+
+def measure(
+    tool: PerfAnalyzer, url: str, inputs: Path, concurrency: int, requests: int, limit: float
+) -> list[tuple[float, float, float]]:
+    """Run perf_analyzer once: (sent, first response, last response) of each request, seconds.
+
+    Raises ClientError with its own words if any request failed or it took longer than `limit`.
+    """
+    model = inputs.stem.removesuffix("-text")
+    with tempfile.TemporaryDirectory() as scratch:
+        export = Path(scratch) / "profile.json"
+        command = [str(tool.program), "-m", model, "-u", url, "-i", "grpc"]
+        command += ["--streaming"] if model in STREAMING else ["--async"]
+        command += ["--input-data", str(inputs), "--request-count", str(requests)]
+        command += ["--concurrency-range", str(concurrency)]
+        command += ["--profile-export-file", str(export)]
+        try:
+            done = subprocess.run(
+                command, env=tool.environment, capture_output=True, text=True, timeout=limit
+            )
+        except subprocess.TimeoutExpired:
+            raise ClientError(f"{model} at concurrency {concurrency}: over {limit:.0f} s") from None
+        times = [] if done.returncode else read_times(export.read_bytes())
+        if not times:
+            said = (done.stdout + done.stderr).strip().splitlines()[-4:]
+            raise ClientError(f"{model} at concurrency {concurrency}: {' '.join(said)}")
+        return times
+
+
+def read_times(profile: bytes) -> list[tuple[float, float, float]]:
+    """(sent, first response, last response) in seconds of each request of an exported profile.
+
+    Read by pattern: perf_analyzer writes raw answers into it, so that it may not be valid JSON.
+    """
+    times = []
+    for sent, responses in _TIMES.findall(profile):
+        stamps = [int(stamp) / 1e9 for stamp in responses.split(b",")]
+        times.append((int(sent) / 1e9, stamps[0], stamps[-1]))
+    return times
+
+
+def summarise(
+    inputs: str,
+    concurrency: int,
+    times: Sequence[tuple[float, float, float]],
+    before: ServerCounters,
+    after: ServerCounters,
+) -> Row:
+    """One row of the table from the requests' times and the counters round the run."""
+    first = sorted((begun - sent) * 1e3 for sent, begun, _ in times)
+    last = sorted((ended - sent) * 1e3 for sent, _, ended in times)
+    seconds = max(ended for _, _, ended in times) - min(sent for sent, _, _ in times)
+    return Row(
+        inputs=inputs,
+        concurrency=concurrency,
+        requests=len(times),
+        requests_per_second=len(times) / seconds,
+        first_p50_ms=quantile(first, 0.5),
+        last_p50_ms=quantile(last, 0.5),
+        last_p95_ms=quantile(last, 0.95),
+        encoder_batch=ratio(
+            after.encoder_requests - before.encoder_requests,
+            after.encoder_batches - before.encoder_batches,
+        ),
+        decode_rows=ratio(
+            after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps
+        ),
+    )
+
+
+HEADER = (
+    "inputs            concurrency  requests  req/s  first p50 ms  last p50 ms  last p95 ms"
+    "  encoder batch  decode rows"
+)
+
+
+def line_of(row: Row) -> str:
+    batch, rows = (
+        "-" if mean is None else f"{mean:.2f}" for mean in (row.encoder_batch, row.decode_rows)
+    )
+    return (
+        f"{row.inputs:<18}{row.concurrency:10d}{row.requests:10d}{row.requests_per_second:8.1f}"
+        f"{row.first_p50_ms:14.1f}{row.last_p50_ms:13.1f}{row.last_p95_ms:13.1f}"
+        f"{batch:>15}{rows:>13}"
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (%(default)s)")
+    parser.add_argument(
+        "--metrics-url",
+        default="http://127.0.0.1:8002/metrics",
+        help="the server's metrics (%(default)s)",
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument(
+        "--adapters", nargs="+", default=[BASE], help="take turns; `base` is the base model"
+    )
+    parser.add_argument("--images", type=int, default=64, help="distinct requests (64)")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens forced an answer (32)")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="requests of a run, in units of its concurrency (8)"
+    )
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one run (120)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    tool = ensure()
+    client = connect(options.url, "lmm")
+    rows: list[Row] = []
+    print(HEADER)
+    with tempfile.TemporaryDirectory() as folder:
+        for model in options.models:
+            path = Path(folder) / f"{model}.json"
+            write_inputs(path, model, options.adapters, options.images, options.tokens)
+            for concurrency in options.concurrency:
+                requests = max(options.rounds * concurrency, 16)
+                before = ServerCounters.read(client, options.metrics_url)
+                times = measure(tool, options.url, path, concurrency, requests, options.limit)
+                after = ServerCounters.read(client, options.metrics_url)
+                rows.append(summarise(model, concurrency, times, before, after))
+                print(line_of(rows[-1]), flush=True)
+    client.close()
+    if options.json:
+        meta = {key: str(value) for key, value in vars(options).items()}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(
+            json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,34 @@
+"""What a row of `vlora bench policies` was measured with: another one is no part of its file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.policies.own_operators import RULE_OF
+from vlora.engine import calibration, cost, scheduler
+from vlora.engine.policies import base, dlora, predictive
+
+EVERYONES = (scheduler, cost, calibration)
+OWN_MODULE = {"predictive": predictive, "dlora": dlora}
+
+
+@cache
+def source_fingerprint(name: str) -> str:
+    """Of the modules that decide what a policy does and what is predicted; not of the model and its
+    kernels, which are as fast for all."""
+    modules = (*EVERYONES, OWN_MODULE.get(RULE_OF.get(name, name), base))
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
+    return hashlib.sha256(sources).hexdigest()[:12]
+
+
+def current(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that the present code would measure again just so; what has no policy is among them."""
+    return [
+        row
+        for row in rows
+        if "policy" not in row or row.get("code") == source_fingerprint(row["policy"])
+    ]

@@ -1,0 +1,1 @@
+"""One engine step against its roofline, part by part."""

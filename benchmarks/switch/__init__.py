@@ -1,0 +1,1 @@
+"""Merging, switching adapters and deLoRA."""
