@@ -99,7 +99,7 @@ class EngineLoop:
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
         """Loads checkpoint and adapters and starts. adapter_names: as in `multi_lora.json`."""
-        torch.set_num_threads(cores.of(options).engine)
+        torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)
         if options.policy in PREDICTING:
             engine.calibrate()
