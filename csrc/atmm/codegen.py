@@ -51,7 +51,7 @@ class Isa:
 
     @property
     def deinterleaves(self) -> bool:
-        """Return whether a panel takes two registers, one for its even and one for its odd columns."""
+        """Return whether a panel takes two registers: even columns in one, odd ones in the other."""
         return self.registers_per_panel > 1
 
     @property
