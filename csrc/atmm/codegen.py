@@ -51,7 +51,7 @@ class Isa:
 
     @property
     def deinterleaves(self) -> bool:
-        """Return whether a panel takes two registers: even columns in one, odd ones in the other."""
+        """Return whether a panel takes two registers: one for even columns, one for odd ones."""
         return self.registers_per_panel > 1
 
     @property
