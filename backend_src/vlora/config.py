@@ -92,7 +92,7 @@ class Options:
     adapter_host_bytes: of adapters kept in host memory, in float32; what is in use stays beyond it.
     enable_prefix_caching: keys and values of whole blocks are kept for prompts that begin alike.
     engine_threads, encoder_threads: threads of the two processes; "auto" shares out the cores that
-        this process may use (`cores.share`).
+        this process may use (`cores.split_cores`).
     feature_cache_bytes: budget of the encoder's image feature cache; 0 turns it off.
     disable_log_stats: no metrics beside Triton's own.
     notes: what the file says that has no effect here, a sentence each.

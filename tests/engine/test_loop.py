@@ -14,7 +14,7 @@ from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.engine.pending_cancels import MAX_IDS, PATIENCE_SECONDS, PendingCancels
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
-from vlora.request import Output, Request, TokenLogprob, gathered
+from vlora.request import Output, Request, TokenLogprob, coalesce
 from vlora.sampling import SamplingParams
 
 LONG_ID = "a-client-id-of-its-own"
@@ -75,7 +75,7 @@ def test_gathered_news_keeps_each_requests_order_and_ends_with_its_error() -> No
         Output("b", error=Cancelled("gone")),
         Output("a", token_ids=(3,), finish_reason="stop"),
     ]
-    a, b, failed = gathered(news)
+    a, b, failed = coalesce(news)
     assert (a.text, a.token_ids, a.finish_reason) == ("12", (1, 2, 3), "stop")
     assert (b, failed) == (news[1], news[3])
 

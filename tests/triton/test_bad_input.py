@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.triton_client import Asker, Refused, picture, wrong
+from tests.support.triton_client import Asker, Refused, asking, picture, wrong
 
 RETRIEVAL, ANALYTICS = "visual_retrieval", "video_analytics"
 HEALTHY = {"text_input": "What is this?", "sampling_parameters": {"lora_name": "all-r8"}}
@@ -129,7 +129,6 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def healthy(server: Any) -> str:
-    from tests.triton.conftest import asking
 
     with asking(server) as asker:
         return asker.text(RETRIEVAL, image=picture((1, 2, 3)), **HEALTHY)

@@ -13,7 +13,7 @@ from vlora.config import Limits
 from vlora.errors import InvalidArgument
 from vlora.serving.codec import Call, Prepared, is_cancel, prepare, read_call, sampling_keys
 from vlora.serving.tensors import flag, strings
-from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS
+from vlora.vision.prompts import TASKS
 
 THROUGH_ENCODER = {"image_layout": np.zeros((0, 6), np.int32)}
 
@@ -53,19 +53,19 @@ def test_a_request_through_the_encoder_has_the_defaults_of_the_ensembles() -> No
     assert made.task == "vqa"
     assert made.request.prompt.startswith(TEMPLATE.prefix)
     assert made.request.sampling.temperature == 0.0
-    assert made.request.sampling.max_tokens == TASK_DEFAULT_MAX_TOKENS["vqa"]
+    assert made.request.sampling.max_tokens == TASKS["vqa"].max_tokens
 
 
 def test_every_tasks_own_limit_is_the_ensembles_default() -> None:
-    for task, limit in TASK_DEFAULT_MAX_TOKENS.items():
+    for task, spec in TASKS.items():
         made = prepared(read(**THROUGH_ENCODER, task=strings([task])))
-        assert made.request.sampling.max_tokens == limit
+        assert made.request.sampling.max_tokens == spec.max_tokens
 
 
 def test_given_sampling_keys_win_over_the_ensembles_defaults() -> None:
     made = prepared(read(**THROUGH_ENCODER, sampling_parameters=keys(temperature=0.5)))
     assert made.request.sampling.temperature == 0.5
-    assert made.request.sampling.max_tokens == TASK_DEFAULT_MAX_TOKENS["vqa"]
+    assert made.request.sampling.max_tokens == TASKS["vqa"].max_tokens
 
 
 @pytest.mark.parametrize(

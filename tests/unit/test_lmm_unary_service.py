@@ -48,7 +48,7 @@ def inner() -> Inner:
 @pytest.fixture
 def service(inner: Inner) -> Iterator[LmmUnaryService]:
     with ThreadPoolExecutor(2) as pool:
-        made = LmmUnaryService(inner, pool, most=4, running=2)
+        made = LmmUnaryService(inner, pool, max_requests=4, max_running=2)
         yield made
         inner.gate.set()
         made.close()

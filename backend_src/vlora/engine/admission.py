@@ -65,9 +65,9 @@ class Admission:
         context = min(self._max_model_len, self._memory.capacity(handle))
         max_tokens = answer_limit(request, len(prompt.ids), context)
         sampler = TokenSampler(params, request.id, self._config.eos_tokens, self._vocabulary)
-        if sampler.choices is not None and sampler.choices.least_tokens > max_tokens:
+        if sampler.choices is not None and sampler.choices.required_tokens > max_tokens:
             raise InvalidArgument(
-                f"the longest of 'choices' needs {sampler.choices.least_tokens} tokens;"
+                f"the longest of 'choices' needs {sampler.choices.required_tokens} tokens;"
                 f" {max_tokens} are left for it"
             )
         digests = None

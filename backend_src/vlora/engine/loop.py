@@ -25,7 +25,7 @@ from vlora.engine.request_state import RequestState
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.lora.store import AdapterStore
 from vlora.metrics import EngineStats
-from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, gathered
+from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesce
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class EngineLoop:
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
         """Load the checkpoint and the adapters, and start. adapter_names: see `multi_lora.json`."""
-        torch.set_num_threads(cores.of(options).engine)
+        torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)
         if engine.scheduler.policy.uses_costs:
             engine.calibrate()
@@ -312,8 +312,8 @@ class EngineLoop:
             try:
                 of_step = self._outbox.get_nowait()
             except queue.Empty:
-                return gathered(outputs), True
-        return gathered(outputs), False
+                return coalesce(outputs), True
+        return coalesce(outputs), False
 
     def _answer(self, output: Output) -> None:
         client = self._clients.get(output.request_id)

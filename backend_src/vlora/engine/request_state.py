@@ -20,7 +20,7 @@ from vlora.request import HeadScores, Output, Timings, TokenLogprob
 class LogitsRow(NamedTuple):
     """Logits of one row.
 
-    logits: [V] float32. token: the token that a plain sampler draws from them.
+    logits: [V] float32. token: the token that a batchable sampler draws from them.
     finite: whether all logits are finite.
     """
 
@@ -30,16 +30,16 @@ class LogitsRow(NamedTuple):
 
 
 def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]:
-    """Split the logits of a step into rows and draw the tokens of all plain samplers at once.
+    """Split the logits of a step into rows and draw the tokens of all batchable samplers at once.
 
     logits: [rows, V], one row per request of `states`.
     """
-    largest, finite = ops.largest(logits)
+    largest, finite = ops.argmax(logits)
     tokens, all_finite = largest.tolist(), finite.tolist()
     drawn = [
         (row, state.sampler, state.sequence.known)
         for row, state in enumerate(states)
-        if all_finite[row] and state.sampler.plain and not state.sampler.greedy
+        if all_finite[row] and state.sampler.batchable and not state.sampler.greedy
     ]
     if drawn:
         for (row, _, _), token in zip(drawn, draw_rows(logits, drawn), strict=True):
@@ -92,7 +92,7 @@ class RequestState:
         sequence, sampler = self.sequence, self.sampler
         logprobs = None
         token = row.token
-        if not sampler.plain:
+        if not sampler.batchable:
             draw = sampler.draw(
                 row.logits.numpy(),
                 sequence.tokens[: sequence.prompt_length],

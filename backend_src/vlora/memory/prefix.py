@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from vlora.ids import NO_IMAGE
 from vlora.memory.pool import Moves, PagePool
 
 if TYPE_CHECKING:
     import torch
-
-NO_IMAGE = -1
 
 
 class BlockKey(NamedTuple):

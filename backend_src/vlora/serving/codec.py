@@ -22,7 +22,7 @@ from vlora.request import ImageFeatures, IntArray, Request
 from vlora.sampling import KNOWN_KEYS, SamplingParams, is_known
 from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
-from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
+from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 if TYPE_CHECKING:
     from vlora.lora.adapter import AdapterInfo
@@ -240,7 +240,7 @@ def prepare(
     prompt = render(task, call.text, *call.counts, template)
     defaults = SamplingParams()
     if call.ensemble:
-        defaults = SamplingParams(temperature=0.0, max_tokens=TASK_DEFAULT_MAX_TOKENS[task])
+        defaults = SamplingParams(temperature=0.0, max_tokens=TASKS[task].max_tokens)
     sampling = SamplingParams.parse(call.sampling, defaults)
     if call.wanted.cumulative_logprob and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)

@@ -55,11 +55,11 @@ class LmmUnaryService:
     A request is in `_waiting`, then in `_asked`; who takes it out of there gives its response.
     """
 
-    def __init__(self, ask: Ask, pool: Executor, most: int, running: int) -> None:
+    def __init__(self, ask: Ask, pool: Executor, max_requests: int, max_running: int) -> None:
         self._ask = ask
         self._pool = pool
-        self._most = most
-        self._running = running
+        self._max_requests = max_requests
+        self._max_running = max_running
         self._waiting: dict[str, _Relayed] = {}
         self._asked: dict[str, _Relayed] = {}
         self._lock = threading.Lock()
@@ -106,8 +106,8 @@ class LmmUnaryService:
         with self._lock:
             if self._closed.is_set():
                 raise Unavailable("the server is shutting down")
-            if self.live >= self._most:
-                waiting = self.live - self._running
+            if self.live >= self._max_requests:
+                waiting = self.live - self._max_running
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
             self._waiting[key] = relayed
 
