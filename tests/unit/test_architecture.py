@@ -12,7 +12,18 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 
 LAYERS = [
-    {"atmm", "backends", "kernels", "metrics", "errors", "ids", "native", "paths", "strict_json"},
+    {
+        "atmm",
+        "backends",
+        "kernels",
+        "metrics",
+        "errors",
+        "ids",
+        "native",
+        "paths",
+        "strict_json",
+        "value_readers",
+    },
     {"memory", "request", "sampling", "config", "cores", "openmp_env"},
     {"lora"},
     {"model"},

@@ -164,9 +164,9 @@ class Engine:
         context = min(self.max_model_len, self.memory.capacity(handle))
         max_tokens = max_tokens_of(request, len(prompt.ids), context)
         sampler = TokenSampler(params, request.id, self.config.eos_tokens, self._vocabulary)
-        if sampler.choices is not None and sampler.choices.least_tokens > max_tokens:
+        if sampler.choices is not None and sampler.choices.required_tokens > max_tokens:
             raise InvalidArgument(
-                f"the longest of 'choices' needs {sampler.choices.least_tokens} tokens;"
+                f"the longest of 'choices' needs {sampler.choices.required_tokens} tokens;"
                 f" {max_tokens} are left for it"
             )
         digests = None

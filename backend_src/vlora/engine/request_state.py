@@ -33,7 +33,7 @@ def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]
     drawn = [
         (row, state.sampler, state.sequence.known)
         for row, state in enumerate(states)
-        if told[row] and state.sampler.plain and not state.sampler.greedy
+        if told[row] and state.sampler.batchable and not state.sampler.greedy
     ]
     if drawn:
         for (row, _, _), token in zip(drawn, draw_rows(logits, drawn), strict=True):
@@ -83,7 +83,7 @@ class RequestState:
         sequence, sampler = self.sequence, self.sampler
         logprobs = None
         token = row.token
-        if not sampler.plain:
+        if not sampler.batchable:
             draw = sampler.draw(
                 row.logits.numpy(),
                 sequence.tokens[: sequence.prompt_length],
