@@ -1,4 +1,4 @@
-"""What a benchmark defines; `runner` does everything else.
+"""The definition of a benchmark. `runner` does everything else.
 
 Subclasses import torch and the package inside their methods only, so that `--help` is fast.
 """
@@ -79,7 +79,7 @@ class Benchmark(ABC, Generic[CellT]):
     bars: ClassVar[Mapping[str, Bar]] = {}
     """Bars by summary key."""
     resumable: ClassVar[bool] = False
-    """Whether the JSON file is written after each row and continued by the next run."""
+    """True if the JSON file is written during the run and continued by the next run."""
     conditions: ClassVar[Sequence[str]] = ()
     """Keys of meta that must be equal for a run to be continued."""
 
@@ -153,9 +153,9 @@ def parse_thread_counts(text: str) -> list[int]:
 def server_threads() -> int:
     """Return the number of threads that the engine of a server takes by default."""
     from vlora.config import Options
-    from vlora.cores import of
+    from vlora.cores import split_threads
 
-    return of(Options()).engine
+    return split_threads(Options()).engine
 
 
 def demo_folder() -> Path:

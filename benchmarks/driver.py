@@ -19,12 +19,14 @@ from unittest.mock import patch
 import numpy as np
 
 from vlora.engine.engine import Engine
-from vlora.engine.state import RequestState
+from vlora.engine.request_state import RequestState
 from vlora.lora.weights_file import WeightsFile
 from vlora.lora.weights_reader import Layout
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 
+WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
+"""Words of the demo checkpoint's vocabulary. A word and the space before it are two tokens."""
 WAIT_SECONDS = 0.05
 """Maximum wait for the loader before the engine is stepped again. The loader ends it earlier."""
 
@@ -41,7 +43,7 @@ class DriverRequest:
 
 @dataclass
 class Outcome:
-    """What a load took. Times are in seconds.
+    """Times of one load, in seconds.
 
     first, end: of each request's first token and end, from the common start.
     steps: of each step that computed.
@@ -96,7 +98,9 @@ class Outcome:
         return sum(self.end) / max(1, self.tokens)
 
     def as_row(self) -> dict[str, Any]:
-        loading = round(statistics.median(self.loading_steps) * 1e3, 3)if self.loading_steps else None
+        loading = (
+            round(statistics.median(self.loading_steps) * 1e3, 3) if self.loading_steps else None
+        )
         return {
             "tokens_per_s": round(self.throughput, 1),
             "token_latency_ms": round(self.token_latency * 1e3, 3),
@@ -113,10 +117,11 @@ class Outcome:
 class Driver:
     """One engine that is driven through loads."""
 
-    def __init__(
-        self, engine: Engine, after_step: Callable[[Engine], None] | None = None
-    ) -> None:
-        """after_step: called after each step that computed; its time counts for the load only."""
+    def __init__(self, engine: Engine, after_step: Callable[[Engine], None] | None = None) -> None:
+        """Drive an engine through loads.
+
+        after_step: called after each step that computed. Its time counts for the load only.
+        """
         self.engine = engine
         self._after_step = after_step
         self._count = 0
@@ -124,7 +129,7 @@ class Driver:
         engine.adapters.on_news = self._on_news
 
     def _on_news(self) -> None:
-        self.engine.on_news()
+        self.engine.notify()
         self._news.set()
 
     def close(self) -> None:

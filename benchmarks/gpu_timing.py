@@ -97,7 +97,7 @@ def synchronize() -> None:
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """What this device reaches now.
+    """Rates that this device reaches now.
 
     copy: bytes/s of a large copy, counting reads and writes.
     bf16, fp32: flop/s of a large matrix product; fp32 without TF32.

@@ -19,8 +19,7 @@ import torch
 from benchmarks.dtypes import DTYPES
 from benchmarks.roofline import Roofline
 from benchmarks.timing import Timing
-from vlora import native
-from vlora.atmm import backends
+from vlora import backends, native
 from vlora.atmm.device import Device
 from vlora.memory import hugepages
 
@@ -30,7 +29,7 @@ READ, MULTIPLY = "read", "multiply"
 
 def is_compiled() -> bool:
     """Return whether the compiled kernels are available."""
-    return backends.default() == "cpu"
+    return backends.backend_of("atmm") == "cpu"
 
 
 def set_threads(count: int) -> None:
@@ -146,7 +145,9 @@ class RooflineByThreads:
 
     def as_meta(self) -> dict[str, Any]:
         """Return the measured figures of each thread count for the JSON file."""
-        return {f"{count} threads": roofline.as_meta() for count, roofline in self._rooflines.items()}
+        return {
+            f"{count} threads": roofline.as_meta() for count, roofline in self._rooflines.items()
+        }
 
 
 def _roofline(threads: int) -> Roofline:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a benchmark is defined, and the line that describes it in the list.
+    """Location of a benchmark, and the line that describes it in the list.
 
     location: "module:class".
     """

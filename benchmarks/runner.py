@@ -18,6 +18,8 @@ from rich.progress import Progress
 from benchmarks.benchmark import Benchmark
 from benchmarks.registry import REGISTRY
 
+SAVE_INTERVAL_SECONDS = 5.0
+"""Minimum time between two saves of a benchmark that can be resumed."""
 WIDE_COLUMNS = 150
 """Width of the tables where the output is not a terminal."""
 
@@ -99,7 +101,7 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
                 path, machine | benchmark.meta(), benchmark.rows, benchmark.summarize()
             )
 
-    interrupted = False
+    interrupted, last_save = False, started
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("preparing", total=None)
 
@@ -115,8 +117,9 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
             for cell in cells:
                 for row in benchmark.run(cell):
                     benchmark.rows.append(row)
-                    if benchmark.resumable:
+                    if benchmark.resumable and time.monotonic() - last_save > SAVE_INTERVAL_SECONDS:
                         save()
+                        last_save = time.monotonic()
                 progress.advance(task)
         except KeyboardInterrupt:
             interrupted = True
@@ -139,9 +142,7 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
         console.print(f"written: {figure}", soft_wrap=True)
 
 
-def _resume(
-    benchmark: Benchmark[Any], path: Path, meta: dict[str, Any], console: Console
-) -> None:
+def _resume(benchmark: Benchmark[Any], path: Path, meta: dict[str, Any], console: Console) -> None:
     """Take over the rows of the former run that wrote `path`.
 
     Raises typer.BadParameter if that run had other conditions.

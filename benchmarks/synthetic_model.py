@@ -18,9 +18,9 @@ import torch
 from benchmarks.dtypes import ENGINE_NAMES
 from benchmarks.llava import Checkpoint, prompt
 from vlora.config import Options
-from vlora.engine import sequence as sequences
 from vlora.engine.engine import Engine
 from vlora.engine.plan import StepPlan
+from vlora.engine.sequence import Sequence as EngineSequence
 from vlora.ids import BASE
 from vlora.request import Request
 from vlora.sampling import SamplingParams
@@ -60,7 +60,7 @@ class SyntheticModel:
         self._handles = dict(zip(self.slots, handles, strict=True))
         fill_with_random(self.engine.memory.store.cache)
         self._numbers = itertools.count()
-        self._staged: list[tuple[sequences.Sequence, int, int]] = []
+        self._staged: list[tuple[EngineSequence, int, int]] = []
 
     def stage(self, requests: int, length: int, computed: int) -> None:
         """Replace all requests by `requests` new ones.

@@ -68,9 +68,7 @@ def interleaved(
         if estimate < budget:  # Otherwise the overhead of the first call is a small part of it.
             estimate = _seconds(call, 1)
         calls[name] = max(1, round(MIN_SAMPLE_SECONDS / max(estimate, 1e-9)))
-        warm_calls[name] = (
-            _warm_calls(estimate) if warm else int(lead and estimate < LONG_SECONDS)
-        )
+        warm_calls[name] = _warm_calls(estimate) if warm else int(lead and estimate < LONG_SECONDS)
         cost = (calls[name] + warm_calls[name]) * estimate
         sample_counts[name] = min(rounds, max(MIN_SAMPLES, int(budget / max(cost, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
@@ -98,7 +96,7 @@ def single_calls(
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return the names in order, starting with the one whose index is `number` modulo their count."""
+    """Return the names in order, starting with that at index `number` modulo their count."""
     first = number % len(names)
     return [*names[first:], *names[:first]]
 

@@ -1,6 +1,6 @@
 """V-LoRA: one large multimodal model, many LoRA adapters, served to vision applications."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from vlora import openmp_env
 

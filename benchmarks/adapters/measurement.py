@@ -1,8 +1,8 @@
 """The costs of many adapters, resident or not (figure 23 of the paper).
 
 The checkpoint is the demo model, whose steps are short: the engine's overhead of a step and the
-time of a load weigh more here than on any larger model. The adapters are random, of one rank, and on
-all projections.
+time of a load weigh more here than on any larger model. The adapters are random, of one rank, and
+on all projections.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.adapters.requests import draw_names, save_adapters
-from benchmarks.driver import Driver, DriverRequest, Outcome
+from benchmarks.driver import WORDS, Driver, DriverRequest, Outcome
 from benchmarks.roofline import Roofline
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.lora.adapter import read_adapter
 from vlora.model.decoder_config import load_config
 
-WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
 BLOCK = 16
 CONCURRENT_REQUESTS = 16
 """Number of requests of a trace that come at once."""
@@ -228,9 +227,7 @@ class ManyAdapters:
 
         The second result has the medians of its ratios to the first, round by round.
         """
-        drivers = [
-            Driver(Engine(self.options(root, **options))) for _, root, options in settings
-        ]
+        drivers = [Driver(Engine(self.options(root, **options))) for _, root, options in settings]
         outcomes: list[list[Outcome]] = [[] for _ in settings]
         for number in range(-1, self._grid["rounds"]):
             sides = list(zip(drivers, outcomes, strict=True))

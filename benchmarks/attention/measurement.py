@@ -17,7 +17,7 @@ from benchmarks.roofline import Roofline
 from benchmarks.synthetic_model import fill_with_random
 from benchmarks.timing import Timing, interleaved, rounded_mean
 from vlora.atmm.device import Device
-from vlora.kernels.backends import Backend
+from vlora.backends import Backend
 from vlora.memory.kv_cache import KVStore
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
@@ -176,7 +176,7 @@ class SyntheticAttention:
         self.heads, self.dim = cell.heads, cell.dim
         self.qkv = torch.randn(row, (cell.heads + 2 * cell.kv_heads) * cell.dim)
         # Rotation by zero, so that repeated calls leave the rows unchanged.
-        self.rotary = Rotary.of(torch.zeros(row, cell.dim // 2), 1.0)
+        self.rotary = Rotary.from_angles(torch.zeros(row, cell.dim // 2), 1.0)
 
     def attend(self, backend: Backend) -> Callable[[], None]:
         """Return a call that computes the attention of one layer, each time of the next one."""

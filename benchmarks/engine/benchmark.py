@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import RenderableType
 
 from benchmarks.benchmark import (
     GRIDS,
+    Bar,
     Benchmark,
     GridOption,
     QuickOption,
@@ -32,7 +33,7 @@ class EngineBenchmark(Benchmark[Job]):
     """Average token latency of concurrent requests over its floor, the server's and PEFT's."""
 
     name = "engine"
-    bars = {
+    bars: ClassVar[Mapping[str, Bar]] = {
         **{
             f"{kind}_{adapters}": at_most(1.45)
             for kind in ("text", "image")
@@ -67,11 +68,13 @@ class EngineBenchmark(Benchmark[Job]):
         from benchmarks import llava, machine
         from benchmarks.engine.measurement import load_grid
         from vlora.config import Options
-        from vlora.cores import of
+        from vlora.cores import split_threads
 
         threads = {"engine_threads": engine_threads, "encoder_threads": encoder_threads}
-        self._options: dict[str, Any] = {key: value for key, value in threads.items() if value is not None}
-        self._split = of(Options(**self._options))
+        self._options: dict[str, Any] = {
+            key: value for key, value in threads.items() if value is not None
+        }
+        self._split = split_threads(Options(**self._options))
         machine.set_threads(self._split.engine)
         self._model = model
         self._grid = grid or GRIDS / "engine.json"

@@ -72,7 +72,9 @@ class InProcess:
         storage = dtype_of(options.dtype, options.model)
         self._itemsize = storage.itemsize
         # A process has one number of threads, here the larger of the two: the engine's.
-        self._encoder = VisionEncoder(checkpoint.folder, cores.of(options).engine, storage)
+        self._encoder = VisionEncoder(
+            checkpoint.folder, cores.split_threads(options).engine, storage
+        )
         self._loop = EngineLoop.from_options(options)
         self._runs = 0
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import RenderableType
 
 from benchmarks.benchmark import (
     GRIDS,
+    Bar,
     Benchmark,
     GridOption,
     QuickOption,
@@ -45,7 +46,7 @@ class KernelsBenchmark(Benchmark[Job]):
     """Operators on hot and cold adapters, in decode and prefill shapes, and their stability."""
 
     name = "kernels"
-    bars = {
+    bars: ClassVar[Mapping[str, Bar]] = {
         "decode_vs_peft_loop": at_least(4),
         "decode_vs_slice_loop": at_least(2.5),
         "decode_vs_einsum": at_least(10),

@@ -161,4 +161,6 @@ def _cells_of(group: dict[str, Any], dtype: str) -> Iterator[KernelCell]:
     for requests, rows, width, rank, popularity, heat in itertools.product(
         *(group[key] for key in ("requests", "rows", "d", "rank", "popularity", "heat"))
     ):
-        yield KernelCell(group["regime"], requests, rows, width, rank, popularity, heat == "cold", dtype)
+        yield KernelCell(
+            group["regime"], requests, rows, width, rank, popularity, heat == "cold", dtype
+        )

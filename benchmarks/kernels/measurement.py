@@ -27,7 +27,7 @@ MULTIPLY_ROUNDS = 100_000
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """Duration of a measurement.
 
     rounds: of all operators in a cell.
     budget: seconds per operator in a cell.
@@ -95,7 +95,7 @@ class KernelResult:
 
     @property
     def is_slower(self) -> bool:
-        """Whether ATMM is slower than the fastest baseline by more than the noise."""
+        """True if ATMM is slower than the fastest baseline by more than the noise."""
         return self.speed_up_over_fastest < 1 - self.noise
 
     @property

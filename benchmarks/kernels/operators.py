@@ -39,7 +39,7 @@ class LoraOperator(ABC):
 
     @abstractmethod
     def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
-        """Return a call for these adapters, which are copied: no operator shares another's cache lines."""
+        """Return a call for copies of these adapters: no operator shares another's cache lines."""
 
 
 class PeftLoop(LoraOperator):

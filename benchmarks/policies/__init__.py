@@ -1,1 +1,5 @@
-"""Scheduling policies on seeded traces."""
+"""Scheduling policies on seeded traces. Importing it registers the baseline policies."""
+
+from benchmarks.baseline_policies import register
+
+register()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import RenderableType
 
 from benchmarks.benchmark import (
     GRIDS,
+    Bar,
     Benchmark,
     EngineThreadsOption,
     GridOption,
@@ -33,8 +34,12 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
     """Steps of a mid-size model. A cell of the run holds all steps of one model and type."""
 
     name = "step"
-    bars = {
-        **{f"{phase}_{dtype}": at_least(0.7) for phase in ("decode", "prefill") for dtype in ("fp32", "bf16")},
+    bars: ClassVar[Mapping[str, Bar]] = {
+        **{
+            f"{phase}_{dtype}": at_least(0.7)
+            for phase in ("decode", "prefill")
+            for dtype in ("fp32", "bf16")
+        },
         "lora_cost_1": at_most(1.05),
         "lora_cost_16_over_bytes": at_most(1.1),
         "elsewhere": at_most(0.08),

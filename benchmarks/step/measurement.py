@@ -31,7 +31,7 @@ TYPICAL_ROWS, TYPICAL_CONTEXT = 16, 256
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """Duration of a measurement.
 
     rounds: of all candidates of a cell.
     budget: seconds per candidate.

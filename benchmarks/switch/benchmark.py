@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import RenderableType
 
 from benchmarks.benchmark import (
     GRIDS,
+    Bar,
     Benchmark,
     GridOption,
     QuickOption,
@@ -39,10 +40,10 @@ Job = tuple["MergeModel | str", "int | str"]
 
 
 class SwitchBenchmark(Benchmark[Job]):
-    """What it takes to change the live adapter, to the machine and to a request."""
+    """Cost of a change of the live adapter, for the machine and for a request."""
 
     name = "switch"
-    bars = {
+    bars: ClassVar[Mapping[str, Bar]] = {
         "unmerge_us": below(100),
         "merge_vs_limit": at_least(0.77),
         "merge_vs_limit_bf16": at_least(0.77),

@@ -172,9 +172,7 @@ def measure(model: MergeModel, threads: int, roofline: Roofline, rounds: int) ->
     concurrent = ConcurrentRates("fp32", MULTIPLY_ROUNDS, READ_BYTES)
     timings = interleaved(calls | concurrent.calls(), rounds=rounds, warm=False, budget=20.0)
     roofline.remeasure_if_due()
-    return MergeResult(
-        model, threads, roofline, without_rates(timings), *concurrent.rates(timings)
-    )
+    return MergeResult(model, threads, roofline, without_rates(timings), *concurrent.rates(timings))
 
 
 def summarize(results: Sequence[MergeResult]) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tools.tile_search.cuda_build import NoToolchain, emulate
-from vlora.atmm import backends, op, tiles
+from vlora.atmm import op, tiles
 from vlora.atmm.cuda.library import Library
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
+from vlora.backends import Backend
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -85,7 +86,7 @@ def expected(
     return result
 
 
-def tolerance_of(backend: backends.Backend, dtype: torch.dtype, rows_dtype: torch.dtype) -> float:
+def tolerance_of(backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype) -> float:
     """Of rows of y and matrices of these types."""
     rounding = backend == "cuda" or (
         backend == "cpu" and tiles.current_isa("bf16") in MULTIPLY_PAIRS
@@ -100,7 +101,7 @@ def check(
     x: torch.Tensor,
     segments: Sequence[Segment],
     group: LoraGroup,
-    backend: backends.Backend,
+    backend: Backend,
     **options: int,
 ) -> None:
     want = expected(y, x, segments, group)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from vlora import native
-from vlora.atmm import backends
+from vlora import backends, native
 from vlora.atmm.types import DTYPES, Head, LoraPair, Segments
 
 
@@ -64,7 +63,7 @@ class LoraGroup:
     def slot_bytes(self, ranks: Sequence[int]) -> int:
         """Bytes of one adapter's packed copies here, a multiple of 64; ranks: by output, 0 for
         none. Of its plain copies, without the core."""
-        if backends.default() == "cpu":
+        if backends.backend_of("atmm") == "cpu":
             return int(self.native.slot_bytes(list(ranks)))
         needed = sum((self.d_in + d_out) * r for d_out, r in zip(self.d_outs, ranks, strict=True))
         return -(-needed * self.dtype.itemsize // 64) * 64
@@ -84,7 +83,7 @@ class LoraGroup:
             if pair is not None:
                 self._check(slot, output, pair, d_out)
         on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
-        if "native" in self.__dict__ or (on_cpu and backends.default() == "cpu"):
+        if "native" in self.__dict__ or (on_cpu and backends.backend_of("atmm") == "cpu"):
             # Packed now, at load, and not in the first forward pass.
             packed = [None if p is None else factors(*p) for p in pairs]
             self.native.set_slot(slot, packed, into)
@@ -162,7 +161,7 @@ class HeadGroup:
                 f" bias {tuple(head.bias.shape)} does not fit fp32 inputs of {self.d_in}"
             )
         on_cpu = head is not None and head.weight.is_cpu
-        if "native" in self.__dict__ or (on_cpu and backends.default() == "cpu"):
+        if "native" in self.__dict__ or (on_cpu and backends.backend_of("atmm") == "cpu"):
             _set_head(self.native, slot, head)
         self.heads[slot : slot + 1] = [head]
 

@@ -1,7 +1,7 @@
 """The one LoRA operator; which implementation serves it is decided here and nowhere else.
 
 Backends: "cpu" (csrc/atmm, compiled), "cuda" (csrc/atmm/cuda) and "reference" (plain torch, the
-oracle). The default follows the tensors' device and is resolved once (`backends.default`); every
+oracle). The default follows the tensors' device and is chosen once (`vlora.backends`); every
 function takes `backend` to override it for one call.
 """
 
@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 
-from vlora import native
-from vlora.atmm import backends, reference
-from vlora.atmm.backends import Backend
+from vlora import backends, native
+from vlora.atmm import reference
 from vlora.atmm.cuda import operator
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import DTYPES, Merges, MergeUpdate, Segment, Segments
+from vlora.backends import Backend
 
 Adding = Callable[[int, int, int, int, int], None]
 
@@ -58,7 +58,7 @@ def apply(
     dtype = x.dtype
     if y.dtype != dtype or dtype not in (group.dtype, torch.float32):
         raise ValueError(f"x is {x.dtype} and y {y.dtype}, the group is {group.dtype}")
-    chosen = backend or backends.default(y.device.type)
+    chosen = backend or _backend_for(y)
     if chosen != "cpu":
         _check(rows, segments, len(group))
     else:
@@ -95,9 +95,13 @@ def adding(segments: Sequence[Segment], group: LoraGroup) -> Adding | None:
     After a product little of the interpreter is left in the caches: what `apply` checks takes
     longer there than a row of a small adapter.
     """
-    if backends.default() != "cpu":
+    if backends.backend_of("atmm") != "cpu":
         return None
     return partial(group.native.add, Segments.of(segments).native, torch.get_num_threads())
+
+
+def _backend_for(out: torch.Tensor) -> Backend:
+    return backends.backend_of("atmm", out.device.type, operator.current)
 
 
 def _on_cuda(
@@ -132,7 +136,7 @@ def heads(
         if group.heads[segment.slot] is None:
             raise ValueError(f"slot {segment.slot} has no head")
     y = x.new_zeros(rows, max((group.classes(segment.slot) for segment in segments), default=0))
-    chosen = backend or backends.default(y.device.type)
+    chosen = backend or _backend_for(y)
     if chosen == "reference":
         reference.heads(y, x, segments, group)
         return y
@@ -181,7 +185,7 @@ def merge(
     merges = Merges.of(updates)
     if merges.end > base.shape[0]:
         raise ValueError(f"updates up to {merges.end} do not fit a slab of {base.shape[0]}")
-    chosen = backend or backends.default(out.device.type)
+    chosen = backend or _backend_for(out)
     if chosen == "reference":
         reference.merge(out, base, merges, sign)
         return

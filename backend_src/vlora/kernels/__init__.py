@@ -1,4 +1,5 @@
-"""The step's own kernels: products, attention over pages, and what lies between them.
+"""The step's kernels: products, paged attention, and the operations between them.
 
-`ops` is the interface, `reference` the readable twin of each, `backends` decides which one serves.
+`ops` is the interface and `reference` holds a plain-torch implementation of each operation;
+`vlora.backends` chooses between the compiled kernels and the reference.
 """

@@ -34,19 +34,19 @@ class LoraLinear:
         matrix = self._current()
         if not self._lora.has(segments):
             return matrix(x, out=out)
-        also = op.adding(segments, self._lora)
-        y = matrix(x, out=out, also=also)
-        if also is None:
+        epilogue = op.adding(segments, self._lora)
+        y = matrix(x, out=out, epilogue=epilogue)
+        if epilogue is None:
             op.apply(y, x, segments, self._lora)
         return y
 
     def gated(
-        self, x: torch.Tensor, segments: Segments, between: torch.Tensor, out: torch.Tensor
+        self, x: torch.Tensor, segments: Segments, scratch: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """`ops.gate` of that: [T, half of it], in `out`. between: a place for the whole of it."""
+        """Return `ops.gate` of the product, in `out`. scratch: as `out` of a call, overwritten."""
         if self._lora.has(segments):
-            return ops.gate(self(x, segments, between), out=out)
-        return self._current().gated(x, between=between, out=out)
+            return ops.gate(self(x, segments, scratch), out=out)
+        return self._current().gated(x, scratch=scratch, out=out)
 
     def _current(self) -> ops.Matrix:
         weight = self._switcher.active.views[self._index]

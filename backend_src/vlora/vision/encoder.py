@@ -22,8 +22,9 @@ from transformers.models.llava.modeling_llava import (
     LlavaPreTrainedModel,
 )
 
+from vlora import backends
 from vlora.errors import InvalidArgument
-from vlora.kernels import backends, ops
+from vlora.kernels import ops
 from vlora.model.loader import check_files
 from vlora.request import FloatArray
 from vlora.vision.images import DecodedImage
@@ -75,7 +76,7 @@ class VisionEncoder:
 
         Raises InvalidArgument where the folder holds no LLaVA tower with all its weights.
         """
-        backends.default()  # a name that is none ends the start, not every batch
+        backends.backend_of("kernels")  # an unknown name fails here, not in each batch
         torch.set_num_threads(threads)
         if not (checkpoint / "config.json").is_file():
             raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.support.atmm_problems import CUDA, EMULATED, emulation, implementations
-from vlora.atmm import backends, tiles
+from vlora.atmm import tiles
 from vlora.atmm.cuda.operator import Operator, using
+from vlora.backends import Backend
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +20,7 @@ def emulated() -> Operator:
 
 
 @pytest.fixture(params=implementations())
-def backend(request: pytest.FixtureRequest) -> Iterator[backends.Backend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Every implementation in turn (`implementations`); on a GPU, new tensors lie there."""
     if request.param == "reference":
         yield "reference"

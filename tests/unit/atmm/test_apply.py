@@ -18,9 +18,10 @@ from tests.support.atmm_problems import (
     group_of,
     tolerance_of,
 )
-from vlora.atmm import backends, op, tiles
+from vlora.atmm import op, tiles
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
+from vlora.backends import Backend
 
 
 @st.composite
@@ -51,7 +52,7 @@ def problems(draw: st.DrawFn) -> tuple[int, list[int], list[int | None], list[Se
 def test_any_problem_equals_float64(
     problem: tuple[int, list[int], list[int | None], list[Segment], int, int],
     threads: int,
-    backend: backends.Backend,
+    backend: Backend,
     dtype: torch.dtype,
     rows_dtype: torch.dtype,
 ) -> None:
@@ -65,7 +66,7 @@ def test_any_problem_equals_float64(
 @each_form
 @pytest.mark.parametrize("rows", [0, 1, 3, 8192])
 def test_long_and_short_steps_equal_float64(
-    rows: int, backend: backends.Backend, dtype: torch.dtype, rows_dtype: torch.dtype
+    rows: int, backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype
 ) -> None:
     group = group_of(96, [64, 32], [16, 33], dtype)
     half = rows // 2
@@ -77,7 +78,7 @@ def test_long_and_short_steps_equal_float64(
 @each_form
 @pytest.mark.parametrize("rank", [300, 512])
 def test_ranks_beyond_a_row_of_scratch_equal_float64(
-    rank: int, backend: backends.Backend, dtype: torch.dtype, rows_dtype: torch.dtype
+    rank: int, backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype
 ) -> None:
     group = group_of(128, [80], [rank], dtype)
     for rows in (2, 40):
@@ -91,7 +92,7 @@ def test_ranks_beyond_a_row_of_scratch_equal_float64(
 def test_ranks_that_end_in_half_a_panel_equal_float64(
     ranks: tuple[int, int],
     d_in: int,
-    backend: backends.Backend,
+    backend: Backend,
     dtype: torch.dtype,
     rows_dtype: torch.dtype,
 ) -> None:
@@ -120,7 +121,7 @@ def test_every_configuration_equals_float64(
                 check(y, x, segments, group, "cpu", config=index)
 
 
-def test_an_adapter_with_nan_leaves_other_rows_alone(backend: backends.Backend) -> None:
+def test_an_adapter_with_nan_leaves_other_rows_alone(backend: Backend) -> None:
     for dtype, rows_dtype in FORMS:
         group = group_of(64, [48], [20, 8, 33], dtype)
         bad = group.pairs[0][1]
@@ -146,7 +147,7 @@ def test_an_adapter_with_nan_leaves_other_rows_alone(backend: backends.Backend) 
         torch.testing.assert_close(got[rows].double(), want[rows], rtol=tolerance, atol=tolerance)
 
 
-def test_unaligned_addresses_are_served(backend: backends.Backend) -> None:
+def test_unaligned_addresses_are_served(backend: Backend) -> None:
     for dtype, rows_dtype in FORMS:
         group = group_of(130, [66], [12, 40], dtype)
         x = torch.randn(40 * 130 + 1).to(rows_dtype)[1:].view(40, 130)
@@ -165,9 +166,7 @@ def test_unaligned_addresses_are_served(backend: backends.Backend) -> None:
         (Segment(0, 1, 0, 2), "sign"),
     ],
 )
-def test_a_wrong_segment_is_refused(
-    segment: Segment, reason: str, backend: backends.Backend
-) -> None:
+def test_a_wrong_segment_is_refused(segment: Segment, reason: str, backend: Backend) -> None:
     group = group_of(16, [8], [4, 4])
     y = torch.zeros(4, 8)
     with pytest.raises(ValueError, match=reason):
@@ -186,7 +185,7 @@ def test_a_wrong_segment_is_refused(
     ],
 )
 def test_a_wrong_shape_is_refused(
-    x: torch.Tensor, y: torch.Tensor, reason: str, backend: backends.Backend
+    x: torch.Tensor, y: torch.Tensor, reason: str, backend: Backend
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         op.apply(y, x, [Segment(0, 1, 0)], group_of(16, [8], [4]), backend=backend)
@@ -209,7 +208,7 @@ def test_a_pair_that_does_not_fit_its_group_is_refused() -> None:
         LoraGroup(16, [8], torch.float16)
 
 
-def test_what_lies_below_bf16_reaches_rows_in_fp32(backend: backends.Backend) -> None:
+def test_what_lies_below_bf16_reaches_rows_in_fp32(backend: Backend) -> None:
     group = group_of(64, [48], [16], BF16)
     x, y = torch.randn(6, 64) * 2**-13, torch.ones(6, 48)
     segments = [Segment(1, 3, 0), Segment(4, 1, 0, -1)]

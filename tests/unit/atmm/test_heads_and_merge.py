@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from tests.support.atmm_problems import BF16, FP32, compiled
-from vlora.atmm import backends, op, tiles
+from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup
 from vlora.atmm.types import CopiedPart, Head, LoraPair, Merges, MergeUpdate, Segment
+from vlora.backends import Backend
 
 
-def test_heads_of_many_classes_equal_float64(backend: backends.Backend) -> None:
+def test_heads_of_many_classes_equal_float64(backend: Backend) -> None:
     group = HeadGroup(200)
     for classes in (1, 5, 300, 16):
         group.append(Head(torch.randn(classes, 200) / 14, torch.randn(classes)))
@@ -37,7 +38,7 @@ def test_heads_of_many_classes_equal_float64(backend: backends.Backend) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_merged_slabs_equal_float64_within_one_rounding(
-    backend: backends.Backend, dtype: torch.dtype, in_place: bool, sign: int
+    backend: Backend, dtype: torch.dtype, in_place: bool, sign: int
 ) -> None:
     shapes = [(5, 7, 3), (130, 128, 16), (64, 192, 300), (1, 1, 1), (97, 1056, 33)]
     copied = [CopiedPart(131401, 0), CopiedPart(131401, 5003), CopiedPart(136500, 64)]
@@ -70,9 +71,7 @@ def test_merged_slabs_equal_float64_within_one_rounding(
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_what_is_not_finite_stays_so_where_it_is(
-    backend: backends.Backend, dtype: torch.dtype
-) -> None:
+def test_what_is_not_finite_stays_so_where_it_is(backend: Backend, dtype: torch.dtype) -> None:
     d_out, d_in = 13, 608
     integers = torch.int32 if dtype == FP32 else torch.int16
     odd = torch.randperm(d_out * d_in)[:300]
@@ -92,7 +91,7 @@ def test_what_is_not_finite_stays_so_where_it_is(
 
 
 @pytest.mark.parametrize("rank", [16, 17, 70])
-def test_a_merge_loses_no_bits_of_its_factors(backend: backends.Backend, rank: int) -> None:
+def test_a_merge_loses_no_bits_of_its_factors(backend: Backend, rank: int) -> None:
     # Where factors go as three numbers of bf16 each: two of them would not do.
     d_out, d_in = 70, 200
     spread = 2.0 ** torch.randint(-20, 20, (rank, 1))
@@ -119,7 +118,7 @@ def test_every_merge_configuration_equals_the_reference(size: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_wrong_merges_are_refused(backend: backends.Backend) -> None:
+def test_wrong_merges_are_refused(backend: Backend) -> None:
     slab = torch.zeros(100)
     pair = LoraPair(torch.zeros(2, 10), torch.zeros(10, 2))
     wrong: list[tuple[Callable[[], None], str]] = [

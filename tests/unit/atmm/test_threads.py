@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.support.atmm_problems import check, compiled, each_form, group_of
-from vlora.atmm import backends, tiles
+from vlora.atmm import tiles
 from vlora.atmm.types import Segment
+from vlora.backends import Backend
 
 
 @each_form
@@ -28,7 +29,7 @@ def test_few_rows_are_shared_inside_their_segments(
     ranks: list[int | None],
     lengths: list[int],
     threads: int,
-    backend: backends.Backend,
+    backend: Backend,
     dtype: torch.dtype,
     rows_dtype: torch.dtype,
 ) -> None:
@@ -45,7 +46,7 @@ def test_few_rows_are_shared_inside_their_segments(
 @each_form
 @pytest.mark.parametrize("threads", [2, 4])
 def test_uneven_adapters_are_shared_by_rows(
-    threads: int, backend: backends.Backend, dtype: torch.dtype, rows_dtype: torch.dtype
+    threads: int, backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype
 ) -> None:
     group = group_of(512, [300], [8, 128, 16, 32], dtype)
     lengths = (50, 97, 3, 200)

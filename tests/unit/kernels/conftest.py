@@ -8,7 +8,7 @@ import pytest
 
 from vlora import native
 from vlora.atmm import tiles
-from vlora.kernels.backends import Backend
+from vlora.backends import Backend
 
 
 def implementations() -> list[str]:

@@ -1,0 +1,107 @@
+"""Choice of the implementation that serves the LoRA operator ("atmm") and the step's kernels.
+
+Each choice is made once in a process and logged with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+from vlora import native
+from vlora.atmm import tiles
+
+log = logging.getLogger(__name__)
+
+Component = Literal["atmm", "kernels"]
+Backend = Literal["cpu", "cuda", "reference"]
+"""The compiled kernels, the CUDA library, or their readable twins in plain torch."""
+
+VARIABLES: dict[Component, str] = {"atmm": "VLORA_ATMM", "kernels": "VLORA_KERNELS"}
+"""Environment variables that name a component's backend, "cpu" or "reference": for tests, and for
+a machine on which the compiled code is in doubt."""
+
+_chosen: dict[tuple[Component, str], Backend] = {}
+
+
+def backend_of(
+    component: Component, device: str = "cpu", start_cuda: Callable[[], object] | None = None
+) -> Backend:
+    """Return the backend that serves `component` for tensors on `device`.
+
+    The compiled kernels serve where they were built, and the CUDA library tensors on a GPU;
+    otherwise the reference does, with one warning. The environment variable overrides this.
+
+    device: a torch device type.
+    start_cuda: loads the CUDA library; raises ImportError, OSError or RuntimeError with the reason
+        where it cannot serve.
+
+    Raises ValueError for an unknown name in the environment variable, and ImportError where it asks
+    for kernels that were not built.
+    """
+    chosen = _chosen.get((component, device))
+    if chosen is None:
+        chosen = _chosen[component, device] = _choose(component, device, start_cuda)
+    return chosen
+
+
+@contextmanager
+def override(component: Component, backend: Backend | None) -> Iterator[None]:
+    """Serve `component` on the CPU by `backend` in this context, or choose again if it is None.
+    For tests."""
+    key = (component, "cpu")
+    before = _chosen.pop(key, None)
+    if backend is not None:
+        _chosen[key] = backend
+    try:
+        yield
+    finally:
+        _chosen.pop(key, None)
+        if before is not None:
+            _chosen[key] = before
+
+
+def _choose(component: Component, device: str, start_cuda: Callable[[], object] | None) -> Backend:
+    variable = VARIABLES[component]
+    requested = os.environ.get(variable)
+    if requested not in (None, "cpu", "reference"):
+        raise ValueError(f"{variable}={requested}; it must be 'cpu' or 'reference'")
+    if requested is not None:
+        log.info("%s: backend '%s', set by %s", component, requested, variable)
+        if requested == "cpu":
+            _start_cpu(component, native.kernels())
+        return cast(Backend, requested)
+    try:
+        if device == "cuda" and start_cuda is not None:
+            start_cuda()
+            return "cuda"
+        core = native.kernels()
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("%s: backend 'reference' (plain torch, slow): %s", component, error)
+        return "reference"
+    _start_cpu(component, core)
+    return "cpu"
+
+
+def _start_cpu(component: Component, core: Any) -> None:
+    """Log the instruction sets that the compiled kernels use; load the operator's tile tables."""
+    if component == "kernels":
+        log.info("kernels: compiled for the CPU, instruction set %s", core.runtime.isa())
+        return
+    for dtype in tiles.DTYPE_NAMES:
+        log.info("atmm: compiled for the CPU, %s by %s", dtype, _peaks(core.runtime, dtype))
+    paths = tiles.load_for_this_cpu()
+    if not paths:
+        log.info("atmm: no tile table for this CPU; the built-in tiles serve")
+    for path in paths:
+        log.info("atmm: tile table %s", path.name)
+
+
+def _peaks(runtime: Any, dtype: str) -> str:
+    """Return the instruction set in use and the peak of each available one, as in
+    "avx2 (GFLOP/s per core: avx2 103, …)"."""
+    peaks = (f"{isa} {runtime.core_peak(isa, dtype) / 1e9:.0f}" for isa in runtime.isas(dtype))
+    return f"{runtime.isa(dtype)} (GFLOP/s per core: {', '.join(peaks)})"
