@@ -200,7 +200,7 @@ def test_the_digest_is_the_contents_not_the_names(folder: Path, model: ModelShap
         ({"target_modules": [*TARGETED, "layers.7.mlp.up_proj"]}, "'layers.7.mlp.up_proj'"),
         ({"target_modules": [*TARGETED, "roj"]}, "'roj' in target_modules"),
         ({"target_modules": "("}, "'(', which is no regular expression"),
-        ({"target_modules": "all-linear", "layers_to_transform": [0]}, "beside a 'target_modules'"),
+        ({"target_modules": "all-linear", "layers_to_transform": [0]}, "with a 'target_modules'"),
         ({"layers_pattern": "layers"}, "without 'layers_to_transform'"),
         ({"layers_to_transform": "0"}, "layers_to_transform = '0'"),
         ({"layers_to_transform": [0, None]}, "layers_to_transform = [0, None]"),

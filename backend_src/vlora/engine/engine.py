@@ -27,7 +27,7 @@ from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence, mode_of
 from vlora.errors import Cancelled, Internal, InvalidArgument, VLoraError
 from vlora.ids import BASE
-from vlora.lora.folders import Finder, FolderWatch, find_folders
+from vlora.lora.folders import FolderFinder, FolderWatch, find_folders
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
@@ -79,8 +79,8 @@ class Engine:
             options.adapter_host_bytes,
         )
         names = adapter_names or {}
-        self.adapters.load(find_folders(options.adapters, names), place=False)
-        self.watch = FolderWatch(Finder(options.adapters, names), self.adapters.update)
+        self.adapters.load(find_folders(options.adapters, names), make_resident=False)
+        self.watch = FolderWatch(FolderFinder(options.adapters, names), self.adapters.update)
         tokens = options.kv_cache_tokens // options.block_size * options.block_size
         self.max_model_len = context_of(options, self.config.context, tokens)
         self.memory = memory(options, self.config, dtype, self.adapters)
@@ -126,7 +126,7 @@ class Engine:
     def calibrate(self, *, anew: bool = False) -> None:
         """Measures what the cost model predicts from, or finds it in this machine's cache (not
         where `anew`); before the first request."""
-        assert self.pool.used == 0, "calibrating writes to pages"
+        assert self.pool.kv == 0, "calibrating writes to pages"
         pages = self.pool.allocate(self.pool.free) or []
         bed = Bed(self._runner, self.switcher, pages, self.memory.block, self._most_rows)
         slots = sorted(self.adapters.resident)
@@ -172,7 +172,7 @@ class Engine:
         digests = None
         if self.memory.prefix is not None:
             digests = BlockDigests(self.memory.block, prompt.feature_row, prompt.features)
-            digests.upto(prompt.ids, len(prompt.ids))  # now, and not on the engine's thread
+            digests.up_to(prompt.ids, len(prompt.ids))  # now, and not on the engine's thread
         table = self.memory.table()
         sequence = Sequence(
             request, prompt, handle, max_tokens, table, digests, rounded=self._merge_is_lossy
@@ -194,7 +194,7 @@ class Engine:
             bisect.insort(self._by_deadline, (sequence.deadline, sequence.id))
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
-            self.adapters.asked(sequence.adapter)
+            self.adapters.count_request(sequence.adapter)
         self._stalled_at = None
         return ended
 
@@ -323,7 +323,7 @@ class Engine:
             pages_used=self.pool.kv,
             pages_cached=self.pool.cached,
             pages_adapter=self.pool.adapter,
-            pages_moved=self.pool.moved,
+            pages_moved=self.pool.pages_moved,
             adapters_resident=len(self.adapters.resident),
             adapters_known=len(self.adapters),
             adapter_host_bytes=self.adapters.host_bytes,
@@ -417,7 +417,7 @@ class Engine:
         sequence = state.sequence
         self.scheduler.remove(sequence)
         if sequence.adapter is not None:
-            sequence.adapter.used = self.pool.tick()
+            sequence.adapter.last_used = self.pool.tick()
         del self._live[sequence.id]
         if sequence.deadline < math.inf:
             del self._by_deadline[

@@ -19,7 +19,7 @@ from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.store import AdapterStore
 from vlora.memory.block_table import BlockTable
-from vlora.memory.kv_cache import KVStore, page_bytes
+from vlora.memory.kv_cache import KVCache, page_bytes
 from vlora.memory.pool import Moves, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder import lora_groups
@@ -58,7 +58,7 @@ class EngineMemory:
         self._adapter_pages = self._pages_for_adapters(options)
         kv_pages = options.kv_cache_tokens // self.block
         self.pool = self.make_pool(kv_pages, self._adapter_pages)
-        self.store = KVStore(self.pool.total, *layout, dtype)
+        self.store = KVCache(self.pool.total, *layout, dtype)
         self.pool.movers.append(self.store.move)
         self.prefix = PrefixCache(self.pool) if options.enable_prefix_caching else None
 
@@ -103,7 +103,7 @@ class EngineMemory:
         """Loads, packs and makes room for what waits, in order of arrival. running: requests that
         hold pages. Requests whose adapter does not load, or is gone, with the reason: they cannot
         be served."""
-        self._adapters.keep = BASE
+        self._adapters.protected_slot = BASE
         failed = list(self._resolve(waiting))
         wanted: dict[AdapterHandle, Live] = {}
         for sequence in waiting:
@@ -136,12 +136,12 @@ class EngineMemory:
         """The adapter goes: what it computed goes next."""
         if self.prefix is not None:
             for scope in scopes_of(handle):
-                self.prefix.age(scope)
+                self.prefix.evict_first(scope)
 
     def move(self, running: Iterable[Live], moves: Moves) -> None:
         """Pages have been relocated: block tables follow."""
         for sequence in running:
-            sequence.table.moved(moves)
+            sequence.table.relocate(moves)
 
     def check_integrity(self, running: Iterable[Live]) -> None:
         """Raises AssertionError where the books do not balance."""

@@ -97,7 +97,7 @@ class Sequence:
                 self._held = self.adapter
         mode = mode_of(self.slot, live, rounded=self._merge_is_lossy)
         keys = self._keys(mode, self.known - 1) if mode in SHARED_MODES else []
-        self.cached = self.table.begin(keys)
+        self.cached = self.table.reuse_prefix(keys)
         if self.cached:
             self.computed, self._mode = self.cached, mode
 
@@ -105,8 +105,8 @@ class Sequence:
         """So many more are computed. mode: of the weights, where it changes keys and values."""
         self._mode = mode if self.computed == 0 or self._mode == mode else None
         self.computed += rows
-        if self._mode in SHARED_MODES and self.table.has_news(self.computed):
-            self.table.computed(self._keys(self._mode, self.computed))
+        if self._mode in SHARED_MODES and self.table.has_unshared_block(self.computed):
+            self.table.share(self._keys(self._mode, self.computed))
 
     def leave(self) -> None:
         """It gives its pages back, and its adapter may be evicted."""
@@ -119,7 +119,7 @@ class Sequence:
     def end(self) -> None:
         self.leave()
         if self._held is not None:
-            self._held.let_go()
+            self._held.release()
             self._held = None
 
     def _keys(self, mode: str, length: int) -> list[BlockKey]:
@@ -127,7 +127,7 @@ class Sequence:
         if self._digests is None:
             return []
         scope = _scope(self.adapter, mode)
-        return [BlockKey(scope, one) for one in self._digests.upto(self.tokens, length)]
+        return [BlockKey(scope, one) for one in self._digests.up_to(self.tokens, length)]
 
     @property
     def prompt_length(self) -> int:

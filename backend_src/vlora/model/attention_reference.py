@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from vlora.kernels import reference
-from vlora.memory.kv_cache import LANES, KVStore
+from vlora.memory.kv_cache import LANES, KVCache
 from vlora.model.chunk import Chunk
 
 
 class Plan:
     """Chunks of one row are attended together, padded to the longest; longer ones each alone."""
 
-    def __init__(self, chunks: Sequence[Chunk], store: KVStore) -> None:
+    def __init__(self, chunks: Sequence[Chunk], store: KVCache) -> None:
         self._store = store
         block = store.block
         rows = [

@@ -80,7 +80,7 @@ def load_weights(
     holders = _holders(folder, config)
     slab = WeightSlab(config.layers, config.target_shapes, dtype)
     rooms = {
-        weight_of(layer, target): slab.place(layer, target).view(slab.base)
+        weight_of(layer, target): slab.region(layer, target).view(slab.base)
         for layer in range(config.layers)
         for target in TARGETS
     }
