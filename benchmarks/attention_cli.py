@@ -26,10 +26,10 @@ def attention(
     from benchmarks.attention import measurement as bench
     from benchmarks.kernels.cells import GRIDS
     from vlora.config import Options
-    from vlora.cores import of
+    from vlora.cores import split_threads
 
     shown = console()
-    count = threads or of(Options()).engine
+    count = threads or split_threads(Options()).engine
     atmm.set_threads(count)
     path = grid or GRIDS / "attention.json"
     cells = bench.load_grid(path, types(dtypes), quick=quick)

@@ -33,11 +33,11 @@ def engine(
     from benchmarks.engine_report import engine_table
     from benchmarks.kernels.cells import GRIDS
     from vlora.config import Options
-    from vlora.cores import of
+    from vlora.cores import split_threads
 
     given = {"engine_threads": engine_threads, "encoder_threads": encoder_threads}
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    split = of(Options(**options))
+    split = split_threads(Options(**options))
     atmm.set_threads(split.engine)
     path = grid or GRIDS / "engine.json"
     loads, repeats = bench.load_grid(path, quick=quick)

@@ -36,12 +36,12 @@ def policies(
     from benchmarks.policies import measurement as bench
     from benchmarks.policies_report import draw, policies_table, to_win_table
     from vlora.config import Options
-    from vlora.cores import of
+    from vlora.cores import split_threads
 
     (kind,) = types(dtype)
     began = time.monotonic()
     shown = console()
-    threads = of(Options()).engine
+    threads = split_threads(Options()).engine
     atmm.set_threads(threads)
     path = grid or GRIDS / "policies.json"
     chosen = bench.Grid.load(path, quick=quick)

@@ -35,10 +35,10 @@ def step(
     from benchmarks.step import measurement as bench
     from benchmarks.step_report import step_table
     from vlora.config import Options
-    from vlora.cores import of
+    from vlora.cores import split_threads
 
     shown = console()
-    count = threads or of(Options()).engine
+    count = threads or split_threads(Options()).engine
     atmm.set_threads(count)
     path = grid or GRIDS / "step.json"
     chosen = None if models is None else models.split(",")

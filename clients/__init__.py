@@ -1,1 +1,1 @@
-"""Clients of the server; they need tritonclient, numpy and Pillow (and av for video files)."""
+"""Clients of the server. They need tritonclient, numpy and Pillow, and av to read video files."""

@@ -1,4 +1,4 @@
-"""What the clients share: the connection, tensors of strings, streams, errors people can act on."""
+"""Code that all clients share: connecting, request tensors, streaming, and readable errors."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 120.0
 ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
 CODE = re.compile(r"\b([A-Z_]{8,}): ")
-"""How the server's messages name their code, which is the start of gRPC's."""
+"""Error code in a message of the server. It is a prefix of the gRPC status name."""
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
-"""What gRPC's library says of a server of HTTP/1 that answers, or hangs up as Triton's does."""
+"""Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw")
 
 
 class ClientError(Exception):
-    """What the user can mend; shown as one sentence, without a traceback."""
+    """Error that the user can correct. It is shown as one sentence, without a traceback."""
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """Run a client's `main` as a program: exit status, errors as one line, Ctrl-C without noise."""
+    """Run a client's `main` and exit with its status; print errors as one line."""
     try:
         sys.exit(main() or 0)
     except ClientError as error:
@@ -42,7 +42,7 @@ def run_main(main: Callable[[], int | None]) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options by which every client finds the server and chooses an adapter."""
+    """Add the options that every client has: server address, adapter and task."""
     parser.add_argument(
         "--url",
         default=DEFAULT_URL,
@@ -60,13 +60,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_parameters(adapter: str | None, **options: object) -> str:
-    """`sampling_parameters` as JSON; options that are None are left to the server."""
-    given = {"lora_name": adapter, **options}
-    return json.dumps({key: value for key, value in given.items() if value is not None})
+    """Return `sampling_parameters` as JSON, without the options that are None."""
+    parameters = {"lora_name": adapter, **options}
+    return json.dumps({key: value for key, value in parameters.items() if value is not None})
 
 
 def string_input(name: str, values: Sequence[str | bytes]) -> Any:
-    """An input tensor of type BYTES and shape [len(values)]."""
+    """Return an input tensor of type BYTES and shape [len(values)]."""
     raw = [value.encode() if isinstance(value, str) else value for value in values]
     tensor = grpcclient.InferInput(name, [len(raw)], "BYTES")
     tensor.set_data_from_numpy(np.array(raw, dtype=np.object_))
@@ -82,7 +82,10 @@ def request_inputs(
     task: str | None = None,
     metadata: str | None = None,
 ) -> list[Any]:
-    """The inputs of one request to either ensemble; images and frames are encoded files."""
+    """Return the inputs of one request to either ensemble.
+
+    images, frames: encoded image files.
+    """
     inputs = [string_input("text_input", [text])]
     if images:
         inputs.append(string_input("image", images))
@@ -99,9 +102,9 @@ def request_inputs(
 
 
 def connect(url: str, model: str) -> Any:
-    """A gRPC client of a server that is live and has `model` ready; ClientError says what is not.
+    """Return a gRPC client of a server that is live and has `model` ready. The caller closes it.
 
-    The caller closes it.
+    Raises ClientError with the reason if the server cannot be used.
     """
     parts = ADDRESS.fullmatch(url)
     if parts is None or int(parts[1]) > 65535:
@@ -116,12 +119,12 @@ def connect(url: str, model: str) -> Any:
         client.close()
         if NOT_GRPC.search(str(error.message())):
             raise ClientError(
-                f"what listens at {url} does not speak gRPC: HTTP and metrics have ports of their"
-                f" own; give the gRPC port with --url (8001, unless the server was told another)"
+                f"the server at {url} does not speak gRPC: HTTP and metrics use other ports; give"
+                f" the gRPC port with --url (8001, unless the server uses another)"
             ) from error
         raise ClientError(
-            "start a server with `make serve`, or give its gRPC address with --url:"
-            f" none answers at {url} ({explain(error)})"
+            f"no server answers at {url}: start one with `make serve`, or give its gRPC address"
+            f" with --url ({explain(error)})"
         ) from error
     except ClientError:
         client.close()
@@ -136,10 +139,10 @@ def stream_responses(
     request_id: str = "",
     seconds: float = ANSWER_SECONDS,
 ) -> Iterator[Any]:
-    """Each response of one streaming request as it comes, up to the final one.
+    """Yield each response of one streaming request as it arrives, up to the final one.
 
-    Leaving the loop early, by an error or Ctrl-C as well, cancels the request. Raises the server's
-    error, or ClientError if `seconds` pass without a response.
+    Leaving the loop early cancels the request; an error or Ctrl-C does so, too. Raises the
+    server's error, or ClientError if `seconds` pass without a response.
     """
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     client.start_stream(callback=lambda result, error: answers.put((result, error)))
@@ -164,19 +167,19 @@ def stream_responses(
 
 
 def first_string(result: Any, output: str) -> str:
-    """The first element of a string output, or an empty string where the output is absent."""
+    """Return the first element of a string output, or an empty string if it is absent."""
     values = result.as_numpy(output)
     return "" if values is None or not values.size else bytes(values.reshape(-1)[0]).decode()
 
 
 def first_number(result: Any, output: str) -> int:
-    """The first element of a number output, or 0 where the output is absent."""
+    """Return the first element of a numeric output, or 0 if it is absent."""
     values = result.as_numpy(output)
     return 0 if values is None or not values.size else int(values.reshape(-1)[0])
 
 
 def explain(error: InferenceServerException) -> str:
-    """The server's own sentence, or gRPC's, with the status code where that does not name it."""
+    """Return the error's message, with the gRPC status appended if the message lacks a code."""
     message = str(error.message() or error).strip()
     status = str(error.status() or "").removeprefix("StatusCode.")
     named = any(status.startswith(code) for code in CODE.findall(message))

@@ -1,6 +1,6 @@
-"""Where frames come from: a video file, a folder of pictures, or a synthetic camera.
+"""Sources of frames: a video file, a folder of pictures, or a synthetic camera.
 
-A source yields chunks: one second of video each, of which a few evenly spaced frames are kept.
+A source yields chunks. A chunk is one second of video, reduced to a few evenly spaced frames.
 Frames are uint8 [height, width, 3], RGB.
 """
 
@@ -24,40 +24,40 @@ PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """The kept frames of one second of a stream; `truth` is what happens, where it is known."""
+    """Selected frames of one second of a stream; `truth` is the motion shown, if it is known."""
 
     frames: list[Pixels]
     truth: str | None = None
 
 
 class Source(Protocol):
-    """One stream's endless supply of chunks."""
+    """An endless sequence of chunks for one stream."""
 
     def chunks(self) -> Iterator[Chunk]: ...
 
 
-def pick(count: int, wanted: int) -> list[int]:
-    """Indices of `wanted` evenly spaced frames of `count`: every fifth for 6 of 30."""
+def evenly_spaced(count: int, wanted: int) -> list[int]:
+    """Return the indices of `wanted` evenly spaced frames out of `count`."""
     return [i * count // wanted for i in range(wanted)]
 
 
-def open_source(name: str, fps: int, kept: int, stream: int) -> Source:
-    """`camera`, a folder or a video file as a source; ClientError where it is none of them."""
+def open_source(name: str, fps: int, frames_per_chunk: int, stream: int) -> Source:
+    """Return the source for `camera`, a folder or a video file. Raises ClientError for others."""
     if name == "camera":
-        return SyntheticCamera(fps, kept, seed=stream)
+        return SyntheticCamera(fps, frames_per_chunk, seed=stream)
     path = Path(name)
     if path.is_dir():
-        return FrameFolder(path, fps, kept)
+        return FrameFolder(path, fps, frames_per_chunk)
     if path.is_file():
-        return VideoFile(path, kept)
+        return VideoFile(path, frames_per_chunk)
     raise ClientError(
-        f"'{name}' is no video file, no folder of frames, and not 'camera'"
-        + " (streams are not fetched from URLs)" * ("://" in name)
+        f"the source '{name}' does not exist: give a video file, a folder of frames, or 'camera'"
+        + " (URLs are not supported)" * ("://" in name)
     )
 
 
 def encode_frame(frame: Pixels, format: str) -> bytes:
-    """A frame as a PNG or JPEG file."""
+    """Return a frame as a PNG or JPEG file."""
     buffer = io.BytesIO()
     options: dict[str, Any] = {"quality": 90} if format == "JPEG" else {"compress_level": 1}
     Image.fromarray(frame).save(buffer, format, **options)
@@ -65,19 +65,22 @@ def encode_frame(frame: Pixels, format: str) -> bytes:
 
 
 class FrameFolder:
-    """The pictures of a folder in the order of their names, `fps` of them a second, repeated."""
+    """Pictures of a folder in the order of their names, `fps` per second, repeated endlessly."""
 
-    def __init__(self, folder: Path, fps: int, kept: int) -> None:
+    def __init__(self, folder: Path, fps: int, frames_per_chunk: int) -> None:
         self._fps = fps
-        self._kept = kept
+        self._frames_per_chunk = frames_per_chunk
         self._paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in PICTURES)
         if not self._paths:
-            raise ClientError(f"{folder} holds no pictures ({', '.join(sorted(PICTURES))})")
+            raise ClientError(f"{folder} contains no pictures ({', '.join(sorted(PICTURES))})")
 
     def chunks(self) -> Iterator[Chunk]:
         start = 0
         while True:
-            indices = [start + i for i in pick(min(self._fps, len(self._paths)), self._kept)]
+            indices = [
+                start + i
+                for i in evenly_spaced(min(self._fps, len(self._paths)), self._frames_per_chunk)
+            ]
             yield Chunk([self._read(i % len(self._paths)) for i in indices])
             start = (start + self._fps) % len(self._paths)
 
@@ -91,11 +94,11 @@ class FrameFolder:
 
 
 class VideoFile:
-    """A video file, a second of its own time a chunk, repeated from the start when it ends."""
+    """A video file in chunks of one second of video time, repeated endlessly."""
 
-    def __init__(self, path: Path, kept: int) -> None:
+    def __init__(self, path: Path, frames_per_chunk: int) -> None:
         self._path = path
-        self._kept = kept
+        self._frames_per_chunk = frames_per_chunk
         try:
             import av
         except ImportError:
@@ -104,19 +107,19 @@ class VideoFile:
 
     def chunks(self) -> Iterator[Chunk]:
         while True:
-            found = False
+            empty = True
             for chunk in self._play():
-                found = True
+                empty = False
                 yield chunk
-            if not found:
-                raise ClientError(f"{self._path} holds no video frames")
+            if empty:
+                raise ClientError(f"{self._path} contains no video frames")
 
     def _play(self) -> Iterator[Chunk]:
-        """Chunks of one pass; an end shorter than half a second is left out, unless it is all."""
+        """Yield the chunks of one pass. Skip a last part below 0.5 s, unless it is the only one."""
         try:
             with self._av.open(str(self._path)) as container:
                 if not container.streams.video:
-                    raise ClientError(f"{self._path} holds no video stream")
+                    raise ClientError(f"{self._path} contains no video stream")
                 video = container.streams.video[0]
                 fps = max(1, round(float(video.average_rate or 30)))
                 second: list[Pixels] = []
@@ -132,13 +135,14 @@ class VideoFile:
             raise ClientError(f"cannot read the video {self._path}: {error}") from None
 
     def _chunk(self, second: Sequence[Pixels]) -> Chunk:
-        return Chunk([second[i] for i in pick(len(second), self._kept)])
+        return Chunk([second[i] for i in evenly_spaced(len(second), self._frames_per_chunk)])
 
 
 class SyntheticCamera:
-    """A coloured shape that each second moves one way or stands still; `truth` says which.
+    """A synthetic film of a coloured shape that moves in one direction or stands still each second.
 
-    height, width: of the picture in pixels. The same seed gives the same film.
+    The `truth` of a chunk names the motion. height, width: size of the picture in pixels. The same
+    seed gives the same film.
     """
 
     MOTIONS = (
@@ -152,9 +156,11 @@ class SyntheticCamera:
     SURFACES = ((244, 244, 244), (18, 18, 18), (128, 128, 128), (140, 230, 236))
     SIDE = 64
 
-    def __init__(self, fps: int, kept: int, seed: int, height: int = 256, width: int = 256) -> None:
+    def __init__(
+        self, fps: int, frames_per_chunk: int, seed: int, height: int = 256, width: int = 256
+    ) -> None:
         self._fps = fps
-        self._kept = kept
+        self._frames_per_chunk = frames_per_chunk
         self._size = (height, width)
         self._random = np.random.default_rng(seed)
 
@@ -163,14 +169,14 @@ class SyntheticCamera:
             motion, (dx, dy) = self.MOTIONS[self._random.integers(len(self.MOTIONS))]
             colour = self.COLOURS[self._random.integers(len(self.COLOURS))]
             surface = self.SURFACES[self._random.integers(len(self.SURFACES))]
-            round_one = bool(self._random.integers(2))
+            is_round = bool(self._random.integers(2))
             side, travel = self._random.uniform(15, 21), self._random.uniform(22, 32)
             x, y = (self._start(side, step * travel) for step in (dx, dy))
             frames = []
-            for index in pick(self._fps, self._kept):
+            for index in evenly_spaced(self._fps, self._frames_per_chunk):
                 moved = travel * index / max(1, self._fps - 1)
                 corner = (x + dx * moved, y + dy * moved)
-                frames.append(self._draw(corner, side, colour, surface, round_one))
+                frames.append(self._draw(corner, side, colour, surface, is_round))
             yield Chunk(frames, truth=motion)
 
     def _start(self, side: float, travel: float) -> float:
@@ -183,13 +189,13 @@ class SyntheticCamera:
         side: float,
         colour: tuple[int, int, int],
         surface: tuple[int, int, int],
-        round_one: bool,
+        is_round: bool,
     ) -> Pixels:
         height, width = self._size
         image = Image.new("RGB", (width, height), surface)
         left, top = corner[0] * width / self.SIDE, corner[1] * height / self.SIDE
         right, bottom = left + side * width / self.SIDE, top + side * height / self.SIDE
         draw = ImageDraw.Draw(image)
-        shape = draw.ellipse if round_one else draw.rectangle
+        shape = draw.ellipse if is_round else draw.rectangle
         shape((left, top, right, bottom), fill=colour)
         return np.array(image, np.uint8)

@@ -1,10 +1,10 @@
-"""Raw clips by system shared memory: the server reads the pixels in place, nothing is copied.
+"""Raw clips in system shared memory: the server reads the pixels in place, without a copy.
 
-One region per process, cut into slots; a slot holds one clip while its request is in flight.
-Only works where client and server run on one machine.
+A process has one region, divided into slots. A slot holds one clip while its request is in flight.
+Client and server must run on the same machine.
 
-**Invariant:** `close` ends the registration and removes the region, also after Ctrl-C or an
-error; it may be called at any time and more than once.
+**Invariant:** `close` unregisters and removes the region, also after Ctrl-C or an error. It may be
+called at any time and more than once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SharedFrames:
         self._free = list(range(slots))
 
     async def open(self) -> None:
-        """Create the region and make it known to the server."""
+        """Create the region and register it with the server."""
         key = f"/{self._name}"
         try:
             self._region = shm.create_shared_memory_region(
@@ -50,15 +50,15 @@ class SharedFrames:
         self._registered = True
 
     def acquire(self, frames: Sequence[Pixels]) -> tuple[int, Any]:
-        """Put a clip into a free slot: the slot, and the input `frames_raw` that points at it."""
+        """Copy a clip into a free slot. Return the slot and the input `frames_raw` for it."""
         shapes = {frame.shape for frame in frames}
         if len(shapes) > 1:
-            raise ClientError(f"raw frames of one clip must have one size, not {sorted(shapes)}")
+            raise ClientError(f"raw frames of a clip must have the same size, not {sorted(shapes)}")
         clip = np.stack(frames)
         if clip.nbytes > self._clip_bytes:
             raise ClientError(
-                f"a clip of {clip.nbytes} bytes does not fit the {self._clip_bytes} bytes of the"
-                " first one: frames must keep their size"
+                f"a clip of {clip.nbytes} bytes does not fit into a slot of {self._clip_bytes}, the"
+                " size of the first clip: all frames must have the same size"
             )
         slot = self._free.pop()
         offset = slot * self._clip_bytes
@@ -68,11 +68,11 @@ class SharedFrames:
         return slot, tensor
 
     def release(self, slot: int) -> None:
-        """The request that used the slot has been answered."""
+        """Free a slot after the request that used it was answered."""
         self._free.append(slot)
 
     async def close(self) -> None:
-        """End the registration and remove the region."""
+        """Unregister and remove the region."""
         if self._registered:
             self._registered = False
             with suppress(InferenceServerException):

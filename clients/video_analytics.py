@@ -1,13 +1,13 @@
-"""Analyse live video: many streams at once, one chunk a second each, answers as they come.
+"""Analyse live video: several streams at once, one chunk per second and stream.
 
 Every second each stream sends a few frames of that second to the ensemble `video_analytics` and
-prints what comes back; with --jsonl all answers go to a file too. A stream whose answers lag behind
-drops chunks rather than fall further behind, and says how many: the server ends a chunk that still
-waits when the stream's next one comes, and what is past its deadline.
+prints the answer; --jsonl writes all answers to a file as well. A stream whose answers lag behind
+drops chunks and reports how many: the server cancels a chunk that still waits when the stream's
+next chunk arrives, and a chunk that is past its deadline.
 
 sources:
   a video file (needs the package av), a folder of frames in the order of their names, or
-  `camera`: a synthetic camera that knows what happens and so tells how many answers are right
+  `camera`: a synthetic camera that knows the true motion and so counts the correct answers
 
 examples:
   python clients/video_analytics.py camera --streams 4 --seconds 10
@@ -59,12 +59,12 @@ DRAIN_SECONDS = 10.0
 REFUSAL = re.compile(r"\b(INVALID_ARG|NOT_FOUND|UNSUPPORTED): ")
 DROP = re.compile(r"\bCANCELLED: .*(superseded|past its deadline)")
 MAX_IN_FLIGHT = 4
-"""Chunks of one stream that may wait for an answer; a newer one is dropped beyond that."""
+"""Maximum number of unanswered chunks of one stream; further chunks are dropped."""
 
 
 @dataclass
 class StreamLog:
-    """What one stream has seen so far; latencies in seconds from sending to the answer."""
+    """Counts and latencies of one stream; latencies are seconds from sending to the answer."""
 
     latencies: list[float] = field(default_factory=list)
     errors: int = 0
@@ -79,26 +79,36 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", help="a video file, a folder of frames, or `camera`")
-    parser.add_argument("prompt", nargs="?", default="", help="text, where the task wants one")
+    parser.add_argument("prompt", nargs="?", default="", help="text, if the task needs one")
     add_server_arguments(parser)
     parser.set_defaults(task="video")
-    parser.add_argument("--streams", type=_positive, default=1, help="how many at once (1)")
-    parser.add_argument("--seconds", type=_positive, default=10, help="how long to run (10)")
-    parser.add_argument("--fps", type=_positive, default=30, help="frames a second (30)")
-    parser.add_argument("--frames", type=_positive, default=6, help="frames kept of a second (6)")
+    parser.add_argument(
+        "--streams", type=_positive, default=1, help="number of streams (default: 1)"
+    )
+    parser.add_argument(
+        "--seconds", type=_positive, default=10, help="seconds to run (default: 10)"
+    )
+    parser.add_argument(
+        "--fps", type=_positive, default=30, help="frames per second of the source (default: 30)"
+    )
+    parser.add_argument(
+        "--frames", type=_positive, default=6, help="frames sent of each second (default: 6)"
+    )
     parser.add_argument(
         "--send",
         choices=("png", "jpeg", "raw"),
         default="jpeg",
-        help="encoded frames, or raw pixels by shared memory on the same machine (jpeg)",
+        help="encoded frames, or raw pixels in shared memory on the same machine (default: jpeg)",
     )
     parser.add_argument(
         "--deadline-ms",
         type=_positive,
         metavar="MS",
-        help="drop a chunk that is not answered after so long (4000)",
+        help="drop a chunk that has no answer after this time (default: 4000)",
     )
-    parser.add_argument("--jsonl", type=Path, metavar="FILE", help="write every answer here")
+    parser.add_argument(
+        "--jsonl", type=Path, metavar="FILE", help="also write every answer to this file"
+    )
     return parser.parse_args(arguments)
 
 
@@ -109,7 +119,7 @@ def _positive(text: str) -> int:
 
 
 class Analysis:
-    """All streams of one run, over one connection."""
+    """All streams of one run, which share one connection."""
 
     def __init__(self, options: argparse.Namespace, client: Any, file: IO[str] | None) -> None:
         self._options = options
@@ -124,18 +134,18 @@ class Analysis:
         self.logs = [StreamLog() for _ in range(options.streams)]
 
     async def run(self) -> None:
-        """Play every stream to its end; the first error the user can mend ends all.
+        """Play every stream to its end, or until the first error that the user can correct.
 
-        One of those is a refusal before any answer: what is wrong (an adapter's name, the task)
-        is in every chunk's request.
-        Shared memory is only taken back once no request can be reading it any more.
+        A refusal before the first answer is such an error: its cause, such as the adapter's name
+        or the task, is part of every request. Shared memory is released only after the last
+        request that may read it has ended.
         """
         try:
             async with asyncio.TaskGroup() as streams:
                 for stream in range(self._options.streams):
                     streams.create_task(self._play(stream))
         except ExceptionGroup as group:
-            raise _first(group) from None
+            raise _first_leaf(group) from None
         finally:
             if self._calls:
                 await asyncio.wait(self._calls, timeout=DRAIN_SECONDS)
@@ -143,7 +153,7 @@ class Analysis:
                 await self._shared.close()
 
     async def _play(self, stream: int) -> None:
-        """Send one chunk a second; streams start spread over the first second."""
+        """Send one chunk per second. The streams start at different times of the first second."""
         options, log = self._options, self.logs[stream]
         chunks = open_source(options.source, options.fps, options.frames, stream).chunks()
         loop = asyncio.get_running_loop()
@@ -188,10 +198,10 @@ class Analysis:
             log.in_flight -= 1
             if slot is not None and self._shared is not None:
                 self._shared.release(slot)
-        self._tell(record)
+        self._report(record)
 
     def _sampling(self, stream: int) -> str:
-        """A newer chunk makes an older one that still waits useless, and so does time."""
+        """Return sampling parameters that let the server drop superseded and late chunks."""
         return sampling_parameters(
             self._options.adapter,
             stream_id=f"{self._run}-{stream}",
@@ -200,7 +210,7 @@ class Analysis:
         )
 
     async def _call(self, inputs: list[Any]) -> Any:
-        """The answer to one request, which goes on even if this stream is ended meanwhile."""
+        """Return the answer to one request. The request continues if this stream ends meanwhile."""
         call = asyncio.ensure_future(
             self._client.infer(MODEL, inputs, client_timeout=ANSWER_SECONDS)
         )
@@ -209,7 +219,7 @@ class Analysis:
         return await asyncio.shield(call)
 
     async def _inputs(self, chunk: Chunk, stream: int) -> tuple[int | None, list[Any]]:
-        """The inputs of one request, and the slot of shared memory they use, if any."""
+        """Return the slot of shared memory that the request uses, or None, and its inputs."""
         options, metadata = self._options, json.dumps({"stream": stream})
         common = {"sampling": self._sampling(stream), "task": options.task, "metadata": metadata}
         if options.send == "raw":
@@ -224,7 +234,7 @@ class Analysis:
         return None, [*inputs, string_input("frames", encoded)]
 
     async def _shared_frames(self, chunk: Chunk) -> SharedFrames:
-        """The region for raw frames, made for the size of the first chunk."""
+        """Return the region for raw frames. Its slots have the size of the first chunk."""
         async with self._opening:
             if self._shared is None:
                 clip_bytes = sum(frame.nbytes for frame in chunk.frames)
@@ -233,7 +243,7 @@ class Analysis:
                 await self._shared.open()
             return self._shared
 
-    def _tell(self, record: dict[str, Any]) -> None:
+    def _report(self, record: dict[str, Any]) -> None:
         self._write(record)
         print(describe(record), flush=True)
 
@@ -244,17 +254,17 @@ class Analysis:
 
 
 def is_drop(error: InferenceServerException) -> bool:
-    """True if the server ended the chunk because a newer one came, or too late for it."""
+    """Return whether the server dropped the chunk as superseded or late."""
     return DROP.search(str(error.message())) is not None
 
 
 def is_refusal(error: InferenceServerException) -> bool:
-    """True if the server says that the request is wrong, as its repetitions would be too."""
+    """Return whether the server refused the request as wrong, so that a retry would fail, too."""
     return REFUSAL.search(str(error.message())) is not None
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One line for people: when, which stream and chunk, what was answered, how fast."""
+    """Return a line with the time, stream, chunk, answer and latency of a record."""
     clock = time.strftime("%H:%M:%S", time.localtime(record["time"]))
     head = f"{clock}  stream {record['stream']:<3} second {record['chunk']:<4}"
     if "error" in record:
@@ -269,64 +279,63 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def summarise(logs: Sequence[StreamLog]) -> str:
-    """A table of answers, errors, drops and latencies, one line a stream."""
+    """Return a table of answers, errors, drops and latencies, with one line per stream."""
     lines = ["", "stream  answers  errors  dropped   p50 ms   p95 ms   max ms   right"]
     for stream, log in enumerate(logs):
         ordered = sorted(log.latencies)
-        p50, p95, most = (
+        p50, p95, maximum = (
             f"{quantile(ordered, q) * 1e3:.0f}" if ordered else "-" for q in (0.5, 0.95, 1.0)
         )
         right = f"{log.right}/{log.known}" if log.known else "-"
         lines.append(
             f"{stream:<6}  {len(ordered):7d}  {log.errors:6d}  {log.dropped:7d}"
-            f"  {p50:>7}  {p95:>7}  {most:>7}  {right:>6}"
+            f"  {p50:>7}  {p95:>7}  {maximum:>7}  {right:>6}"
         )
     return "\n".join(lines)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of the ordered values lie (nearest rank); 0 without any."""
+    """Return the quantile of ordered values by nearest rank, or 0 if there are none."""
     if not ordered:
         return 0.0
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def _opened(path: Path) -> IO[str]:
+def _open_for_writing(path: Path) -> IO[str]:
     try:
         return path.open("w")
     except OSError as error:
-        raise ClientError(f"{path} cannot be written: {error.strerror}") from error
+        raise ClientError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _first(error: BaseException) -> BaseException:
-    """The first error of a group of groups."""
+def _first_leaf(error: BaseException) -> BaseException:
+    """Return the first error in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 async def analyse(options: argparse.Namespace) -> int:
-    """Run all streams; 0 if every chunk was answered, 1 if any met an error.
+    """Run all streams. Return 0 if every chunk was answered, and 1 if any had an error.
 
-    Raises ClientError where that error would be every chunk's.
-
-    SIGTERM ends it as Ctrl-C does: nothing more is sent, what is in flight is awaited.
+    SIGTERM stops the run as Ctrl-C does: no further chunk is sent, and answers in flight are
+    awaited. Raises ClientError for an error that every chunk would have.
     """
-    this = asyncio.current_task()
-    assert this is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with ExitStack() as stack:
-        file = stack.enter_context(_opened(options.jsonl)) if options.jsonl else None
+        file = stack.enter_context(_open_for_writing(options.jsonl)) if options.jsonl else None
         async with grpcclient.InferenceServerClient(options.url) as client:
             analysis = Analysis(options, client, file)
-            seen = True
+            show_summary = True
             try:
                 await analysis.run()
             except ClientError:
-                seen = any(log.latencies for log in analysis.logs)
+                show_summary = any(log.latencies for log in analysis.logs)
                 raise
             finally:
-                if seen:
+                if show_summary:
                     print(summarise(analysis.logs))
     return int(any(log.errors for log in analysis.logs))
 

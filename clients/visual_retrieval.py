@@ -1,7 +1,7 @@
-"""Ask about pictures and watch the answer being written.
+"""Ask a question about pictures and print the answer while it is generated.
 
-Sends image files and a question to the ensemble `visual_retrieval` over gRPC and prints each
-piece of the answer as it arrives.
+The client sends image files and a question to the ensemble `visual_retrieval` over gRPC, and prints
+each part of the answer as it arrives.
 
 examples:
   python clients/visual_retrieval.py scene.png "What color is the star?"
@@ -45,42 +45,44 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "words",
         nargs="+",
         metavar="IMAGE … QUESTION",
-        help="image files (none: text alone), then the question; the tasks caption, classify and"
-        " video need no question",
+        help="image files (none for a text-only question), then the question; the tasks caption,"
+        " classify and video need no question",
     )
     add_server_arguments(parser)
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of the answer's length")
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 is greedy, which is the default"
+        "--max-tokens", type=int, metavar="N", help="maximum number of tokens in the answer"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="sampling temperature (default: 0, greedy)"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="seed for a temperature above 0")
     parser.add_argument(
         "--choices",
         nargs="+",
         metavar="ANSWER",
-        help="the answer is one of these; give the option last",
+        help="restrict the answer to one of these texts; give this option last",
     )
     parser.add_argument("--show-timing", action="store_true", help="print latency and token counts")
     return parser.parse_intermixed_args(arguments)
 
 
 def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
-    """Image files and the question: one word that ends as an image file does is a file."""
+    """Return the image files and the question. A word with the suffix of an image is a file."""
     images: list[Path] = []
     question: list[str] = []
     for word in words:
-        looks_like_one = Path(word).suffix.lower() in IMAGE_SUFFIXES and " " not in word
-        if looks_like_one or Path(word).is_file():
+        looks_like_image = Path(word).suffix.lower() in IMAGE_SUFFIXES and " " not in word
+        if looks_like_image or Path(word).is_file():
             images.append(Path(word))
         elif "/" in word and Path(word).is_dir():
-            raise ClientError(f"{word} is a folder; name its files")
+            raise ClientError(f"{word} is a folder: give the image files in it")
         else:
             question.append(word)
     for image in images:
         if not image.is_file():
-            raise ClientError(f"there is no file {image}")
+            raise ClientError(f"the file {image} does not exist")
         if image.suffix.lower() in VIDEO_SUFFIXES:
-            raise ClientError(f"{image} is a video; clients/video_analytics.py takes those")
+            raise ClientError(f"{image} is a video: use clients/video_analytics.py")
     return images, " ".join(question)
 
 
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.show_timing:
             total = time.perf_counter() - start
             print(
-                f"[first piece {first * 1e3:.0f} ms, whole answer {total * 1e3:.0f} ms,"
+                f"[first token {first * 1e3:.0f} ms, complete answer {total * 1e3:.0f} ms,"
                 f" {tokens} tokens, finish reason {finish}]",
                 file=sys.stderr,
             )

@@ -1,7 +1,7 @@
-"""The cores this process may use, and how the engine and the vision encoder share them.
+"""The cores that this process may use, and how engine and vision encoder share them.
 
-Affinity and a container's quota both count. What decides is pure (`usable`, `share`); the rest asks
-the kernel. Knows nothing of torch.
+Both the affinity mask and a container's quota count. The decisions (`usable_cores`, `split_cores`)
+are pure functions; the rest of the module reads the limits from the kernel. Independent of torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from vlora.config import AUTO, Options, Threads
 
 log = logging.getLogger(__name__)
 
-ENCODER_PART = 4
-"""The encoder gets one core in so many: a tower's work beside its decoder's is less than that."""
+CORES_PER_ENCODER_THREAD = 4
+"""The encoder gets one thread for this many cores: it has less than a quarter of the work."""
+
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self/cgroup")
 
@@ -30,97 +31,104 @@ class Split(NamedTuple):
     encoder: int
 
 
-def usable(affinity: int, quota: float | None) -> int:
-    """Threads for `affinity` cores under a quota of so many cores' time (None: no quota).
+def usable_cores(affinity: int, quota: float | None) -> int:
+    """Return the number of threads for `affinity` cores under a quota.
 
-    Half a core and more counts as one, less as none: a team of threads that together run out of
-    quota stands still until the period ends, all of it.
+    quota: cores' worth of time, None without a quota. It is rounded to the nearest whole number, at
+        least 1: threads that together use up the quota all stand still until its period ends.
     """
     if quota is None:
         return max(1, affinity)
     return max(1, min(affinity, math.floor(quota + 0.5)))
 
 
-def share(
+def split_cores(
     cores: int, engine: Threads = AUTO, encoder: Threads = AUTO, *, by_quota: bool = False
 ) -> Split:
-    """Threads of engine and encoder on `cores` cores; a number that is given is kept.
+    """Return the threads of engine and encoder on `cores` cores; an explicit number is not changed.
 
-    The encoder gets a part of them, at least one. The engine gets all: its work is taken in pieces,
-    so that a core which the encoder has for a while costs that core alone (decision 33). Where
-    the number is a quota (`by_quota`) it gets the rest: two teams that together run out of it stand
-    still until its period ends.
+    The encoder gets a part of the cores, at least one. The engine gets all of them: its threads
+    take work in small pieces, so that a core which the encoder uses for a while costs the engine
+    that core alone (decision 33). If the number of cores is a quota (`by_quota`), the engine gets
+    the rest: two processes that together use up the quota stand still until its period ends.
     """
-    beside = max(1, cores // ENCODER_PART) if encoder == AUTO else encoder
-    rest = max(1, cores - beside) if by_quota else cores
-    return Split(rest if engine == AUTO else engine, beside)
+    for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
+    for_engine = max(1, cores - for_encoder) if by_quota else cores
+    return Split(for_engine if engine == AUTO else engine, for_encoder)
 
 
-def of(options: Options) -> Split:
-    """The threads of the two processes on this machine, logged."""
+def split_threads(options: Options) -> Split:
+    """Return, and log, the threads of the two processes on this machine."""
     affinity, quota = len(os.sched_getaffinity(0)), cpu_quota()
-    cores = usable(affinity, quota)
-    # A quota of all cores takes nothing from anyone.
+    cores = usable_cores(affinity, quota)
+    # A quota of at least all cores does not limit anything.
     by_quota = quota is not None and cores < affinity
-    found = share(cores, options.engine_threads, options.encoder_threads, by_quota=by_quota)
+    split = split_cores(cores, options.engine_threads, options.encoder_threads, by_quota=by_quota)
     log.info(
         "threads: %d for the engine, %d for the encoder (%d cores%s)",
-        *found,
+        *split,
         affinity,
         "" if quota is None else f", of which the container may use {quota:g}",
     )
-    return found
+    return split
 
 
 def cpu_quota(process: Path = PROCESS, root: Path = CGROUPS) -> float | None:
-    """Cores' worth of time that the tightest control group above this process allows, or None."""
-    return least(_version_2, "cpu", _version_1, process, root)
+    """Return the tightest CPU quota of this process's control groups, in cores, or None."""
+    return tightest_limit(_version_2, "cpu", _version_1, process, root)
 
 
 Reader = Callable[[Path], float | None]
-"""What the folder of a control group allows; None where it says nothing."""
+"""Reads a limit from the folder of a control group; returns None if the group sets none."""
 
 
-def least(
+def tightest_limit(
     version_2: Reader,
     controller: str,
     version_1: Reader,
     process: Path = PROCESS,
     root: Path = CGROUPS,
 ) -> float | None:
-    """The least that the control groups above this process allow of something, or None."""
+    """Return the smallest limit that this process's control groups set, or None.
+
+    version_2, version_1: read the limit from a group's folder in either version's layout.
+    controller: name of the version 1 controller.
+    """
     try:
         lines = process.read_text().splitlines()
     except OSError:
         return None
-    found: list[float] = []
+    limits: list[float] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            found += _limits(root, path, version_2)
-            found += _limits(root / "unified", path, version_2)
+            limits += _limits(root, path, version_2)
+            limits += _limits(root / "unified", path, version_2)
         elif controller in controllers.split(","):
-            found += _limits(root / controllers, path, version_1)
-            found += _limits(root / controller, path, version_1)
-    return min(found, default=None)
+            limits += _limits(root / controllers, path, version_1)
+            limits += _limits(root / controller, path, version_1)
+    return min(limits, default=None)
 
 
 def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
-    """Limits of a group and of all above it. In a container the path may be the host's, which is
-    not to be seen from inside; the root then is the container's own."""
-    for folder in _upwards(path):
+    """Yield the limits of a group and of all groups above it.
+
+    In a container the path may be the host's and not visible; `root` is then the container's own
+    group.
+    """
+    for folder in _with_parents(path):
         limit = read(root / folder)
         if limit is not None and limit > 0:
             yield limit
 
 
-def _upwards(path: str) -> Iterable[str]:
+def _with_parents(path: str) -> Iterable[str]:
     relative = PurePosixPath(path.lstrip("/") or ".")
     return [str(folder) for folder in (relative, *relative.parents)]
 
 
 def _version_2(folder: Path) -> float | None:
-    """`cpu.max` holds "quota period" in µs, or "max period"."""
+    """Read `cpu.max`, which holds "quota period" in µs, or "max period"."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -129,7 +137,7 @@ def _version_2(folder: Path) -> float | None:
 
 
 def _version_1(folder: Path) -> float | None:
-    """`cpu.cfs_quota_us` is −1 where there is none."""
+    """Read `cpu.cfs_quota_us`, which is −1 without a quota."""
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())

@@ -8,6 +8,9 @@ MatrixId = tuple[int, str]
 BASE = -1
 """Slot of rows that use no adapter."""
 
+NO_IMAGE = -1
+"""Feature row of positions that show no image."""
+
 
 def order_of(slot: int, live: int) -> tuple[int, int]:
     """Sort key of a step's rows: the live adapter's first, then the base's, then by slot, so that

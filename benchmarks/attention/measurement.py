@@ -161,7 +161,9 @@ class Bed:
             row += rows
         self.heads, self.dim = cell.heads, cell.dim
         self.qkv = torch.randn(row, (cell.heads + 2 * cell.kv_heads) * cell.dim)
-        self.rotary = Rotary.of(torch.zeros(row, cell.dim // 2), 1.0)  # rows stay what they are
+        self.rotary = Rotary.from_angles(
+            torch.zeros(row, cell.dim // 2), 1.0
+        )  # rows stay what they are
 
     def attend(self, backend: Backend) -> Callable[[], None]:
         """One layer at each call, in turn."""

@@ -69,7 +69,7 @@ class Inside:
         kept = dtype_of(options.dtype, options.model)
         self._itemsize = kept.itemsize
         # The engine's threads count: one process has one number, the larger of the two.
-        self._encoder = VisionEncoder(checkpoint.folder, cores.of(options).engine, kept)
+        self._encoder = VisionEncoder(checkpoint.folder, cores.split_threads(options).engine, kept)
         self._loop = EngineLoop.from_options(options)
         self._runs = 0
 

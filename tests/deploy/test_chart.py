@@ -12,28 +12,9 @@ import yaml
 from jsonschema import Draft7Validator
 
 from tests.support import deploy_kit as kit
+from tests.support.chart import CHART, EVERYTHING, GATEWAY, TLS, VERSIONS, render
 from vlora.launcher.probe import ENSEMBLE
 
-CHART = kit.DOCKER / "chart"
-VERSIONS = ["1.33.0", "1.37.0"]
-TLS = {"enabled": True, "secret": "certificates", "clientCa": "clients.crt"}
-GATEWAY = {"envoy": {"enabled": True}, "inferencePool": {"enabled": True}}
-EVERYTHING = {
-    **GATEWAY,
-    "kserve": {"enabled": True},
-    "tls": TLS,
-    "autoscaling": {"enabled": True},
-    "monitoring": {"podMonitor": True, "rules": True},
-    "checkpoint": {"source": "claim", "claim": "llava", "subPath": "7b"},
-    "adapters": {"source": "ociImage", "reference": "registry.example/adapters:1"},
-    "engine": {"kv_cache_tokens": 65536},
-    "priorityClassName": "high",
-    "podAnnotations": {"a": "b"},
-    "podLabels": {"team": "vision"},
-    "nodeSelector": {"kind": "big"},
-    "image": {"pullSecrets": [{"name": "key"}]},
-    "networkPolicy": {"from": [{"podSelector": {}}], "metricsFrom": [{"namespaceSelector": {}}]},
-}
 VALUES: dict[str, dict[str, Any]] = {
     "cpu": {},
     "gpu": yaml.safe_load((CHART / "values-gpu.yaml").read_text()),
@@ -43,13 +24,6 @@ VALUES: dict[str, dict[str, Any]] = {
     "everything": EVERYTHING,
 }
 CUSTOM = {"PodMonitor", "PrometheusRule", "InferencePool", "ServingRuntime"}
-
-
-def render(tools: Path, values: dict[str, Any]) -> dict[str, Any]:
-    asked = {"chart": str(CHART), "values": values, "namespace": "shop", "versions": VERSIONS}
-    script = Path(__file__).with_name("render.py")
-    found: dict[str, Any] = json.loads(kit.said([tools / "python", script], json.dumps(asked)))
-    return found
 
 
 def custom_resources(tools: Path) -> dict[str, dict[str, Any]]:
@@ -82,9 +56,7 @@ def test_what_validates_refuses_an_unknown_key_and_an_unknown_kind(
         head = "apiVersion: apps/v1\nmetadata: {name: a}\n"
         kind = "" if wrong.startswith("kind") else "kind: Deployment\n"
         (chart / "templates" / "a.yaml").write_text(f"{head}{kind}{wrong}\n")
-        asked = {"chart": str(chart), "values": {}, "namespace": "a", "versions": VERSIONS}
-        script = Path(__file__).with_name("render.py")
-        found = json.loads(kit.said([tools / "python", script], json.dumps(asked)))
+        found = render(tools, {}, chart)
         assert len(found["faults"]) == len(VERSIONS), found
 
 
@@ -121,7 +93,7 @@ def test_monitors_and_rules_fit_the_models_of_the_prometheus_operator(tools: Pat
         )
         wrong = {**resources[kind], "spec": 5}
         given = json.dumps([resources[kind], wrong])
-        said = kit.said(["node", "--input-type=module", "-e", script], given).splitlines()
+        said = kit.output_of(["node", "--input-type=module", "-e", script], given).splitlines()
         assert said[0] == "valid", said[0]
         assert said[1] != "valid"
 

@@ -12,7 +12,9 @@ COMPOSE = kit.DOCKER / "compose.yaml"
 
 
 def check(tools: Path, file: Path) -> str:
-    return kit.said([tools / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", file])
+    return kit.output_of(
+        [tools / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", file]
+    )
 
 
 def test_it_is_valid(tools: Path) -> None:

@@ -16,8 +16,8 @@ import tritonclient.grpc as grpcclient
 import yaml
 from tritonclient.utils import InferenceServerException
 
-from tests.deploy.test_chart import EVERYTHING, TLS, render
 from tests.support import deploy_kit as kit
+from tests.support.chart import EVERYTHING, TLS, render
 from tests.support.polling import until
 from tests.support.triton_client import to_inputs
 from vlora.launcher.server import ServerOptions, TritonServer
@@ -171,12 +171,12 @@ def test_envoy_takes_the_charts_configuration(
 ) -> None:
     names = ("tls.crt", "ca.crt", "clients.crt")
     key = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=vlora"]
-    kit.said([*key, "-keyout", tmp_path / "tls.key", "-out", tmp_path / names[0]])
+    kit.output_of([*key, "-keyout", tmp_path / "tls.key", "-out", tmp_path / names[0]])
     for name in names[1:]:
         (tmp_path / name).write_bytes((tmp_path / names[0]).read_bytes())
     text = yaml.safe_dump(configuration(tools, values)).replace("/tls/", f"{tmp_path}/")
     (tmp_path / "envoy.yaml").write_text(text)
-    kit.said([tools / "envoy", "--mode", "validate", "-c", tmp_path / "envoy.yaml"])
+    kit.output_of([tools / "envoy", "--mode", "validate", "-c", tmp_path / "envoy.yaml"])
 
 
 def test_an_adapter_stays_with_its_server_until_that_dies(

@@ -36,7 +36,9 @@ STOP_SECONDS = 60
 
 @pytest.mark.parametrize("file", FILES)
 def test_hadolint_has_no_complaint(tools: Path, file: str) -> None:
-    assert kit.said([tools / "hadolint", "--failure-threshold", "style", kit.DOCKER / file]) == ""
+    assert (
+        kit.output_of([tools / "hadolint", "--failure-threshold", "style", kit.DOCKER / file]) == ""
+    )
 
 
 def stand_in() -> Path:
@@ -47,19 +49,19 @@ def stand_in() -> Path:
         root.parent.mkdir(parents=True, exist_ok=True)
         files = kit.debian("debootstrap")
         debootstrap = ["/bin/sh", files / "usr/sbin/debootstrap", "--variant=minbase"]
-        kit.said(
+        kit.output_of(
             [*debootstrap, f"--include={PYTHON}", "bookworm", root, DEBIAN],
             env={**os.environ, "DEBOOTSTRAP_DIR": str(files / "usr/share/debootstrap")},
         )
         for name in ("resolv.conf", "hosts"):
             shutil.copy(Path("/etc") / name, root / "etc" / name)
-        kit.said(["chroot", root, "/usr/bin/python3", "-m", "venv", "/usr/local"])
+        kit.output_of(["chroot", root, "/usr/bin/python3", "-m", "venv", "/usr/local"])
     return root
 
 
 def replayed(stages: list[Stage], folder: Path) -> Iterator[Replay]:
     """Every instruction of every stage, in roots under `folder`."""
-    listed = kit.said(["git", "ls-files"], cwd=kit.ROOT).splitlines()
+    listed = kit.output_of(["git", "ls-files"], cwd=kit.ROOT).splitlines()
     context = folder / "context"
     for name in listed:
         if (kit.ROOT / name).is_file():
@@ -78,7 +80,7 @@ def replayed(stages: list[Stage], folder: Path) -> Iterator[Replay]:
         stages = stages[1:]
     for stage in stages:
         root = folder / (stage.name or "final")
-        kit.said(["cp", "--archive", "--reflink=auto", stand_in(), root])
+        kit.output_of(["cp", "--archive", "--reflink=auto", stand_in(), root])
         replay = Replay(root, context, roots, arguments, shared)
         for one in stage.instructions:
             started = time.monotonic()

@@ -14,8 +14,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tests.deploy.test_chart import TLS, render
 from tests.support import deploy_kit as kit
+from tests.support.chart import TLS, render
 from tests.support.polling import until
 from vlora.launcher.probe import Health
 
@@ -29,7 +29,7 @@ def certificates(folder: Path) -> Path:
     folder.mkdir()
     openssl = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={NAME}"]
     openssl += ["-addext", f"subjectAltName=DNS:{NAME}"]
-    kit.said([*openssl, "-keyout", folder / "tls.key", "-out", folder / "tls.crt"])
+    kit.output_of([*openssl, "-keyout", folder / "tls.key", "-out", folder / "tls.crt"])
     for name in ("ca.crt", TLS["clientCa"]):
         (folder / name).write_bytes((folder / "tls.crt").read_bytes())
     return folder

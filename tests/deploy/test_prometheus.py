@@ -83,10 +83,10 @@ def scraping(programs: Path, target: str, folder: Path) -> Iterator[Prometheus]:
 
 
 def test_the_rules_and_the_config_are_sound(programs: Path, tmp_path: Path) -> None:
-    kit.said([programs / "promtool", "check", "rules", ALERTS])
+    kit.output_of([programs / "promtool", "check", "rules", ALERTS])
     (tmp_path / "alerts.yaml").write_text(ALERTS.read_text())
     (tmp_path / "prometheus.yaml").write_text(CONFIG.read_text())
-    kit.said([programs / "promtool", "check", "config", tmp_path / "prometheus.yaml"])
+    kit.output_of([programs / "promtool", "check", "config", tmp_path / "prometheus.yaml"])
 
 
 def test_every_alert_fires_on_its_made_up_fault_and_on_no_other(programs: Path) -> None:
@@ -98,7 +98,7 @@ def test_every_alert_fires_on_its_made_up_fault_and_on_no_other(programs: Path) 
         if one.get("exp_alerts")
     }
     assert tried == rules
-    kit.said([programs / "promtool", "test", "rules", FAULTS])
+    kit.output_of([programs / "promtool", "test", "rules", FAULTS])
 
 
 def test_a_real_server_is_scraped_every_query_has_data_and_its_end_fires_an_alert(

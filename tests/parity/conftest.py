@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,9 @@ import torch
 from tests.support.make_adapters import AdapterSpec, make_adapters
 from tests.support.oracle import Oracle
 from tests.support.questions import Case, make_cases
+from tests.support.schedules import Tally
 
 LM_HEAD = AdapterSpec("lm-head-r32", rank=32, targets=("q_proj", "down_proj", "lm_head"))
-
-
-@dataclass
-class Tally:
-    """Tokens compared with the oracle's, and how many differ by a near-tie."""
-
-    tokens: int = 0
-    ties: int = 0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.conftest import Tally
-from tests.parity.test_schedules import Arrival, Schedule, check, run
 from tests.support.modes import drive
 from tests.support.questions import Case
+from tests.support.schedules import Arrival, Schedule, Tally, check, run
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.plan import Mode

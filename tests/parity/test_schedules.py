@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.parity.conftest import Tally
 from tests.support.modes import drive
-from tests.support.oracle import Greedy
 from tests.support.questions import Case
+from tests.support.schedules import Arrival, Schedule, Tally, check, run
 from vlora import backends
-from vlora.backends import Backend
 from vlora.config import AUTO, Options
 from vlora.engine.engine import Engine
-from vlora.errors import Cancelled
 from vlora.ids import BASE
-from vlora.request import Output
-
-HEAD_TOLERANCE = 1e-4
-MOST_STEPS = 3000
-
-
-@dataclass(frozen=True)
-class Arrival:
-    case: int
-    step: int
-    abort_after: int | None
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """arrivals of cases by step; budgets; slack: pages beyond what the longest request needs;
-    kernels: compiled, or their twins. lives: numbers of the adapters in the weights, step by step
-    and again; none: as the engine has it. in_order: its rows are sorted for that. cramped: the pool
-    has room for the largest adapter alone, so that others are evicted and come again."""
-
-    arrivals: tuple[Arrival, ...]
-    sequences: int
-    rows: int
-    block_size: int
-    slack: int
-    kernels: Backend = "reference"
-    lives: tuple[int, ...] = ()
-    in_order: bool = True
-    cramped: bool = False
-
 
 arrivals = st.builds(
     Arrival,
@@ -67,33 +31,9 @@ schedules = st.builds(
     slack=st.sampled_from([0, 0, 1, 8, 500]),
     kernels=st.sampled_from(sorted({"reference", backends.backend_of("kernels")})),
     cramped=st.booleans(),
-    lives=st.lists(st.integers(0, 5), max_size=9).map(tuple),
+    live_slots=st.lists(st.integers(0, 5), max_size=9).map(tuple),
     in_order=st.booleans(),
 )
-
-
-def run(engine: Engine, schedule: Schedule, cases: list[Case]) -> dict[str, list[Output]]:
-    """Every output by request id; integrity is checked after every step."""
-    outputs: dict[str, list[Output]] = defaultdict(list)
-    pending = dict(enumerate(schedule.arrivals))
-    for step in range(MOST_STEPS):
-        for index in [i for i, arrival in pending.items() if arrival.step <= step]:
-            arrival = pending.pop(index)
-            request = cases[arrival.case % len(cases)].request(f"r{index}")
-            engine.add(engine.prepare(request), arrival=float(step))
-        news = engine.step()
-        if engine.stalled:
-            engine.adapters.finish()
-            engine.on_news()
-        for index, arrival in enumerate(schedule.arrivals):
-            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
-                news += engine.abort(f"r{index}")
-        for output in news:
-            outputs[output.request_id].append(output)
-        engine.check_integrity()
-        if engine.idle and not pending:
-            return outputs
-    raise AssertionError(f"not finished after {MOST_STEPS} steps")
 
 
 @pytest.mark.slow
@@ -126,8 +66,8 @@ def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
         )
     )
     base = engine.slab.digest()
-    if schedule.lives:
-        slots, lives = [BASE, *range(len(engine.adapters.names()))], schedule.lives
+    if schedule.live_slots:
+        slots, lives = [BASE, *range(len(engine.adapters.names()))], schedule.live_slots
 
         def live(step: int) -> int:
             slot = slots[lives[step % len(lives)]]
@@ -147,30 +87,6 @@ def packed(checkpoint: Path, parity_adapters: Path) -> dict[str, int]:
     """Bytes of each adapter's packed copies."""
     store = Engine(Options(model=checkpoint, adapters=parity_adapters)).adapters
     return {name: store.packed_bytes(store.handle(name)) for name in store.names()}
-
-
-def check(case: Case, arrival: Arrival, outputs: list[Output], tally: Tally) -> None:
-    """One request's outputs against the oracle; an aborted one may end early, but only so."""
-    last = outputs[-1]
-    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    if last.error is not None:
-        assert isinstance(last.error, Cancelled)
-        assert arrival.abort_after is not None
-    if case.question.use_head:
-        if last.head is not None:
-            torch.testing.assert_close(
-                torch.tensor(last.head.scores), case.scores, rtol=0.0, atol=HEAD_TOLERANCE
-            )
-        return
-    tokens = [token for output in outputs for token in output.token_ids]
-    expected = case.expected
-    if last.error is not None:
-        if not tokens:
-            return
-        count = len(tokens)
-        expected = Greedy(expected.tokens[:count], expected.gaps[:count])
-    tally.ties += case.oracle.near_ties(case.question, expected, tokens)
-    tally.tokens += len(tokens)
 
 
 def test_page_pressure_really_preempts(

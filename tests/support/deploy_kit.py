@@ -23,11 +23,11 @@ from vlora.launcher.ports import choose_ports
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 WORK = ROOT / "build" / "deploy"
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+REQUIREMENTS = ROOT / "tests" / "deploy" / "requirements.txt"
 MODELS_OF_PROMETHEUS = "@kubernetes-models/prometheus-operator@6.0.0"
 
 
-def said(command: Sequence[str | Path], given: str | None = None, **more: Any) -> str:
+def output_of(command: Sequence[str | Path], given: str | None = None, **more: Any) -> str:
     """What a command prints; the test fails with both of its outputs where it fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, input=given, capture_output=True, text=True, **more)
@@ -42,8 +42,8 @@ def pypi() -> Path:
     ready = folder / REQUIREMENTS.name
     if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
         shutil.rmtree(folder, ignore_errors=True)
-        said([sys.executable, "-m", "venv", folder])
-        said([folder / "bin" / "pip", "install", "--quiet", "-r", REQUIREMENTS])
+        output_of([sys.executable, "-m", "venv", folder])
+        output_of([folder / "bin" / "pip", "install", "--quiet", "-r", REQUIREMENTS])
         shutil.copy(REQUIREMENTS, ready)
     return folder / "bin"
 
@@ -54,9 +54,9 @@ def debian(package: str) -> Path:
     if not folder.is_dir():
         with tempfile.TemporaryDirectory() as place:
             Path(place).chmod(0o755)
-            said(["apt-get", "download", "--quiet", package], cwd=place)
+            output_of(["apt-get", "download", "--quiet", package], cwd=place)
             (archive,) = Path(place).glob("*.deb")
-            said(["dpkg-deb", "--extract", archive, Path(place) / "files"])
+            output_of(["dpkg-deb", "--extract", archive, Path(place) / "files"])
             folder.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(Path(place) / "files", folder)
     return folder
@@ -68,7 +68,7 @@ def npm(package: str) -> Path:
     if not (folder / "node_modules" / package.rpartition("@")[0]).is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "package.json").write_text(json.dumps({"name": "checks", "private": True}))
-        said(["npm", "install", "--silent", "--no-audit", "--no-fund", package], cwd=folder)
+        output_of(["npm", "install", "--silent", "--no-audit", "--no-fund", package], cwd=folder)
     return folder
 
 

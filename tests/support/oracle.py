@@ -23,7 +23,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalG
 from tools.demo.heldout import Item
 from vlora.request import FloatArray
 from vlora.vision.encoder import PROCESSOR_BACKEND
-from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, ChatTemplate, render
+from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 NEAR_TIE = 1e-4
 """Two best logits closer than this may change places when a batch changes a sum's order."""
@@ -166,7 +166,7 @@ class Oracle:
             scores = self.head_scores(question)
             labels = self.about(question.adapter)["head"]["labels"]
             return Answer(labels[int(scores.argmax())], scores=scores.tolist())
-        greedy = self.greedy(question, TASK_DEFAULT_MAX_TOKENS[item.task])
+        greedy = self.greedy(question, TASKS[item.task].max_tokens)
         text = self.tokenizer.decode(greedy.tokens, skip_special_tokens=True)
         return Answer(text, greedy)
 
@@ -175,7 +175,7 @@ class Oracle:
         if text == answer.text or answer.greedy is None:
             return 0
         got = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(got) < TASK_DEFAULT_MAX_TOKENS[item.task]:
+        if len(got) < TASKS[item.task].max_tokens:
             got.append(self.tokenizer.eos_token_id)
         return self.near_ties(self.question(item, adapter), answer.greedy, got)
 

@@ -17,6 +17,8 @@ import tritonclient.grpc as grpcclient
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
+from vlora.launcher.server import TritonServer
+
 TIMEOUT = 60.0
 KINDS = {"frames_raw": "UINT8", "image_features": "FP32", "image_layout": "INT32"}
 KINDS |= {
@@ -224,6 +226,16 @@ class Asker:
 
     def close(self) -> None:
         self.client.close()
+
+
+@contextmanager
+def asking(server: TritonServer) -> Iterator[Asker]:
+    """Yield a client of `server`, closed at the end of the block."""
+    asker = Asker(server.grpc_url, server.http_url, server.metrics_url)
+    try:
+        yield asker
+    finally:
+        asker.close()
 
 
 def picture(

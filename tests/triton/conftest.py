@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.triton_client import Asker
+from tests.support.triton_client import Asker, asking
 from vlora.launcher.server import ServerOptions, TritonServer
 
 
@@ -45,15 +44,6 @@ def server(
     )
     with TritonServer(options) as running:
         yield running
-
-
-@contextmanager
-def asking(server: TritonServer) -> Iterator[Asker]:
-    asker = Asker(server.grpc_url, server.http_url, server.metrics_url)
-    try:
-        yield asker
-    finally:
-        asker.close()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.triton_client import Asker, Refused, picture, wrong
+from tests.support.triton_client import Asker, Refused, asking, picture, wrong
 
 RETRIEVAL, ANALYTICS = "visual_retrieval", "video_analytics"
 HEALTHY = {"text_input": "What is this?", "sampling_parameters": {"lora_name": "all-r8"}}
@@ -129,7 +129,6 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def healthy(server: Any) -> str:
-    from tests.triton.conftest import asking
 
     with asking(server) as asker:
         return asker.text(RETRIEVAL, image=picture((1, 2, 3)), **HEALTHY)
@@ -289,7 +288,7 @@ def test_empty_lists_of_images_are_no_images(ask: Asker) -> None:
 
 def test_a_batch_for_the_encoder_is_refused(ask: Asker) -> None:
     text = np.array([[b"a"], [b"b"]], dtype=object)
-    with pytest.raises(Refused, match="INVALID_ARG: a request holds one prompt"):
+    with pytest.raises(Refused, match="INVALID_ARG: the request has a batch of prompts"):
         ask.once("vision_encoder", text_input=text)
 
 

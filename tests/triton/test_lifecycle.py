@@ -20,8 +20,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, picture, to_inputs
-from tests.triton.conftest import asking
+from tests.support.triton_client import Asker, Refused, asking, picture, to_inputs
 from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import children, is_alive
 from vlora.launcher.run_folder import SHARED_MEMORY

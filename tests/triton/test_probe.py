@@ -9,7 +9,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from tests.triton.conftest import asking
+from tests.support.triton_client import asking
 from vlora.cli import app
 from vlora.launcher.ports import choose_ports
 from vlora.launcher.probe import Finding, Health, probe

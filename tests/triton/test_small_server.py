@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, picture
-from tests.triton.conftest import asking
+from tests.support.triton_client import Asker, Refused, asking, picture
 from vlora.launcher.server import ServerOptions, TritonServer
 
 RUNNING, WAITING = 2, 6

@@ -9,7 +9,7 @@ import pytest
 
 from clients.common import ClientError, connect
 from tests.support.triton_client import Asker, Refused, Response, picture, pixels
-from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS
+from vlora.vision.prompts import TASKS
 
 RETRIEVAL = "visual_retrieval"
 FOREVER = {"ignore_eos": True}
@@ -83,7 +83,7 @@ def test_without_parameters_it_is_greedy_and_ends_at_the_tasks_own_limit(ask: As
     for task in ("vqa", "caption"):
         responses = ask.stream(RETRIEVAL, task=task, sampling_parameters=FOREVER, **asked)
         tokens = sum(response["num_output_tokens"] for response in responses)
-        assert tokens == TASK_DEFAULT_MAX_TOKENS[task]
+        assert tokens == TASKS[task].max_tokens
 
 
 def test_the_default_task_is_the_adapters_own_if_it_declares_just_one(ask: Asker) -> None:

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from tests.support.fakes import adapter
 from vlora import paths
-from vlora.cli import _first_question, _table_of
+from vlora.cli.adapters import table_of
+from vlora.cli.serve import first_question
 from vlora.config import Options
 
 
@@ -23,7 +24,7 @@ def test_a_row_of_adapters_is_read_at_80_columns() -> None:
     targets = tuple(f"{kind}_proj" for kind in kinds)
     info = replace(adapter("inspection", ("vqa",)), ranks=(4, 8, 16), targets=targets)
     shown = io.StringIO()
-    Console(file=shown, width=80).print(_table_of([info]))
+    Console(file=shown, width=80).print(table_of([info]))
     rows = [line.split() for line in shown.getvalue().splitlines() if line.strip()]
     assert rows[0] == ["adapter", "ranks", "targets", "tasks", "labels", "digest"]
     assert len(rows) <= 4
@@ -40,7 +41,7 @@ def test_what_serve_says_to_try_sends_a_request_with_a_picture(
     own.write_bytes(b"a picture of the user's " * 9000)  # more than an argument may hold
     monkeypatch.chdir(tmp_path)
     model = samples / "checkpoint" if demo else tmp_path
-    command = _first_question(Options(model=model), "localhost:8000")
+    command = first_question(Options(model=model), "localhost:8000")
     asks, _, sends = command.rpartition("|")
     assert sends == " curl -s localhost:8000/v2/models/video_analytics/generate -d @-; echo"
     sent = subprocess.run(["sh", "-c", asks], capture_output=True, check=True).stdout

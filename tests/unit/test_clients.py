@@ -1,4 +1,4 @@
-"""The clients against a server that looks like Triton, and their parts on their own."""
+"""Test the clients against a fake Triton server, and their functions in isolation."""
 
 import io
 import json
@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _seconds_fly(monkeypatch):
-    """A chunk lasts a twentieth of a second, as far as the clients in this process know."""
+def _short_chunks(monkeypatch):
+    """Let a chunk last 50 ms for clients in this process."""
     monkeypatch.setattr(video_analytics, "CHUNK_SECONDS", 0.05)
 
 
@@ -45,7 +45,7 @@ def shared_regions() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("vlora_frames_*")}
 
 
-def test_pieces_of_an_answer_are_printed_as_they_come(picture, capsys):
+def test_parts_of_an_answer_are_printed_as_they_arrive(picture, capsys):
     with FakeTriton() as server:
         visual_retrieval.main(
             [str(picture), "--url", server.url, "What", "is this?", "--adapter", "glyphs"]
@@ -58,7 +58,7 @@ def test_pieces_of_an_answer_are_printed_as_they_come(picture, capsys):
     assert "task" not in request
 
 
-def test_an_answer_that_stalls_is_given_up_and_cancelled(picture, monkeypatch):
+def test_an_answer_that_stalls_times_out_and_is_cancelled(picture, monkeypatch):
     monkeypatch.setattr("clients.common.ANSWER_SECONDS", 0.1)
     with FakeTriton(delay=2.0, words=("never",)) as server:
         client = visual_retrieval.connect(server.url, "visual_retrieval")
@@ -85,22 +85,23 @@ def run_client(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("client", ["visual_retrieval", "video_analytics"])
-def test_without_a_server_the_user_is_told_how_to_start_one(client):
+def test_without_a_server_the_error_explains_how_to_start_one(client):
     done = run_client(client, "camera", "--url", "127.0.0.1:9")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: start a server with `make serve`")
+    assert done.stderr.startswith("error: no server answers at")
+    assert "start one with `make serve`" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:8001", "127.0.0.1", "localhost:grpc", "localhost:65536", ""]
 )
-def test_an_address_that_is_none_is_told_how_one_looks(url):
+def test_an_invalid_address_is_refused_with_an_example(url):
     with pytest.raises(ClientError, match=r"--url takes HOST:PORT, as in 127\.0\.0\.1:8001"):
         visual_retrieval.main(["hello", "--url", url])
 
 
-def test_a_port_that_speaks_http_is_told_from_one_where_nothing_answers():
+def test_an_http_port_is_distinguished_from_a_closed_port():
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -124,33 +125,33 @@ def test_a_port_that_speaks_http_is_told_from_one_where_nothing_answers():
         ("plain", None, "plain"),
     ],
 )
-def test_an_errors_code_is_told_once(message, status, shown):
+def test_an_error_code_is_shown_once(message, status, shown):
     given = None if status is None else f"StatusCode.{status}"
     assert explain(InferenceServerException(message, given)) == shown
 
 
 def test_a_folder_is_not_a_question(tmp_path):
-    with pytest.raises(ClientError, match="is a folder; name its files"):
+    with pytest.raises(ClientError, match="is a folder: give the image files"):
         visual_retrieval.main([str(tmp_path), "What color?", "--url", "127.0.0.1:9"])
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path):
+def test_an_output_file_that_cannot_be_written_is_an_error(tmp_path):
     with FakeTriton() as server:
         arguments = ["camera", "--url", server.url, "--seconds", "1", "--jsonl", str(tmp_path)]
-        with pytest.raises(ClientError, match="cannot be written: Is a directory"):
+        with pytest.raises(ClientError, match=r"cannot write .*: Is a directory"):
             video_analytics.main(arguments)
     assert not server.requests
 
 
-def test_a_stream_is_told_that_it_is_not_fetched():
-    with pytest.raises(ClientError, match="streams are not fetched from URLs"):
+def test_a_url_as_source_is_refused():
+    with pytest.raises(ClientError, match="URLs are not supported"):
         video_analytics.main(["rtsp://127.0.0.1/x", "--url", "127.0.0.1:9"])
 
 
-def test_a_video_is_not_sent_as_a_picture(tmp_path):
+def test_a_video_is_refused_by_the_image_client(tmp_path):
     clip = tmp_path / "clip.mp4"
     clip.write_bytes(b"x")
-    with pytest.raises(ClientError, match=r"clip\.mp4 is a video; clients/video_analytics\.py"):
+    with pytest.raises(ClientError, match=r"clip\.mp4 is a video: use clients/video_analytics\.py"):
         visual_retrieval.main([str(clip), "What happens?", "--url", "127.0.0.1:9"])
 
 
@@ -167,7 +168,7 @@ def test_words_are_files_or_the_question(picture):
         [picture],
         "What is in a.png or so?",
     )
-    with pytest.raises(ClientError, match=r"no file gone\.png"):
+    with pytest.raises(ClientError, match=r"the file gone\.png does not exist"):
         split(["gone.png"])
 
 
@@ -201,7 +202,7 @@ def test_raw_frames_arrive_as_the_camera_made_them():
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_client_leaves_no_shared_memory_and_sums_up(ending):
+def test_an_interrupted_client_removes_shared_memory_and_prints_its_summary(ending):
     before = shared_regions()
     with FakeTriton(delay=0.3) as server:
         command = [sys.executable, "clients/video_analytics.py", "camera", "--url", server.url]
@@ -264,7 +265,7 @@ def test_an_answer_that_is_an_error_is_shown_and_counted(tmp_path, capsys):
     assert "error: image 0 is corrupt" in capsys.readouterr().out
 
 
-def test_a_refusal_that_every_chunk_would_meet_is_told_once_and_ends_all(tmp_path):
+def test_a_refusal_of_the_first_chunk_is_reported_once_and_ends_the_run(tmp_path):
     jsonl = tmp_path / "answers.jsonl"
     refusal = "in ensemble 'video_analytics', NOT_FOUND: unknown adapter 'x'. Known: y"
     with FakeTriton() as server:
@@ -278,7 +279,7 @@ def test_a_refusal_that_every_chunk_would_meet_is_told_once_and_ends_all(tmp_pat
     assert len(jsonl.read_text().splitlines()) == len(server.requests) == 1
 
 
-def test_a_refusal_among_answers_is_of_its_chunk_alone(monkeypatch):
+def test_a_refusal_after_answers_affects_its_chunk_only(monkeypatch):
     monkeypatch.setattr(video_analytics, "CHUNK_SECONDS", 0.3)
 
     class RefusesTheSecond(FakeTriton):
@@ -294,7 +295,7 @@ def test_a_refusal_among_answers_is_of_its_chunk_alone(monkeypatch):
 def test_a_folder_is_played_in_order_and_repeated(tmp_path):
     for index in range(10):
         Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / f"{index:03}.png")
-    chunks = frames.open_source(str(tmp_path), fps=6, kept=3, stream=0).chunks()
+    chunks = frames.open_source(str(tmp_path), fps=6, frames_per_chunk=3, stream=0).chunks()
     seen = [[int(frame[0, 0, 0]) for frame in next(chunks).frames] for _ in range(3)]
     assert seen == [[0, 2, 4], [6, 8, 0], [2, 4, 6]]
 
@@ -304,7 +305,7 @@ def test_frames_of_several_sizes_cannot_be_sent_raw(tmp_path):
         Image.new("RGB", (4 + index, 4), "blue").save(tmp_path / f"{index}.png")
     with (
         FakeTriton() as server,
-        pytest.raises(ClientError, match="must have one size"),
+        pytest.raises(ClientError, match="must have the same size"),
     ):
         video_analytics.main(
             [str(tmp_path), "--url", server.url, "--fps", "6", "--send", "raw", "--seconds", "5"]
@@ -321,7 +322,7 @@ def test_a_video_file_is_cut_into_seconds(tmp_path):
             pixels = np.full((32, 32, 3), index * 10, np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
-    chunks = frames.open_source(str(path), fps=30, kept=2, stream=0).chunks()
+    chunks = frames.open_source(str(path), fps=30, frames_per_chunk=2, stream=0).chunks()
     shades = [[float(frame.mean()) for frame in next(chunks).frames] for _ in range(4)]
     np.testing.assert_allclose(shades, [[0, 50], [100, 150], [200, 220], [0, 50]], atol=6)
 
@@ -334,7 +335,7 @@ def test_a_source_that_cannot_be_played_is_named(name, tmp_path):
         next(frames.open_source(str(tmp_path / name), 30, 6, 0).chunks())
 
 
-def test_the_camera_films_what_it_says():
+def test_the_camera_shows_the_motion_that_it_names():
     chunks = frames.SyntheticCamera(30, 6, seed=5).chunks()
     told = set()
     for _ in range(30):
@@ -352,18 +353,18 @@ def test_the_camera_films_what_it_says():
     assert len(told) == 5
 
 
-def test_options_left_out_are_left_to_the_server():
+def test_absent_options_are_not_sent():
     assert json.loads(sampling_parameters(None, seed=None, temperature=0)) == {"temperature": 0}
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 5), (0.95, 10), (1.0, 10), (0.1, 1)])
-def test_quantiles_are_of_the_nearest_rank(share, expected):
+def test_quantiles_use_the_nearest_rank(share, expected):
     assert video_analytics.quantile(range(1, 11), share) == expected
     assert video_analytics.quantile([], share) == 0
 
 
 @pytest.mark.parametrize("model", inputs.MODELS)
-def test_load_inputs_are_distinct_and_take_turns_at_adapters(model, tmp_path):
+def test_load_inputs_are_distinct_and_alternate_between_adapters(model, tmp_path):
     path = inputs.write_inputs(tmp_path / "in.json", model, ["base", "a", "b"], images=12, tokens=7)
     data = json.loads(path.read_text())["data"]
     given = [json.loads(entry["sampling_parameters"][0]) for entry in data]
@@ -373,7 +374,7 @@ def test_load_inputs_are_distinct_and_take_turns_at_adapters(model, tmp_path):
     assert len(set(pictures)) == (1 if model == "lmm-text" else 12)
 
 
-def test_a_sweeps_row_tells_rates_and_means():
+def test_a_sweep_row_contains_rates_and_means():
     before = sweep.ServerCounters(10, 5, 100.0, 10.0)
     after = sweep.ServerCounters(22, 9, 148.0, 14.0)
     times = [(0.0, 0.1, 0.4), (0.5, 0.8, 1.0)]
@@ -386,7 +387,7 @@ def test_a_sweeps_row_tells_rates_and_means():
     assert "2.0" in sweep.line_of(row)
 
 
-def test_times_are_read_from_a_profile_that_is_no_json():
+def test_times_are_read_from_a_profile_that_is_not_valid_json():
     profile = (
         b'{"requests":[{"timestamp":1000000000,"request_inputs":{"a":"\xff[1"},'
         b'"response_timestamps":[1500000000,2000000000],"response_outputs":["\x00"},'
@@ -418,11 +419,11 @@ def test_metrics_are_summed_over_labels(tmp_path):
         ("<ref>a</ref><box>(0,0),(500,500)</box>", "nothing", False),
     ],
 )
-def test_an_answer_of_the_demo_is_right_by_words_and_overlap(expected, given, right):
+def test_a_demo_answer_is_judged_by_words_and_box_overlap(expected, given, right):
     assert is_right(expected, given) is right
 
 
-def test_the_demo_says_that_it_starts_a_server_where_there_is_no_terminal(monkeypatch):
+def test_the_demo_reports_that_it_starts_a_server_without_a_terminal(monkeypatch):
     said = io.StringIO()
     with FakeTriton() as server:
         monkeypatch.setattr(show, "_own_server", lambda: nullcontext(server.url))
@@ -431,7 +432,7 @@ def test_the_demo_says_that_it_starts_a_server_where_there_is_no_terminal(monkey
     assert said.getvalue().startswith("no server at 127.0.0.1:9: starting one")
 
 
-def test_the_demos_table_shows_boxes_without_tags_and_what_was_expected():
+def test_the_demo_table_shows_boxes_without_tags_and_the_expected_answer():
     sample = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
     said = io.StringIO()
     wrong = BOX.replace("500,500", "90,90")

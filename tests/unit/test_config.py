@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from vlora.config import ACCEPTED, NO_EFFECT, REFUSED, Limits, Options, load_options, parse_options
+from vlora.config import (
+    ACCEPTED,
+    NO_EFFECT,
+    REFUSED,
+    Limits,
+    Options,
+    load_adapter_names,
+    load_options,
+    parse_options,
+)
 from vlora.errors import InvalidArgument
 
 
@@ -139,3 +148,13 @@ def test_types_and_threads_are_taken_as_they_are_named() -> None:
         "auto",
     )
     assert parse(dtype="auto").dtype == "auto"
+
+
+def test_multi_lora_json_maps_names_to_folders(tmp_path: Path) -> None:
+    path = tmp_path / "multi_lora.json"
+    assert load_adapter_names(path) == {}
+    path.write_text('{"a": "folder"}')
+    assert load_adapter_names(path) == {"a": "folder"}
+    path.write_text('{"a": 1}')
+    with pytest.raises(InvalidArgument, match="adapter name → folder"):
+        load_adapter_names(path)

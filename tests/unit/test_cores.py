@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlora.cores import Split, cpu_quota, share, usable
+from vlora.cores import Split, cpu_quota, split_cores, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from vlora.cores import Split, cpu_quota, share, usable
 def test_the_encoder_gets_a_quarter_and_the_engine_all_cores_or_the_rest_of_a_quota(
     cores: int, split: tuple[int, int], of_a_quota: tuple[int, int]
 ) -> None:
-    assert share(usable(cores, None)) == Split(*split)
-    assert share(usable(64, cores), by_quota=True) == Split(*of_a_quota)
+    assert split_cores(usable_cores(cores, None)) == Split(*split)
+    assert split_cores(usable_cores(64, cores), by_quota=True) == Split(*of_a_quota)
 
 
 @pytest.mark.parametrize(
@@ -42,16 +42,16 @@ def test_the_encoder_gets_a_quarter_and_the_engine_all_cores_or_the_rest_of_a_qu
 def test_a_quota_counts_by_the_nearest_whole_core_and_never_below_one(
     affinity: int, quota: float | None, threads: int
 ) -> None:
-    assert usable(affinity, quota) == threads
+    assert usable_cores(affinity, quota) == threads
 
 
 def test_a_number_that_was_asked_for_is_kept_beside_an_automatic_one() -> None:
     for by_quota in (False, True):
-        assert share(4, engine=3, by_quota=by_quota) == Split(3, 1)
-        assert share(1, engine=5, encoder=6, by_quota=by_quota) == Split(5, 6)
-    assert share(16, encoder=7) == Split(16, 7)
-    assert share(16, encoder=7, by_quota=True) == Split(9, 7)
-    assert share(4, encoder=6, by_quota=True) == Split(1, 6)
+        assert split_cores(4, engine=3, by_quota=by_quota) == Split(3, 1)
+        assert split_cores(1, engine=5, encoder=6, by_quota=by_quota) == Split(5, 6)
+    assert split_cores(16, encoder=7) == Split(16, 7)
+    assert split_cores(16, encoder=7, by_quota=True) == Split(9, 7)
+    assert split_cores(4, encoder=6, by_quota=True) == Split(1, 6)
 
 
 def groups(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:

@@ -1,4 +1,4 @@
-"""`make dist`: what is wrong with a wheel or an sdist is told, file by file."""
+"""`make dist`: each fault of a wheel or an sdist is reported with its file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WHEEL = {
 SDIST = {name: content for name, content in TREE.items() if not name.startswith("tests")}
 
 
-def test_a_whole_wheel_and_a_whole_sdist_have_no_faults() -> None:
+def test_a_complete_wheel_and_sdist_have_no_faults() -> None:
     assert faults_of_wheel(WHEEL, TREE) == []
     assert faults_of_sdist(SDIST, TREE) == []
 
@@ -55,15 +55,15 @@ def test_a_whole_wheel_and_a_whole_sdist_have_no_faults() -> None:
     [
         ("vlora/_data/model_repository/lmm/config.pbtxt", None, "is missing"),
         ("vlora/cli.py", b"older code", "differs from the tree's"),
-        ("vlora/lost.py", b"code", "does not belong into it"),
-        ("vlora/_kernels.cpython-311-x86_64-linux-gnu.so", None, "one compiled core is due"),
+        ("vlora/lost.py", b"code", "must not be in it"),
+        ("vlora/_kernels.cpython-311-x86_64-linux-gnu.so", None, "exactly one compiled module"),
         ("vlora-0.1.0.dist-info/METADATA", b"Name: other\n", "its Name is 'other'"),
-        ("vlora-0.1.0.dist-info/METADATA", b"Name: vlora\n", "no extra 'server'"),
-        ("vlora-0.1.0.dist-info/entry_points.txt", b"", "no command"),
+        ("vlora-0.1.0.dist-info/METADATA", b"Name: vlora\n", "lacks the extra 'server'"),
+        ("vlora-0.1.0.dist-info/entry_points.txt", b"", "lacks the command"),
         ("vlora-0.1.0.dist-info/WHEEL", b"Root-Is-Purelib: true\n", "pure Python"),
     ],
 )
-def test_a_fault_of_the_wheel_is_told(name: str, content: bytes | None, fault: str) -> None:
+def test_a_fault_of_the_wheel_is_reported(name: str, content: bytes | None, fault: str) -> None:
     wheel = {key: value for key, value in WHEEL.items() if key != name}
     if content is not None:
         wheel[name] = content
@@ -75,10 +75,10 @@ def test_a_fault_of_the_wheel_is_told(name: str, content: bytes | None, fault: s
     [
         ("csrc/a.cpp", None, "csrc/a.cpp is missing"),
         ("pyproject.toml", b"", "pyproject.toml differs"),
-        ("backend_src/vlora/_kernels.so", b"ELF", "_kernels.so does not belong"),
+        ("backend_src/vlora/_kernels.so", b"ELF", "_kernels.so must not be in it"),
     ],
 )
-def test_a_fault_of_the_sdist_is_told(name: str, content: bytes | None, fault: str) -> None:
+def test_a_fault_of_the_sdist_is_reported(name: str, content: bytes | None, fault: str) -> None:
     sdist = {key: value for key, value in SDIST.items() if key != name}
     if content is not None:
         sdist[name] = content
@@ -96,7 +96,7 @@ def test_archives_are_read_as_files_by_name(tmp_path: Path) -> None:
     assert read_sdist(tmp_path / "a.tar.gz") == {"setup.py": b"setup"}
 
 
-def test_the_trees_own_files_are_due_in_the_wheel() -> None:
+def test_the_wheel_must_contain_the_files_of_the_source_tree() -> None:
     root = Path(__file__).parents[2]
     listed = subprocess.run(
         ["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True
@@ -110,13 +110,13 @@ def test_the_trees_own_files_are_due_in_the_wheel() -> None:
     assert not [name for name in due if name.startswith(("tests", "csrc", "vlora/_data/tests"))]
 
 
-def test_a_command_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_failing_command_is_reported_with_its_last_output(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with pytest.raises(TrialError, match=r"ended with 3; .*log ends:(?s:.*)no such wheel"):
         run([sys.executable, "-c", "print('no such wheel'); raise SystemExit(3)"], log)
 
 
-def test_a_fresh_environment_knows_nothing_of_this_one(
+def test_a_fresh_environment_inherits_nothing_from_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere")

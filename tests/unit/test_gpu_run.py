@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: the stage runner, and the benches on the emulated kernels."""
+"""`make gpu` without a GPU: the stage runner, and the benchmarks on emulated kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def python(text: str) -> tuple[str, ...]:
     return (sys.executable, "-c", text)
 
 
-def test_a_stage_that_fails_or_hangs_or_lacks_something_does_not_stop_the_others(
+def test_a_stage_that_fails_or_hangs_does_not_stop_the_others(
     tmp_path: Path,
 ) -> None:
     stages = [
@@ -49,7 +49,7 @@ def test_a_stage_that_fails_or_hangs_or_lacks_something_does_not_stop_the_others
         Stage("lacks", python("print('no driver'); raise SystemExit(3)"), 20),
         Stage("works", python("print('all well')"), 20),
     ]
-    # A box is what the later ones leave of the whole: the second has 3 s, whatever the first took.
+    # Later stages reserve their time: the second stage has 3 s, however long the first took.
     found = Runner(tmp_path, "stamp").run(stages[:1], 60, {})
     found = Runner(tmp_path, "stamp").run(stages[1:2], 3, {})
     found = Runner(tmp_path, "stamp").run(stages[2:], 60, {})
@@ -62,7 +62,7 @@ def test_a_stage_that_fails_or_hangs_or_lacks_something_does_not_stop_the_others
     }
 
 
-def test_what_a_hanging_stage_started_ends_with_it(tmp_path: Path) -> None:
+def test_child_processes_of_a_hanging_stage_end_with_it(tmp_path: Path) -> None:
     child = """
 import subprocess, sys, time
 p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)
@@ -75,27 +75,27 @@ time.sleep(600)
     until(lambda: not status.exists() or "State:\tZ" in status.read_text())
 
 
-def test_what_was_done_is_not_run_again_unless_the_sources_changed(tmp_path: Path) -> None:
+def test_a_completed_stage_runs_again_only_if_the_sources_changed(tmp_path: Path) -> None:
     count = tmp_path / "count"
     text = f"open({str(count)!r}, 'a').write('x'); print('done')"
-    stages = [Stage("once", python(text), 20), Stage("always", python(text), 20, again=True)]
+    stages = [Stage("once", python(text), 20), Stage("always", python(text), 20, always=True)]
     for stamp in ("first", "first", "second"):
         Runner(tmp_path / "out", stamp).run(stages, 60, {})
     assert count.read_text() == "x" * (2 + 1 + 2)
 
 
-def test_stages_that_no_time_is_left_for_say_so(tmp_path: Path) -> None:
+def test_stages_without_time_left_are_reported(tmp_path: Path) -> None:
     found = Runner(tmp_path, "stamp").run([Stage("late", python("print(1)"), 20)], 1, {})
     assert found["late"].ending == "not started"
 
 
-def test_all_boxes_together_fit_the_time_of_the_whole() -> None:
+def test_the_time_limits_of_all_stages_fit_the_total() -> None:
     assert set(BOXES) == set(STAGES)
     assert sum(BOXES.values()) <= MINUTES * 60
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_each_stage_says_what_it_lacks(tmp_path: Path) -> None:
+def test_without_a_gpu_each_stage_reports_what_it_lacks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.gpu", "--out", str(tmp_path), "--only"]
     given = ["machine", "search", "report"]
     done = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -103,13 +103,13 @@ def test_without_a_gpu_each_stage_says_what_it_lacks(tmp_path: Path) -> None:
     stages = json.loads((tmp_path / "stages.json").read_text())["stages"]
     for name in given[:-1]:
         assert stages[name]["ending"] == "lacking", stages[name]
-        assert "no GPU that torch can use (no driver" in stages[name]["says"]
+        assert "torch finds no usable GPU (no driver" in stages[name]["says"]
     assert stages["report"]["ending"] == "done"
     assert "no GPU" in (tmp_path / "figures" / "summary.md").read_text()
 
 
-def test_the_operator_needs_nothing_but_torch(tmp_path: Path) -> None:
-    """Neither the package's other dependencies nor the compiled CPU core."""
+def test_the_operator_imports_only_torch(tmp_path: Path) -> None:
+    """Import the operator without the package's other dependencies and the compiled kernels."""
     text = """
 import sys, importlib.abc
 GONE = "typer rich jsonschema transformers peft safetensors PIL accelerate grpc tritonclient"
@@ -139,14 +139,14 @@ print(float(y.sum()))
     assert done.stdout.strip() == "192.0", done.stderr
 
 
-# ---- the work of the stages, on the emulation ---------------------------------------------------
+# ---- the stages' work, on the emulation ------------------------------------------------------
 
 
-def test_the_exercise_for_the_sanitizer_reaches_every_kernel(operator: Operator) -> None:
+def test_the_sanitizer_exercise_calls_every_kernel(operator: Operator) -> None:
     assert exercise.exercise(operator, tiles=2) > 20
 
 
-def test_a_cell_of_the_bench_is_compared_with_float64_and_timed(operator: Operator) -> None:
+def test_a_benchmark_cell_is_compared_with_float64_and_timed(operator: Operator) -> None:
     static = {
         "one": Choice(
             *(next(iter(operator.library.tiles_of(kind, "bf16"))) for kind in ("shrink", "expand"))
@@ -169,7 +169,7 @@ def test_a_cell_of_the_bench_is_compared_with_float64_and_timed(operator: Operat
     assert found["best_static"] == "static: one"
 
 
-def test_a_wrong_kernel_is_left_out_of_the_bench(
+def test_a_wrong_kernel_is_left_out_of_the_benchmark(
     operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wrong(kernels.Baseline):
@@ -184,7 +184,7 @@ def test_a_wrong_kernel_is_left_out_of_the_bench(
     assert "wrong: " in found.left_out["wrong"]
 
 
-def test_the_bench_of_the_switch_holds_the_merge_to_float64(operator: Operator) -> None:
+def test_the_switch_benchmark_compares_the_merge_with_float64(operator: Operator) -> None:
     model = switch.Model("tiny", 2, ((24, 40), (40, 24)), 5)
     row = switch.measure(model, operator, LIMITS)
     assert set(row["ms"]) == {"atmm", "atmm_in_place", "addmm", "copy"}
@@ -198,13 +198,13 @@ def test_a_search_is_resumed_and_its_table_is_read_by_the_operator(
     assert [entry["key"] for entry in first] == [SMALL.key]
     assert first[0]["hot_us"] > 0
     assert first[0]["tried"] > 3
-    assert list(search.search([SMALL], lines, 60)) == first  # known: not searched again
+    assert list(search.search([SMALL], lines, 60)) == first
     path = write_table(operator, first, tmp_path)
     found = Table.load(path, operator.library).find(SMALL)
     assert found == Choice.parse(first[0]["config"])
 
 
-def test_the_command_searches_the_gpu_s_tiles_and_says_when_there_is_none(
+def test_the_command_searches_gpu_tiles_and_reports_a_missing_gpu(
     operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = typer.Typer()
@@ -223,7 +223,7 @@ def test_the_command_searches_the_gpu_s_tiles_and_says_when_there_is_none(
     assert list(json.loads(path.read_text())["entries"]) == [SMALL.key]
 
 
-def test_every_candidate_of_the_search_is_served_by_the_library(operator: Operator) -> None:
+def test_the_library_contains_every_candidate_of_the_search(operator: Operator) -> None:
     search = CudaSearch(operator)
     for shape in shapes():
         found = search.candidates(shape)
@@ -234,7 +234,7 @@ def test_every_candidate_of_the_search_is_served_by_the_library(operator: Operat
             assert Choice.parse(choice.name) == choice
 
 
-def test_the_page_of_figures_is_made_of_what_the_stages_left(tmp_path: Path) -> None:
+def test_the_page_of_figures_is_made_from_the_stages_results(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text(
         json.dumps(
             {

@@ -283,7 +283,7 @@ def test_loading_needs_the_memory_of_the_model_once(large: Path) -> None:
         ({"model_type": "mistral", "sliding_window": 64}, "sliding-window attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"model_type": "phi3"}, "model type 'phi3' is not served"),
+        ({"model_type": "phi3"}, "model type 'phi3' is not supported"),
     ],
 )
 def test_decoders_that_compute_otherwise_are_refused_by_name(

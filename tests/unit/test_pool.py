@@ -8,10 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from vlora.ids import NO_IMAGE
 from vlora.memory.block_table import BlockTable
 from vlora.memory.kv_cache import KVCache, page_bytes
 from vlora.memory.pool import Moves, PagePool, Run
-from vlora.memory.prefix import NO_IMAGE, BlockDigests, BlockKey, PrefixCache
+from vlora.memory.prefix import BlockDigests, BlockKey, PrefixCache
 
 
 class Idle:

@@ -1,4 +1,4 @@
-"""The preflight names what is missing and the command that mends it."""
+"""The preflight names what is missing and the command that installs it."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ def preflight(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_it_needs_nothing_but_a_bare_python() -> None:
+def test_it_needs_only_a_bare_python() -> None:
     done = subprocess.run([sys.executable, "-I", "-S", str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_something_necessary_that_is_missing_stops_the_set_up(
+def test_a_missing_requirement_stops_the_set_up(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight, "ABOVE", (3, 0))
     assert preflight.main() == 1
     said = capsys.readouterr().err
     assert "it must be 3.11 or 3.12" in said
-    assert "mend: name another one: make PYTHON=python3.11" in said
+    assert "fix: choose another one: make PYTHON=python3.11" in said
 
 
-def test_a_library_that_is_missing_comes_with_its_package(
+def test_a_missing_library_is_reported_with_its_package(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight.sysconfig, "get_config_var", lambda name: "/nowhere.so")
-    what, mend = preflight.check_libpython()
+    what, fix = preflight.check_libpython()
     assert "Triton's Python backend needs it" in what
-    assert mend.startswith("apt-get install libpython3.")
+    assert fix.startswith("apt-get install libpython3.")
 
 
-def test_a_missing_compiler_is_a_warning_only(
+def test_a_missing_compiler_is_only_a_warning(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
     assert preflight.main() == 0
     said = capsys.readouterr().err
     assert "warning: no C++ compiler" in said
-    assert "mend: apt-get install g++" in said
+    assert "fix: apt-get install g++" in said
 
 
 def test_a_taken_port_is_named(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +66,6 @@ def test_a_taken_port_is_named(preflight: ModuleType, monkeypatch: pytest.Monkey
         holder.listen()
         port = holder.getsockname()[1]
         monkeypatch.setattr(preflight, "PORTS", (port,))
-        what, mend = preflight.check_ports()
+        what, fix = preflight.check_ports()
     assert str(port) in what
-    assert "--http-port" in mend
+    assert "--http-port" in fix

@@ -7,7 +7,7 @@ import pytest
 
 from tools.demo.tokenizer import make_tokenizer
 from vlora.errors import InvalidArgument
-from vlora.vision.prompts import TASK_DEFAULT_MAX_TOKENS, TASKS, ChatTemplate, render, task_text
+from vlora.vision.prompts import ChatTemplate, render, task_text
 
 BARE = ChatTemplate(prefix="", suffix="")
 CHAT = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
@@ -36,10 +36,6 @@ def test_a_clip_has_one_placeholder_a_frame() -> None:
     prompt = render("video", "", 0, 6, CHAT)
     assert prompt.startswith("<s><|user|>" + "<image>" * 6 + " Please analyze the consecutive")
     assert prompt.endswith("occurring in the video. Answer:<|assistant|>")
-
-
-def test_every_task_has_a_default_limit() -> None:
-    assert set(TASK_DEFAULT_MAX_TOKENS) == set(TASKS)
 
 
 def test_text_replaces_the_instruction_of_a_task_that_brings_one() -> None:

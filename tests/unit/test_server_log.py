@@ -7,8 +7,8 @@ from vlora.launcher.server_log import broken_adapters, why_it_went_down, why_not
 AT = "1121 21:14:16.534550 16819"
 LOG = f"""W{AT} metrics.cc:650] "DCGM unable to start: DCGM initialization error"
 E{AT} server.cc:241] "CudaDriverHelper has not been initialized."
-W{AT} glue.py:339] "[lmm] adapter 'bad one': vlora.json has the unknown key 'task'"
-W{AT} glue.py:339] "[lmm] adapter 'a' is served by the file, not 'b'"
+W{AT} process.py:339] "[lmm] adapter 'bad one': vlora.json has the unknown key 'task'"
+W{AT} process.py:339] "[lmm] adapter 'a' is served by the file, not 'b'"
 I{AT} server.cc:631]
 +---------+
 | Backend |
@@ -17,7 +17,7 @@ I{AT} server.cc:631]
 
 
 def test_after_a_models_death_only_what_is_no_information_is_told() -> None:
-    since = f"""I{AT} glue.py:339] "[lmm] ATMM: compiled"
+    since = f"""I{AT} process.py:339] "[lmm] ATMM: compiled"
 W{AT} pinned_memory_manager.cc:170] "failed to allocate pinned system memory"
 
 terminate called after throwing an instance of 'std::bad_alloc'
@@ -27,7 +27,7 @@ E{AT} python_be.cc:1] "stub is gone"
         "terminate called after throwing an instance of 'std::bad_alloc'",
         f'E{AT} python_be.cc:1] "stub is gone"',
     ]
-    assert why_it_went_down(f"I{AT} glue.py:339] well") == ""
+    assert why_it_went_down(f"I{AT} process.py:339] well") == ""
 
 
 def test_a_server_that_does_not_start_is_told_by_its_models_then_its_errors_then_its_end() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from vlora.kernels import ops
 from vlora.model.decoder_config import DecoderConfig
-from vlora.model.rotary import FIRST, Rotary, RotaryTable
+from vlora.model.rotary import INITIAL_POSITIONS, Rotary, RotaryTable
 from vlora.model.workspace import Workspace
 
 WIDTHS = {
@@ -30,7 +30,7 @@ def workspace() -> Workspace:
 
 
 def test_places_are_whole_rows_of_each_width(workspace: Workspace) -> None:
-    rows = workspace.rows(3)
+    rows = workspace.buffers(3)
     for name, width in WIDTHS.items():
         place = getattr(rows, name)
         assert place.shape == (3, width)
@@ -39,7 +39,7 @@ def test_places_are_whole_rows_of_each_width(workspace: Workspace) -> None:
 
 
 def test_what_is_read_never_lies_where_its_product_goes(workspace: Workspace) -> None:
-    rows = workspace.rows(5)
+    rows = workspace.buffers(5)
 
     def span(place: torch.Tensor) -> range:
         return range(place.data_ptr(), place.data_ptr() + place.numel() * 4)
@@ -58,24 +58,31 @@ def test_what_is_read_never_lies_where_its_product_goes(workspace: Workspace) ->
 
 
 def test_memory_grows_once_and_stays(workspace: Workspace) -> None:
-    large = workspace.rows(64).gate_up.data_ptr()
-    assert workspace.rows(2).gate_up.data_ptr() == large
-    assert workspace.rows(64).gate_up.data_ptr() == large
-    assert workspace.rows(65).gate_up.shape == (65, 48)
-    assert workspace.rows(0).delta.shape == (0, 20)
+    large = workspace.buffers(64).gate_up.data_ptr()
+    assert workspace.buffers(2).gate_up.data_ptr() == large
+    assert workspace.buffers(64).gate_up.data_ptr() == large
+    assert workspace.buffers(65).gate_up.shape == (65, 48)
+    assert workspace.buffers(0).delta.shape == (0, 20)
 
 
 def test_no_rows_at_first(workspace: Workspace) -> None:
-    assert workspace.rows(0).qkv.shape == (0, 32)
+    assert workspace.buffers(0).qkv.shape == (0, 32)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.25])
 def test_angles_are_those_of_each_position(scale: float) -> None:
     frequencies = 1.0 / 10_000 ** (torch.arange(8) / 8)
     table = RotaryTable(frequencies, scale)
-    for positions in ([0], [5, 3, 3], [FIRST - 1], [FIRST], [7 * FIRST + 3, 2], []):
+    for positions in (
+        [0],
+        [5, 3, 3],
+        [INITIAL_POSITIONS - 1],
+        [INITIAL_POSITIONS],
+        [7 * INITIAL_POSITIONS + 3, 2],
+        [],
+    ):
         at = torch.tensor(positions, dtype=torch.int64)
-        found, wanted = table.at(at), Rotary.of(at[:, None] * frequencies, scale)
+        found, wanted = table.lookup(at), Rotary.from_angles(at[:, None] * frequencies, scale)
         torch.testing.assert_close(found.cosines, wanted.cosines)
         torch.testing.assert_close(found.sines, wanted.sines)
         assert found.cosines.is_contiguous()
@@ -92,7 +99,7 @@ def test_a_place_that_does_not_fit_is_refused() -> None:
         torch.empty(6, 3).T,
     ]
     for out in wrong:
-        with pytest.raises(ValueError, match=r"is no place for \[3, 6\]"):
+        with pytest.raises(ValueError, match=r"must be contiguous \[3, 6\]"):
             matrix(x, out=out)
     out = torch.empty(3, 6)
     assert matrix(x, out=out) is out

@@ -1,1 +1,1 @@
-"""What `make dist` runs: builds the wheel and the sdist, checks them, and has each answer."""
+"""Implementation of `make dist`: build wheel and sdist, check them, and let each serve the demo."""

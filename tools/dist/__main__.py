@@ -1,7 +1,7 @@
-"""Builds the wheel and the sdist into dist/, checks what is in them, and has each serve.
+"""Build the wheel and the sdist into dist/, check their contents, and let each serve the demo.
 
-Each is installed into a fresh environment outside the tree, and a server of it has to answer the
-demo's questions. Takes minutes: the core is compiled twice, once from the sdist.
+Each is installed into a fresh environment outside the source tree, and a server started from it must
+answer the demo's questions. This takes minutes, because the kernels are compiled twice.
 
 usage: python -m tools.dist
 """
@@ -32,7 +32,7 @@ MEGABYTE = 1e6
 
 
 def tools_of(work: Path, log: Path) -> Path:
-    """The `bin` of an environment with what builds and checks, made once."""
+    """Return the `bin` folder of an environment with the build tools. It is created once."""
     folder = work / "tools"
     ready = folder / REQUIREMENTS.name
     if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
@@ -44,11 +44,11 @@ def tools_of(work: Path, log: Path) -> Path:
 
 
 def build(kind: str, tools: Path, log: Path) -> Path:
-    """The wheel or the sdist of the tree, newly in dist/."""
+    """Build the wheel or the sdist of the source tree into dist/ and return its path."""
     pattern = {"wheel": "vlora-*.whl", "sdist": "vlora-*.tar.gz"}[kind]
     for old in DIST.glob(pattern):
         old.unlink()
-    for stale in (ROOT / "build").glob("lib*"):  # setuptools leaves there what the tree has lost
+    for stale in (ROOT / "build").glob("lib*"):  # setuptools keeps files in it that were deleted from the source tree.
         shutil.rmtree(stale)
     command = [tools / "python", "-m", "build", f"--{kind}", "--outdir", DIST, ROOT]
     trial.run(command, log, cwd=WORK)
@@ -57,7 +57,7 @@ def build(kind: str, tools: Path, log: Path) -> Path:
 
 
 def tracked() -> dict[str, bytes]:
-    """The files under version control, as they lie in the tree."""
+    """Return the files under version control with their contents in the source tree."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -66,7 +66,7 @@ def tracked() -> dict[str, bytes]:
 
 
 def check(made: Path, kind: str, tools: Path, log: Path) -> None:
-    """TrialError with every fault of its contents, or twine's of its metadata."""
+    """Check contents and metadata. Raises TrialError that lists every fault."""
     tree = tracked()
     if kind == "wheel":
         faults = faults_of_wheel(read_wheel(made), tree)
@@ -78,7 +78,7 @@ def check(made: Path, kind: str, tools: Path, log: Path) -> None:
 
 
 def try_out(made: Path, log: Path, console: Console) -> str:
-    """Installed, it has to serve and answer; how well, in a phrase."""
+    """Install and serve a distribution. Return a summary of its answers; raise TrialError if wrong."""
     with tempfile.TemporaryDirectory(prefix="vlora-dist-") as folder:
         home = Path(folder) / "environment"
         started = time.monotonic()
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--no-trial", action="store_true", help="build and check, install and serve nothing"
+        "--no-trial", action="store_true", help="build and check only; do not install or serve"
     )
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
@@ -112,9 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         size = made.stat().st_size / MEGABYTE
         console.print(f"  {made.relative_to(ROOT)}, {size:.1f} MB")
         check(made, kind, tools, log)
-        console.print("  contents and metadata are right")
+        console.print("  contents and metadata are correct")
         if not options.no_trial:
-            console.print("  trying it in a fresh environment, for some minutes")
+            console.print("  installing and serving it in a fresh environment; this takes some minutes")
             console.print(f"  {try_out(made, log, console)}")
     return 0
 

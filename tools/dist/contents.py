@@ -1,6 +1,6 @@
-"""What has to be in the wheel and in the sdist, and nothing else; checked without installing them.
+"""Check that the wheel and the sdist contain the right files, and no others.
 
-Knows archives and names; runs nothing.
+The archives are read, not installed. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 PACKAGE = PurePosixPath("backend_src/vlora")
 DATA = ("model_repository/", "tools/demo/checkpoint/", "tools/demo/adapters/")
-"""What lies beside the package in the tree, and in the wheel under `vlora/_data`."""
+"""Folders outside the package in the source tree that the wheel has under `vlora/_data`."""
 TO_BUILD = ("csrc/", "backend_src/vlora/", *DATA)
 TO_BUILD_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "constraints.txt")
 NEVER = (".so", ".pyc", ".pyo")
@@ -22,7 +22,7 @@ COMMAND = "vlora = vlora.cli:main"
 EXTRAS = {"server", "train", "video"}
 
 Contents = Mapping[str, bytes]
-"""Files of an archive or of the tree, by their names relative to its root."""
+"""Contents of an archive or of the source tree, by file name relative to its root."""
 
 
 def read_wheel(path: Path) -> Contents:
@@ -31,7 +31,7 @@ def read_wheel(path: Path) -> Contents:
 
 
 def read_sdist(path: Path) -> Contents:
-    """The folder that holds everything is taken off the names."""
+    """Return the files of an sdist, with its top folder removed from the names."""
     found = {}
     with tarfile.open(path) as archive:
         for member in archive:
@@ -42,7 +42,7 @@ def read_sdist(path: Path) -> Contents:
 
 
 def expected_in_wheel(tree: Iterable[str]) -> dict[str, str]:
-    """Names in the wheel with the names of the tree's files that they have to equal."""
+    """Return, for each name in the wheel, the file of the source tree that it must equal."""
     expected = {}
     for name in tree:
         path = PurePosixPath(name)
@@ -54,14 +54,14 @@ def expected_in_wheel(tree: Iterable[str]) -> dict[str, str]:
 
 
 def faults_of_wheel(wheel: Contents, tree: Contents) -> list[str]:
-    """What is wrong with it, one sentence each; tree: the files under version control."""
+    """Return one sentence for each fault of the wheel. tree: the files under version control."""
     expected = expected_in_wheel(tree)
     info = {name for name in wheel if name.partition("/")[0].endswith(".dist-info")}
     kernels = {name for name in wheel if name.startswith("vlora/_kernels.")}
-    faults = [] if len(kernels) == 1 else [f"one compiled core is due, it has {sorted(kernels)}"]
+    faults = [] if len(kernels) == 1 else [f"it must have exactly one compiled module, but has {sorted(kernels)}"]
     faults += _differences(wheel, {name: tree[of] for name, of in expected.items()})
     surplus = sorted(set(wheel) - set(expected) - info - kernels)
-    faults += [f"{name} does not belong into it" for name in surplus]
+    faults += [f"{name} must not be in it" for name in surplus]
     return faults + _faults_of_metadata(wheel, info)
 
 
@@ -72,7 +72,7 @@ def faults_of_sdist(sdist: Contents, tree: Contents) -> list[str]:
         if name.startswith(TO_BUILD) or name in TO_BUILD_FILES
     }
     compiled = sorted(name for name in sdist if name.endswith(NEVER))
-    return _differences(sdist, due) + [f"{name} does not belong into it" for name in compiled]
+    return _differences(sdist, due) + [f"{name} must not be in it" for name in compiled]
 
 
 def _differences(archive: Contents, due: Contents) -> list[str]:
@@ -91,11 +91,11 @@ def _faults_of_metadata(wheel: Contents, info: set[str]) -> list[str]:
     faults = []
     for key, due in (("Name", "vlora"), ("Requires-Python", "<3.13,>=3.11")):
         if metadata[key] != due:
-            faults.append(f"its {key} is {metadata[key]!r}, not {due!r}")
+            faults.append(f"its {key} is {metadata[key]!r}, but must be {due!r}")
     missing = EXTRAS - set(metadata.get_all("Provides-Extra", []))
-    faults += [f"it has no extra {name!r}" for name in sorted(missing)]
+    faults += [f"it lacks the extra {name!r}" for name in sorted(missing)]
     if COMMAND not in texts.get("entry_points.txt", ""):
-        faults.append(f"it has no command {COMMAND!r}")
+        faults.append(f"it lacks the command {COMMAND!r}")
     if "Root-Is-Purelib: false" not in texts.get("WHEEL", ""):
-        faults.append("it says that it is pure Python")
+        faults.append("it is marked as pure Python")
     return faults

@@ -1,7 +1,7 @@
-"""Installs one distribution in a fresh environment outside the tree, serves, and asks.
+"""Install a distribution into a fresh environment outside the source tree, serve, and ask.
 
-Everything runs in the new environment but the questions, which this one sends: a user's machine
-has no samples either.
+The server runs in the new environment. The questions are sent from this one, because the sample
+pictures are not part of a distribution.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from vlora.launcher.ports import choose_ports
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "SSL_CERT_FILE")
-"""All that a fresh environment gets of this one's variables, besides pip's own."""
+"""Environment variables that are passed on to the fresh environment, besides pip's."""
 
 
 class TrialError(ClientError):
-    """What did not work, with the last words of the command."""
+    """Error of a step, with the end of the command's output."""
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    """The variables of a shell in which `folder`'s environment is active and nothing of ours is."""
+    """Return the variables of a shell in which only `folder`'s environment is active."""
     kept = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
     kept |= {key: os.environ[key] for key in INHERITED if key in os.environ}
     return {**kept, "PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
 
 
 def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
-    """`command` with its output in `log`; TrialError with the end of that where it fails."""
+    """Run `command` and append its output to `log`. Raises TrialError with its end if it fails."""
     with log.open("ab") as file:
         file.write(f"$ {' '.join(map(str, command))}\n".encode())
         file.flush()
@@ -49,7 +49,7 @@ def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
 
 
 def install(distribution: Path, folder: Path, constraints: Path, log: Path) -> Path:
-    """A new environment at `folder` with the distribution and its `server` extra; its `bin`."""
+    """Create an environment at `folder`, install the distribution with its `server` extra, return `bin`."""
     shutil.rmtree(folder, ignore_errors=True)
     run([sys.executable, "-m", "venv", folder], log)
     wanted = f"vlora[server] @ {distribution.resolve().as_uri()}"
@@ -59,7 +59,7 @@ def install(distribution: Path, folder: Path, constraints: Path, log: Path) -> P
 
 
 def check_installed(folder: Path, log: Path) -> None:
-    """That it is what it seems: imported from there, with its compiled core and its own data."""
+    """Check that the package is imported from `folder`, with its compiled kernels and its data."""
     code = (
         "import vlora; from pathlib import Path;"
         "from vlora import backends, paths; import vlora._kernels;"
@@ -75,8 +75,10 @@ def check_installed(folder: Path, log: Path) -> None:
 
 @contextmanager
 def serving(command: Sequence[str | Path], folder: Path, log: Path) -> Iterator[str]:
-    """The gRPC address of `vlora serve`, started as `command` in `folder`, once its own
-    `vlora probe` calls it ready; SIGTERM has to end it with status 0."""
+    """Start `vlora serve` as `command` in `folder` and yield its gRPC address once a probe says ready.
+
+    Raises TrialError if it does not serve, or does not end with status 0 on SIGTERM.
+    """
     ports = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     options = [f"--{name.replace('_', '-')}={port}" for name, port in ports.items()]
     environment = clean_environment(folder)
@@ -94,20 +96,20 @@ def serving(command: Sequence[str | Path], folder: Path, log: Path) -> Iterator[
         probe = [*command, "probe", address, "--quiet", "--deadline", "10"]
         while subprocess.run(probe, cwd=folder, env=environment).returncode != 0:
             if server.poll() is not None or time.monotonic() > deadline:
-                raise TrialError(f"it does not serve; {log} says why")
+                raise TrialError(f"the server did not become ready; see {log}")
             time.sleep(0.5)
         yield address
         server.send_signal(signal.SIGTERM)
         status = server.wait(STOP_SECONDS)
         if status != 0:
-            raise TrialError(f"it ended with status {status}; {log} says why")
+            raise TrialError(f"the server ended with status {status}; see {log}")
     finally:
         server.kill()
         server.wait()
 
 
 def ask_all(address: str, tell: Callable[[str], None]) -> tuple[int, int]:
-    """How many of the demo's questions were answered right, of how many."""
+    """Ask the demo's questions. Return the numbers of right answers and of questions."""
     client = connect(address, "video_analytics")
     try:
         samples = load_samples(SAMPLES)
@@ -117,7 +119,7 @@ def ask_all(address: str, tell: Callable[[str], None]) -> tuple[int, int]:
             if answer.error is None and is_right(sample.expected, answer.text):
                 right += 1
             else:
-                tell(f"  {sample.name}: {answer.shown!r} is not {sample.expected!r}")
+                tell(f"  {sample.name}: {answer.shown!r} should be {sample.expected!r}")
         return right, len(samples)
     finally:
         client.close()

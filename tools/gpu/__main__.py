@@ -1,7 +1,7 @@
 """`make gpu` = `python3 -m tools.gpu [--out DIR] [--minutes 9]`, from the root of a source tree.
 
-Each stage writes what it finds at once: a stage that is cut short has what it got so far. The last
-one gathers DIR/figures: a table, the figures as JSON, and the tile table, ready to commit.
+Each stage writes its results as they come, so a stage that is cut short keeps what it has. The last
+stage writes DIR/figures: a table, the figures as JSON, and the tile table, ready to commit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tools.gpu.stages import Lacking, Runner, Stage, seconds_given, stage_main, 
 ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 9.0
 RESERVE = 8.0
-"""Seconds at the end of a stage's box for what is under way, and for writing."""
+"""Seconds at the end of a stage's time limit for finishing current work and writing results."""
 INSTANCES = 32
-"""Tiles of the pruned set: seven seconds of one core each."""
+"""Maximum number of tiles to build; each takes seven seconds of one core."""
 COPY_BYTES, SIDE = 2 << 30, 8192
 DEVICE_TESTS = (
     "tests/unit/test_cuda_operator.py",
@@ -51,13 +51,13 @@ BOXES = {
 
 
 def environment() -> dict[str, str]:
-    """No install: the package and the tests are found in the source tree."""
+    """Return environment variables that let Python find package and tests in the source tree."""
     path = [str(ROOT / "backend_src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(p for p in path if p), "PYTHONUNBUFFERED": "1"}
 
 
 def stamp() -> str:
-    """Of everything that a stage's result depends on: sources of the operator and its tools."""
+    """Return a hash of everything that results depend on: sources of the operator and its tools."""
     digest = hashlib.sha256(platform.node().encode())
     for folder in ("csrc/atmm", "tools/gpu", "tools/tile_search", "backend_src/vlora/atmm"):
         for file in sorted((ROOT / folder).rglob("*")):
@@ -66,11 +66,11 @@ def stamp() -> str:
     return digest.hexdigest()[:16]
 
 
-# ---- the stages ------------------------------------------------------------------------------
+# ---- stages ----------------------------------------------------------------------------------
 
 
 def machine(out: Path) -> str:
-    """What is here, and what it reaches."""
+    """Describe the machine and measure its bandwidth and peak rates."""
     found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
     smi = shutil.which("nvidia-smi")
     query = "name,driver_version,clocks.sm,clocks.max.sm,power.limit,memory.total"
@@ -107,7 +107,7 @@ def machine(out: Path) -> str:
 
 
 def build(out: Path) -> str:
-    """The pruned set, for the architecture at hand (both where there is none)."""
+    """Build the pruned set of tiles for the GPU's architecture, or for both without a GPU."""
     from tools.tile_search import cuda_build
 
     known = read(out / "machine.json")
@@ -124,14 +124,14 @@ def build(out: Path) -> str:
 
 
 def tests(out: Path) -> str:
-    """Those of the operator that run on the device, in one pytest."""
+    """Run the operator's device tests in one pytest process."""
     _operator()
     if importlib.util.find_spec("pytest") is None:
         raise Lacking("no pytest")
     report = out / "tests.xml"
     command = [*_pytest(), *DEVICE_TESTS, "-k", ON_DEVICE, f"--junitxml={report}"]
     if importlib.util.find_spec("hypothesis") is None:
-        print("no hypothesis: random problems are left out")
+        print("hypothesis is not installed: tests of random problems are skipped")
         command += ["--ignore=tests/unit/atmm/test_apply.py"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     counts = _counts(report)
@@ -145,13 +145,13 @@ def tests(out: Path) -> str:
 
 
 def sanitize(out: Path) -> str:
-    """A few calls of every kernel under each tool of compute-sanitizer."""
+    """Run a few calls of every kernel under each tool of compute-sanitizer."""
     _operator()
     tool = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"
     )
     if tool is None:
-        raise Lacking("no compute-sanitizer (it comes with the CUDA toolkit)")
+        raise Lacking("compute-sanitizer is missing (it is part of the CUDA toolkit)")
     found: dict[str, str] = {}
     box = (seconds_given() - RESERVE) / len(SANITIZERS)
     for name in SANITIZERS:
@@ -171,7 +171,7 @@ def sanitize(out: Path) -> str:
                 if done.returncode:
                     found[name] += f", exercise ended with {done.returncode}"
         except subprocess.TimeoutExpired:
-            found[name] = f"not done after {box:.0f} s"
+            found[name] = f"not finished after {box:.0f} s"
         write(out / "sanitize.json", found)
     said = "; ".join(f"{name}: {text}" for name, text in found.items())
     clean = all("SUMMARY: 0 " in text and "ended" not in text for text in found.values())
@@ -183,7 +183,7 @@ def sanitize(out: Path) -> str:
 
 
 def search(out: Path) -> str:
-    """The tile table, as far as the time goes; resumed where it was left."""
+    """Search tiles until the time is up. A later run continues where this one stopped."""
     operator = _operator()
     from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
 
@@ -195,7 +195,7 @@ def search(out: Path) -> str:
             f"{entry['key']}: {entry['config']}  {entry['hot_us']} us hot, {entry['cold_us']} cold"
         )
     if not entries:
-        raise SystemExit("no shape was done in time")
+        raise SystemExit("no shape was finished in time")
     path = write_table(operator, entries, out)
     changed = sum(entry["config"] != entry["built_in"] for entry in entries)
     return f"{len(entries)} of {len(wanted)} shapes in {path.name}, {changed} not built in"
@@ -224,7 +224,7 @@ def kernels(out: Path) -> str:
         print(json.dumps(rows[-1]))
         write(out / "kernels.json", {"rows": rows, "summary": summarize(rows)})
     if not rows:
-        raise SystemExit("no cell was done in time")
+        raise SystemExit("no cell was finished in time")
     return f"{len(rows)} of {len(cells)} cells"
 
 
@@ -250,27 +250,27 @@ STAGES: Mapping[str, Callable[[Path], str]] = {
     "switch": switch,
     "report": report,
 }
-AGAIN = ("machine", "report")
-"""Cheap, and true of this run only."""
+ALWAYS = ("machine", "report")
+"""Stages that always run again, because they are cheap and describe this run only."""
 
 
-# ---- what they share --------------------------------------------------------------------------
+# ---- shared helpers ---------------------------------------------------------------------------
 
 
 def _torch() -> Any:
     if importlib.util.find_spec("torch") is None:
-        raise Lacking("no torch for this Python: PYTHON=… names another")
+        raise Lacking("this Python has no torch: choose another one with PYTHON=…")
     import torch
 
     if not torch.cuda.is_available():
         driver = "no driver" if shutil.which("nvidia-smi") is None else "a driver"
         built = torch.version.cuda or "no CUDA"
-        raise Lacking(f"no GPU that torch can use ({driver}; torch was built with {built})")
+        raise Lacking(f"torch finds no usable GPU ({driver}; torch was built with {built})")
     return torch
 
 
 def _operator(out: Path | None = None) -> Any:
-    """The library on the device; with `out`, and the table that the search has just written."""
+    """Return the operator on the device. With `out`, it uses the table that the search wrote."""
     _torch()
     from vlora.atmm.cuda.choice import Table
     from vlora.atmm.cuda.operator import current, table_path
@@ -295,7 +295,7 @@ def _limits(out: Path) -> Any:
 
 
 def _pytest() -> list[str]:
-    """Warnings of another torch's own are no errors of ours."""
+    """Return pytest's command, which ignores warnings of a different version of torch."""
     return [
         sys.executable,
         "-m",
@@ -347,7 +347,7 @@ def main() -> None:
         return
     command = (sys.executable, "-m", "tools.gpu", "--out", str(out), "--stage")
     stages = [
-        Stage(name, (*command, name), BOXES[name], again=name in AGAIN)
+        Stage(name, (*command, name), BOXES[name], always=name in ALWAYS)
         for name in STAGES
         if name in given.only
     ]

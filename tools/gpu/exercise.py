@@ -1,6 +1,6 @@
-"""Every kernel once on small, odd data: what compute-sanitizer runs. Also on the emulation.
+"""Call every kernel once on small data of odd sizes, for compute-sanitizer or the emulation.
 
-Ends with an assertion if a result is wrong: a checker that changes results is worth knowing of.
+A wrong result is an AssertionError, because a sanitizer must not change results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float32: 1e-4}
 
 
 def exercise(operator: Operator, tiles: int) -> int:
-    """At most so many pairs of tiles a type. Returns the calls made, each compared with float64."""
+    """Call every kernel and compare it with float64. Return the number of calls.
+
+    tiles: maximum number of tile pairs per dtype.
+    """
     calls = 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for d_in, d_out in ((136, 72), (131, 67)):
@@ -55,7 +58,7 @@ def exercise(operator: Operator, tiles: int) -> int:
         MergedParts(operator, [MergeUpdate(0, factors)])(torch.empty_like(base), base)
         calls += 1
     heads = DeviceGroup(100, [1], torch.float32, operator.device)
-    heads.append_head(HeadMatrix(torch.randn(7, 100), torch.randn(7)))  # brought to the device
+    heads.append_head(HeadMatrix(torch.randn(7, 100), torch.randn(7)))  # Copies it to the device.
     heads.ready()
     x = torch.randn(5, 100, device=operator.device)
     scores = torch.zeros(5, 7, device=operator.device)

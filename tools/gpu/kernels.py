@@ -1,8 +1,8 @@
-"""`bench kernels` on a GPU: ATMM beside PEFT's loop, slices, dLoRA's einsum, padded batches, static
-choices and, where they import, vLLM's and SGLang's kernels, over the committed grid.
+"""The `kernels` benchmark on a GPU: ATMM against other LoRA operators, over the committed grid.
 
-Two figures of each: as a captured graph (what the device does) and call by call (with what the host
-does), where the operator can be captured. Every operator's result is compared with float64 first.
+Baselines are PEFT's loop, slices, dLoRA's einsum, padded batches, static choices and, if they can
+be imported, the kernels of vLLM and SGLang. Each operator has two times: as a captured graph
+(device time) and call by call (with host time). Every result is compared with float64 first.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from vlora.atmm.types import LoraPair
 
 ATMM, STATIC = "atmm", "static: "
 UNCAPTURED = ("peft_loop",)
-"""Its index lists are copied to the device at every call."""
+"""Baselines that cannot be captured, because each call copies index lists to the device."""
 COLD_BYTES = 256 << 20
 MOST_LAYERS = 128
-"""Of a cold cell. Small adapters still stay in L2: `layers_mb` says how much rotates."""
+"""Bytes that a cold cell rotates through. Small adapters still fit into L2; see `layers_mb`."""
 ROUNDS = 5
 TOLERANCE = 3e-2
-"""Of the largest true value, in bf16: intermediate and result are rounded to 8 bits."""
+"""Tolerance relative to the largest true value in bf16, which rounds intermediates to 8 bits."""
 
 
 class Drawn(Cell):
-    """A cell whose adapters are drawn once: drawing again would follow the default device."""
+    """A cell with adapters drawn once, because a second draw would use the default device."""
 
     @cached_property
     def slots(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -47,7 +47,7 @@ class Drawn(Cell):
 
 
 class Atmm(Baseline):
-    """The operator under test: the table's choice, or one for every shape that it serves."""
+    """The operator under test, with the table's choice or one choice for every shape."""
 
     def __init__(self, operator: Operator, choice: Choice | None = None, name: str = ATMM) -> None:
         self.name = name  # type: ignore[misc]
@@ -55,7 +55,7 @@ class Atmm(Baseline):
 
     def why_not(self, cell: Cell) -> str | None:
         if self._choice is not None and self._choice.shrink is not None and cell.width % 8:
-            return "not on 16 bytes"
+            return "not aligned to 16 bytes"
         return None
 
     def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
@@ -74,7 +74,7 @@ class Atmm(Baseline):
 
 @dataclass
 class Result:
-    """One cell: seconds by operator, as a graph and call by call; who was left out and why."""
+    """Seconds of each operator on one cell, as a graph and call by call; reasons for omissions."""
 
     cell: Cell
     limit: float
@@ -104,7 +104,7 @@ class Result:
 def measure(
     cell: Cell, operator: Operator, statics: Mapping[str, Choice], limits: Limits
 ) -> Result:
-    """All operators on one cell, interleaved."""
+    """Measure all operators on one cell, interleaved."""
     cell = Drawn(**vars(cell))
     device = operator.device
     generator = torch.Generator().manual_seed(cell.total_rows * cell.width)
@@ -129,7 +129,7 @@ def measure(
                 error = _error(calls[0], x, want)
                 if not error < TOLERANCE:
                     reason = f"wrong: {error:.1e} of the largest value"
-            except Exception as raised:  # whatever another's kernels raise is a reason to go on
+            except Exception as raised:  # An error in a foreign kernel must not stop the benchmark.
                 if candidate.name == ATMM:
                     raise
                 reason = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
@@ -164,7 +164,7 @@ def measure(
 
 
 def _expected(x: torch.Tensor, pairs: Sequence[LoraPair], cell: Cell) -> torch.Tensor:
-    """What is added, in float64."""
+    """Return the LoRA update in float64."""
     want = torch.zeros_like(x, dtype=torch.float64)
     for s in cell.segments:
         rows = slice(s.start, s.start + s.length)
@@ -188,7 +188,7 @@ def run(
     limits: Limits,
     seconds: float,
 ) -> Iterator[Result]:
-    """Results as they come; ends when the next one would not be done in time."""
+    """Yield results, and stop when the next cell would not be finished in time."""
     end, longest = time.monotonic() + seconds, 0.0
     for cell in cells:
         started = time.monotonic()
@@ -199,8 +199,10 @@ def run(
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Geometric means of speed-ups by regime, `…_eager` call by call; what PEFT's loop takes can be
-    had call by call only. limit: limit over measured time, 1 = at the limit."""
+    """Return geometric means of speed-ups by regime; names with `_eager` are call by call.
+
+    PEFT's loop is measured call by call only. `limit` is the limit over the measured time.
+    """
     summary: dict[str, Any] = {"cells": len(rows)}
     for regime, chosen in (
         ("decode_hot", [r for r in rows if r["regime"] == "decode" and not r["cold"]]),

@@ -1,7 +1,7 @@
-"""The LoRA kernels of vLLM and SGLang as baselines of `kernels`, where they can be imported.
+"""LoRA kernels of vLLM and SGLang as baselines of `kernels`, if they can be imported.
 
-Their interfaces change between versions: what does not fit is left out with the reason, and every
-result is compared with float64 before it is timed.
+Their interfaces change between versions. A kernel whose interface does not fit is left out with the
+reason, and every result is compared with float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vlora.atmm.types import LoraPair
 
 
 class Vllm(Baseline):
-    """vllm.lora.ops.triton_ops: rows sorted by adapter on the device, shrink, expand."""
+    """vllm.lora.ops.triton_ops: sorts rows by adapter on the device, then shrinks and expands."""
 
     name: ClassVar[str] = "vllm"
 
@@ -32,7 +32,7 @@ class Vllm(Baseline):
         meta.prepare_tensors(slots.repeat_interleave(cell.rows))
         more = len(inspect.signature(meta.meta_args).parameters) - 1
         if more > 1:
-            raise RuntimeError("meta_args has parameters that this adapter does not know")
+            raise RuntimeError("meta_args has unknown parameters")
         arguments = meta.meta_args(rows, *([False] * more))
         low = torch.empty(1, rows, rank, device=device, dtype=torch.float32)
 
@@ -45,7 +45,7 @@ class Vllm(Baseline):
 
 
 class Sglang(Baseline):
-    """sglang.srt.lora.triton_ops: segmented products, one segment an adapter."""
+    """sglang.srt.lora.triton_ops: segmented products with one segment per adapter."""
 
     name: ClassVar[str] = "sglang"
 
@@ -78,7 +78,9 @@ class Sglang(Baseline):
             if name not in known and one.default is inspect.Parameter.empty
         ]
         if missing:
-            raise RuntimeError(f"LoRABatchInfo wants {', '.join(missing)}, unknown here")
+            raise RuntimeError(
+                f"LoRABatchInfo wants {', '.join(missing)}, which this baseline does not set"
+            )
         batch = info(**{name: value for name, value in known.items() if name in wanted})
 
         def call(y: torch.Tensor, x: torch.Tensor) -> None:
@@ -92,7 +94,7 @@ PEERS: tuple[Baseline, ...] = (Vllm(), Sglang())
 
 
 def _stacked(pairs: Sequence[LoraPair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[adapters, r, d_in] and [adapters, d_out, r], ranks padded with zeros, as both keep them."""
+    """Return A [adapters, r, d_in] and B [adapters, d_out, r] with ranks padded with zeros."""
     rank = max(16, *(pair.rank for pair in pairs))
     pad = torch.nn.functional.pad
     a = torch.stack([pad(pair.a, (0, 0, 0, rank - pair.rank)) for pair in pairs])

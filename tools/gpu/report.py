@@ -1,4 +1,4 @@
-"""The folder of figures that a run ends with, from whatever its stages have left."""
+"""Report of a run: a folder of figures from the results that its stages wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def report(out: Path) -> str:
-    """DIR/figures, from whatever the stages have left."""
+    """Write DIR/figures from the results that the stages wrote."""
     figures = out / "figures"
     figures.mkdir(exist_ok=True)
     kept = ["machine.json", "kernels.json", "switch.json", "resources.json"]
@@ -23,7 +23,7 @@ def report(out: Path) -> str:
 
 
 def summary(out: Path) -> str:
-    """A page for docs/benchmarks, of the stages' figures."""
+    """Return a page for docs/benchmarks with the figures of all stages."""
     here, stages = read(out / "machine.json"), read(out / "stages.json").get("stages", {})
     lines = [f"# ATMM on {here.get('device', 'no GPU')}", ""]
     if "limits" in here:
@@ -34,7 +34,7 @@ def summary(out: Path) -> str:
             f" torch {here['packages']['torch']}, driver {driver}.",
             "",
         ]
-    lines += ["| stage | ended | s | says |", "|---|---|---|---|"]
+    lines += ["| stage | ended | s | result |", "|---|---|---|---|"]
     lines += [
         f"| {name} | {one['ending']} | {one['seconds']:.0f} | {one['says'].replace('|', '/')} |"
         for name, one in stages.items()

@@ -1,7 +1,7 @@
-"""Runs stages one after another, each a process with a time box, and remembers how each ended.
+"""Run stages in sequence, each as a process with a time limit, and record how each ended.
 
-A stage that fails, hangs or lacks something does not stop the others; one that was done is not run
-again. Knows processes and clocks; nothing of GPUs. Standard library only.
+A stage that fails, hangs or lacks a program does not stop the others. A stage that was completed is
+not run again. This module does not depend on a GPU and uses the standard library only.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from pathlib import Path
 from typing import Literal
 
 LACKING = 3
-"""Exit status of a stage that something is missing for; its last line says what."""
+"""Exit status of a stage that lacks something; its last output line names it."""
 FEWEST_SECONDS = 2.0
-"""A stage is not started with less left."""
+"""Minimum number of seconds left to start another stage."""
 
 Ending = Literal["done", "failed", "out of time", "lacking", "not started"]
 
 
 class Lacking(Exception):
-    """What a stage misses, and how to get it."""
+    """Error of a stage that lacks something; the message says how to get it."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One process. seconds: its time box. again: run it even if it was done before."""
+    """A process to run. seconds: its time limit. always: run it even if it was completed before."""
 
     name: str
     command: tuple[str, ...]
     seconds: float
-    again: bool = False
+    always: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended, after how long, and its last words."""
+    """Result of a stage: how it ended, after how many seconds, and its last output line."""
 
     ending: Ending
     seconds: float
@@ -50,9 +50,9 @@ class Outcome:
 
 
 class Runner:
-    """State lies in `folder`/stages.json, the output of each stage in `folder`/NAME.log.
+    """Runs stages. Their state is in `folder`/stages.json, their output in `folder`/NAME.log.
 
-    stamp: what the results depend on (sources, machine); with another one nothing counts as done.
+    stamp: hash of what the results depend on. If it differs from the stored one, all stages run.
     """
 
     def __init__(
@@ -74,13 +74,16 @@ class Runner:
         environment: Mapping[str, str],
         tell: Callable[[str], None] = print,
     ) -> dict[str, Outcome]:
-        """All stages within `seconds`. What a stage leaves of its box is the later ones' to use:
-        a box is a promise to those that follow, not a limit of its own."""
+        """Run all stages within `seconds`.
+
+        Time that a stage does not use is available to later stages: a time limit reserves time for
+        them and is not a target of its own.
+        """
         end = self._clock() + seconds
         for i, stage in enumerate(stages):
             known = self.outcomes.get(stage.name)
-            if known is not None and known.ending == "done" and not stage.again:
-                tell(f"{stage.name}: done before ({known.says})")
+            if known is not None and known.ending == "done" and not stage.always:
+                tell(f"{stage.name}: completed before ({known.says})")
                 continue
             promised = sum(later.seconds for later in stages[i + 1 :])
             box = max(stage.seconds, end - self._clock() - promised)
@@ -105,7 +108,7 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **environment, "VLORA_GPU_SECONDS": f"{box:.1f}"},
-                start_new_session=True,  # what it starts ends with it
+                start_new_session=True,  # Its child processes end with it.
             )
             try:
                 status = process.wait(box)
@@ -128,7 +131,7 @@ class Runner:
 
 
 def seconds_given() -> float:
-    """Of the time box of the stage that this process is."""
+    """Return the time limit in seconds of the stage that this process runs."""
     return float(os.environ.get("VLORA_GPU_SECONDS", "3600"))
 
 
@@ -143,7 +146,7 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def stage_main(work: Callable[[], str]) -> None:
-    """Run a stage's work and leave as the runner expects: its last line says what came of it."""
+    """Run a stage's work and exit with the status that the runner expects, after a result line."""
     try:
         print(work(), flush=True)
     except Lacking as missing:
@@ -152,7 +155,7 @@ def stage_main(work: Callable[[], str]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and whatever it has started."""
+    """End a process and its child processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""`bench switch` on a GPU: the merge of all layers against its limit, torch's addmm and a copy."""
+"""The `switch` benchmark on a GPU: merging all layers against the limit, addmm and a copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Model:
-    """`layers` layers with targets of (d_out, d_in) each, one adapter of one rank on all."""
+    """A model of `layers` layers with targets (d_out, d_in) and one adapter of one rank."""
 
     name: str
     layers: int
@@ -43,8 +43,11 @@ MODELS = tuple(
 def measure(
     model: Model, operator: Operator, limits: Limits, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """Out of place, in place, addmm a matrix, a plain copy. The limit moves W and M once and does
-    the products in fp32, which is what one rounding takes without tensor cores."""
+    """Measure a merge out of place and in place, addmm per matrix, and a plain copy.
+
+    The limit reads W and writes M once and computes the products in fp32, which a single rounding
+    needs without tensor cores.
+    """
     device = operator.device
     base = torch.randn(model.elements, device=device).to(dtype)
     out = torch.empty_like(base)
@@ -62,7 +65,7 @@ def measure(
     merge(out, base)
     error = _error(out, base, updates)
     if not error <= 1.01 * torch.finfo(dtype).eps:
-        raise AssertionError(f"{model.name}: {error:.1e} is more than one rounding")
+        raise AssertionError(f"{model.name}: {error:.1e} exceeds one rounding")
 
     def addmm() -> None:
         for source, target, a, b in parts:
@@ -97,16 +100,16 @@ def measure(
 
 
 def _error(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]) -> float:
-    """Largest relative error of the first and the last matrix, against float64."""
+    """Return the largest relative error of the first and the last matrix against float64."""
     worst = 0.0
     for offset, (a, b) in (updates[0], updates[-1]):
         place = slice(offset, offset + b.shape[0] * a.shape[1])
         want = base[place].double() + (b.double() @ a.double()).flatten()
-        # Near zero fp32's own rounding of the sum counts, not the storage type's.
+        # Near zero the rounding of the fp32 sum dominates, not the rounding to the storage type.
         error = (out[place].double() - want).abs() / (want.abs() + 1e-4)
         worst = max(worst, float(error.max()))
     return worst
 
 
 def _none(_: object) -> None:
-    """A call's result is not wanted."""
+    """Discard a call's result."""

@@ -1,5 +1,5 @@
-"""The step's own kernels: products, attention over pages, and what lies between them.
+"""The step's kernels: products, paged attention, and the operations between them.
 
-`ops` is the interface and `reference` has the readable twin of each; `vlora.backends` chooses
-between them.
+`ops` is the interface and `reference` holds a plain-torch implementation of each operation;
+`vlora.backends` chooses between the compiled kernels and the reference.
 """

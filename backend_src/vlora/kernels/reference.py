@@ -1,4 +1,4 @@
-"""The kernels' twins in plain torch: written to be read, and the oracle of every other."""
+"""Reference implementations of the kernels in plain torch: the oracle of all others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x weightᵀ + bias in fp32."""
     return F.linear(x, weight.float(), bias)
 
 
@@ -17,35 +18,43 @@ def embed(
     table: torch.Tensor,
     images: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    known = tokens.clone()
-    for first, which, _ in images:
-        known[first : first + len(which)][which >= 0] = 0
-    hidden = F.embedding(known, table).float()
-    for first, which, features in images:
-        at = torch.nonzero(which >= 0).flatten()
-        hidden[first + at] = features[which[at]]
+    """Do what `ops.embed` does."""
+    # A token under an image row may lie outside the table.
+    in_table = tokens.clone()
+    for first_row, feature_rows, _ in images:
+        in_table[first_row : first_row + len(feature_rows)][feature_rows >= 0] = 0
+    hidden = F.embedding(in_table, table).float()
+    for first_row, feature_rows, features in images:
+        shown = torch.nonzero(feature_rows >= 0).flatten()
+        hidden[first_row + shown] = features[feature_rows[shown]]
     return hidden
 
 
 def add_norm(
     hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
+    """Do what `ops.add_norm` does."""
     if delta is not None:
         hidden += delta
     return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
+    """Do what `ops.gate` does."""
     gates, ups = x.chunk(2, dim=1)
     return F.silu(gates) * ups
 
 
-def largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `ops.argmax` does."""
     return x.argmax(dim=1), torch.isfinite(x).all(dim=1)
 
 
 def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """x: [T, heads, dim]; cosines, sines: [T, dim / 2] → halves of each head, turned."""
+    """Rotate each pair (i, i + dim / 2) of a head's values by the angle of its row.
+
+    x: [T, heads, dim]. cosines, sines: [T, dim / 2].
+    """
     cos, sin = cosines[:, None], sines[:, None]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

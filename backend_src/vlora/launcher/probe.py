@@ -1,13 +1,14 @@
-"""Asks a running server for one tiny answer: the only way to tell a dead model from a live one.
+"""Asks a running server for one short answer, the only way to notice that a model has died.
 
-Triton goes on calling itself live and ready when a model's process has died. A question without
-an image through `video_analytics` passes all four processes (the encoder with zero rows), and its
-answer is one token. Two things such a question cannot tell: a server that starts has no port open
-yet, so on its own machine `vlora serve`'s mark is looked for; and one with a long queue answers as
-late as a hung one, so that forward passes, in its metrics, are what tells them apart.
+Triton keeps reporting itself as live and ready after a model's process has ended. A request without
+an image to `video_analytics` passes through all four processes (the encoder with zero rows), and
+its answer is one token. Such a request leaves two cases open. A server that is starting has not
+opened a port yet, so a mark that `vlora serve` leaves on its own machine is looked up. A server
+with a long queue answers as late as a hung one, so the count of forward passes in its metrics tells
+the two apart.
 
-Light on purpose, since Kubernetes runs it every few seconds: no torch, no tritonclient helpers, and
-every call has a deadline.
+Kubernetes runs the probe every few seconds: it imports neither torch nor numpy, and every call has
+a deadline.
 """
 
 from __future__ import annotations
@@ -22,38 +23,43 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from vlora.launcher.run_folder import is_starting
+from vlora.launcher.grpc_stubs import load_grpc_stubs
+
+service_pb2, service_pb2_grpc = load_grpc_stubs()
 
 ENSEMBLE = "video_analytics"
 QUESTION = b"ready?"
 SAMPLING = b'{"max_tokens": 1}'
 STEPS = "vlora:engine_steps_total"
-HERE = ("localhost", "127.0.0.1", "[::1]")
-FOR_METRICS = 0.25
-"""Share of the deadline that is kept for a look at the metrics after a question without answer."""
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
-WELL_BUT_BUSY = ("UNAVAILABLE: ", "stopped accepting")
-"""Parts of what a server says that is well but takes nothing more: ours (queue full, draining) and
-Triton's own while it drains. gRPC uses the same status for a connection that broke."""
+METRICS_SHARE = 0.25
+"""Share of the deadline reserved for reading the metrics after a request without an answer."""
+
+BUSY_MESSAGES = ("UNAVAILABLE: ", "stopped accepting")
+"""Parts of the messages of a healthy server that accepts no requests.
+
+The first is ours (queue full, draining), the second is Triton's while it drains. The status alone
+is not enough: gRPC uses the same one for a broken connection.
+"""
 
 
 class Health(IntEnum):
-    """What `vlora probe` exits with."""
+    """The state of a server; the exit status of `vlora probe`."""
 
     READY = 0
-    """It answers questions."""
+    """The server answers requests."""
     DEAD = 1
-    """Nobody listens, a model's process is gone, or no answer came within the deadline and no
-    forward pass was seen in it."""
+    """No server listens, a model's process has ended, or no answer came within the deadline and no
+    forward pass was made."""
     ALIVE = 3
-    """It lives but takes no questions now: starting, draining, or its queue is full."""
+    """The server runs but accepts no requests now: it starts, drains, or its queue is full."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The verdict, what it rests on, and the seconds it took."""
+    """The result of a probe, the reason for it, and the seconds that it took."""
 
     health: Health
     reason: str
@@ -62,8 +68,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Tls:
-    """How to reach a server with TLS: PEM files; `name` is the one in its certificate, where that
-    is not the host that is asked. key and certificate are ours, for mutual TLS."""
+    """PEM files for a connection with TLS.
+
+    name: the name in the server's certificate, if it differs from the host.
+    key, certificate: the client's, for mutual TLS.
+    """
 
     ca: Path
     name: str | None = None
@@ -79,8 +88,8 @@ def _channel(address: str, tls: Tls | None) -> grpc.Channel:
         None if tls.key is None else tls.key.read_bytes(),
         None if tls.certificate is None else tls.certificate.read_bytes(),
     )
-    named = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
-    return grpc.secure_channel(address, credentials, named)
+    options = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
+    return grpc.secure_channel(address, credentials, options)
 
 
 def probe(
@@ -90,10 +99,13 @@ def probe(
     metrics_port: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Finding:
-    """Looks at the gRPC server at `address` (host:port); never takes longer than `deadline`
-    seconds. metrics_port: on the same host; without one, a question that is not answered in time
-    means a hung server, however long its queue. Raises nothing for a server's faults, OSError for
-    TLS files that cannot be read."""
+    """Probe the gRPC server at `address` (host:port) within `deadline` seconds.
+
+    metrics_port: port of the metrics on the same host. Without it, a request that is not answered
+        in time means a hung server, however long its queue is.
+
+    Raises OSError for TLS files that cannot be read, and nothing for faults of the server.
+    """
     started = clock()
 
     def left() -> float:
@@ -109,38 +121,49 @@ def probe(
             live = stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=left()).live
             ready = stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=left()).ready
         except grpc.RpcError as error:
-            if host in HERE and port.isdecimal() and is_starting(int(port)):
-                return finding(Health.ALIVE, "the server is starting; its models are being loaded")
-            return finding(Health.DEAD, f"nobody answers at {address}: {_told(error)}")
+            if host in LOCAL_HOSTS and port.isdecimal() and _is_starting(int(port)):
+                return finding(Health.ALIVE, "the server is starting; it is loading its models")
+            return finding(Health.DEAD, f"no server answers at {address}: {_describe(error)}")
         if not (live and ready):
-            return finding(Health.ALIVE, "the server is up; its models are not ready yet")
-        steps = None if metrics_port is None else _steps(host, metrics_port, left())
+            return finding(Health.ALIVE, "the server is running; its models are not ready yet")
+        steps_before = None if metrics_port is None else _steps(host, metrics_port, left())
         try:
-            share = 1.0 if metrics_port is None else 1.0 - FOR_METRICS
-            stub.ModelInfer(_question(), timeout=left() * share)
+            share = 1.0 if metrics_port is None else 1.0 - METRICS_SHARE
+            stub.ModelInfer(_request(), timeout=left() * share)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and metrics_port is not None:
-                now = _steps(host, metrics_port, left())
-                if steps is not None and now is not None and now > steps:
-                    busy = f"no answer yet, but {now - steps:.0f} forward passes: a long queue"
-                    return finding(Health.ALIVE, busy)
-            return finding(*_verdict(error, deadline))
+                steps = _steps(host, metrics_port, left())
+                if steps_before is not None and steps is not None and steps > steps_before:
+                    return finding(
+                        Health.ALIVE,
+                        f"no answer yet, but {steps - steps_before:.0f} forward passes:"
+                        " the queue is long",
+                    )
+            return finding(*_judge(error, deadline))
     return finding(Health.READY, f"{ENSEMBLE} answered")
 
 
-def _verdict(error: grpc.RpcError, deadline: float) -> tuple[Health, str]:
+def _judge(error: grpc.RpcError, deadline: float) -> tuple[Health, str]:
+    """Return what the error of a request means for the server's health, with the reason."""
     code = error.code()
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Health.DEAD, f"{ENSEMBLE} gave no answer within {deadline:g} s"
-    if any(words in (error.details() or "") for words in WELL_BUT_BUSY):
-        return Health.ALIVE, f"it takes no question now: {_told(error)}"
+        return Health.DEAD, f"{ENSEMBLE} did not answer within {deadline:g} s"
+    if any(message in (error.details() or "") for message in BUSY_MESSAGES):
+        return Health.ALIVE, f"the server accepts no requests now: {_describe(error)}"
     if code == grpc.StatusCode.NOT_FOUND:
-        return Health.DEAD, f"{ENSEMBLE} is not served there: {_told(error)}"
-    return Health.DEAD, f"{ENSEMBLE} failed: {_told(error)}"
+        return Health.DEAD, f"the server does not serve {ENSEMBLE}: {_describe(error)}"
+    return Health.DEAD, f"{ENSEMBLE} failed: {_describe(error)}"
+
+
+def _is_starting(port: int) -> bool:
+    # Imported only when needed: psutil would take a tenth of the time of a probe.
+    from vlora.launcher.run_folder import is_starting
+
+    return is_starting(port)
 
 
 def _steps(host: str, port: int, seconds: float) -> float | None:
-    """Forward passes so far, from the server's metrics; None where they cannot be had."""
+    """Return the number of forward passes from the server's metrics, or None without them."""
     try:
         with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=seconds) as answer:
             lines = answer.read().decode().splitlines()
@@ -150,7 +173,8 @@ def _steps(host: str, port: int, seconds: float) -> float | None:
     return sum(counts) if counts else None
 
 
-def _question() -> Any:
+def _request() -> Any:
+    """Return a request for one token, with an id of its own."""
     request = service_pb2.ModelInferRequest(
         model_name=ENSEMBLE, id=f"vlora-probe-{uuid.uuid4().hex}"
     )
@@ -161,6 +185,6 @@ def _question() -> Any:
     return request
 
 
-def _told(error: grpc.RpcError) -> str:
+def _describe(error: grpc.RpcError) -> str:
     first_line = (error.details() or "no details").partition("\n")[0]
     return f"{error.code().name}: {first_line}"

@@ -30,8 +30,8 @@ LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
 """Minimum time between two looks, and maximum share of a core that looking may take."""
 
 MAX_LOOK_SECONDS = 1.5
-"""Maximum time between two looks. A change takes effect within two looks and a load; five seconds
-are promised."""
+"""Maximum time between two looks. A change takes effect within two looks and a load; five
+seconds are promised."""
 
 
 def find_folders(
@@ -86,7 +86,7 @@ def folders_in(root: Path) -> Sequence[str]:
     core = _native()
     try:
         if core is not None:
-            return list(map(os.fsdecode, core.inside(os.fsencode(root))))
+            return list(map(os.fsdecode, core.adapter_names(os.fsencode(root))))
         return _folders_in(root)
     except OSError as error:
         raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
@@ -115,8 +115,8 @@ def _same_file(first: Path, second: Path) -> bool:
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Return a stamp that differs if a file of the folder has changed. Never raise: an unreadable
-    folder has a stamp of its own."""
+    """Return a stamp that differs if a file of the folder has changed. Never raise: an
+    unreadable folder has a stamp of its own."""
     return stamps_of([os.fsencode(folder)])[0]
 
 
@@ -125,7 +125,7 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
     core = _native()
     if core is None:
         return list(map(_stamp_of, folders))
-    stamps: list[Stamp] = core.stamps(folders)
+    stamps: list[Stamp] = core.folder_stamps(folders)
     return stamps
 
 
@@ -156,7 +156,7 @@ def _native() -> Any:
     """Return the compiled functions, which look at thousands of folders in one call without the
     interpreter's lock; None if they are not compiled."""
     try:
-        return native.kernels().folders
+        return native.kernels().folder_scan
     except ImportError:
         return None
 
@@ -186,7 +186,7 @@ class FolderWatch:
         self._paths: list[bytes] = []
         self._stamps: list[Stamp] = []
         self._settled = False
-        """True if the last look found all folders settled."""
+        """Whether the last look found all folders settled."""
         self._closed = threading.Event()
         self._pause = LOOK_SECONDS
         self._thread: threading.Thread | None = None
@@ -214,8 +214,8 @@ class FolderWatch:
             self._pause = min(max(LOOK_SECONDS, took / MAX_CORE_SHARE), MAX_LOOK_SECONDS)
 
     def _closed_before_next(self) -> bool:
-        """Wait until the next look is due or the watch is closed, and return whether it is closed.
-        A watch that is started again waits for the rest of the time."""
+        """Wait until the next look is due or the watch is closed, and return whether it is
+        closed. A watch that is started again waits for the rest of the time."""
         began = self._clock()
         closed = self._closed.wait(self._pause)
         self._pause = max(0.0, self._pause - (self._clock() - began))

@@ -47,14 +47,6 @@ class AdapterHandle:
     _pins: int = field(default=0, repr=False)
     _holders: int = field(default=0, repr=False)
 
-    @classmethod
-    def imagined(cls, slot: int) -> AdapterHandle | None:
-        """Return a handle without files, resident in `slot`, for simulations; None for the base
-        model."""
-        info = AdapterInfo(f"slot {slot}", "", (), (), (), {}, (), ())
-        handle = cls(info.name, Path(), b"", Description(info, {}, 0), slot=slot)
-        return None if slot < 0 else handle
-
     @property
     def info(self) -> AdapterInfo:
         """Description of the adapter; it includes the digest once the weights have been loaded."""

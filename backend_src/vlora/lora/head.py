@@ -17,7 +17,7 @@ from vlora.lora.weights_file import WeightsFile
 
 @dataclass(frozen=True)
 class TaskHead:
-    """Head of one adapter.
+    """HeadMatrix of one adapter.
 
     linear: weight [classes, hidden] and bias [classes], fp32.
     labels: one per class.

@@ -41,21 +41,21 @@ class LoraLinear:
         if not self._lora.has(segments):
             return matrix(x, out=out)
         epilogue = op.bind_epilogue(segments, self._lora)
-        y = matrix(x, out=out, also=epilogue)
+        y = matrix(x, out=out, epilogue=epilogue)
         if epilogue is None:
             op.apply(y, x, segments, self._lora)
         return y
 
     def gated(
-        self, x: torch.Tensor, segments: Segments, between: torch.Tensor, out: torch.Tensor
+        self, x: torch.Tensor, segments: Segments, scratch: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """Return `ops.gate` of the product: [T, half of the group's d_out], in `out`.
 
-        between: buffer for the whole product.
+        scratch: buffer for the whole product, as `out` of a call; overwritten.
         """
         if self._lora.has(segments):
-            return ops.gate(self(x, segments, between), out=out)
-        return self._current().gated(x, between=between, out=out)
+            return ops.gate(self(x, segments, scratch), out=out)
+        return self._current().gated(x, scratch=scratch, out=out)
 
     def _current(self) -> ops.Matrix:
         weight = self._switcher.active.views[self._index]

@@ -49,8 +49,8 @@ class Active:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Prepared merge of an adapter: its work list, and the weights that are active afterwards. It
-    does not keep the adapter alive, so that evicting one need not involve the switcher."""
+    """Prepared merge of an adapter: its work list, and the weights that are active afterwards.
+    It does not keep the adapter alive, so that evicting one need not involve the switcher."""
 
     adapter: weakref.ref[Adapter]
     merges: Merges

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vlora.cores import CGROUPS, PROCESS, least
+from vlora.cores import CGROUPS, PROCESS, tightest_limit
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -20,7 +20,7 @@ def available_bytes(
     except OSError:
         match = None
     machine = None if match is None else int(match[1]) * 1024
-    group = least(_version_2, "memory", _version_1, process, root)
+    group = tightest_limit(_version_2, "memory", _version_1, process, root)
     limits = [int(value) for value in (machine, group) if value is not None]
     return min(limits, default=None)
 

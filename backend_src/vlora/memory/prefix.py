@@ -8,17 +8,18 @@ no requests.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
+from vlora.ids import NO_IMAGE
 from vlora.memory.eviction import IdlePages
 from vlora.memory.pool import Moves, PagePool
 
-NO_IMAGE = -1
+if TYPE_CHECKING:
+    import torch
 
 
 class BlockKey(NamedTuple):
@@ -105,10 +106,6 @@ class PrefixCache:
             self._pages[key] = page
             self._keys[page] = key
             self._scopes[key.scope].add(page)
-
-    def idle(self) -> Counter[str]:
-        """Return the number of cached pages of each scope."""
-        return Counter(self._keys[page].scope for page in self._idle)
 
     def release(self, pages: Sequence[int]) -> None:
         """Remove one holder of each page; recorded blocks stay cached until they are evicted."""

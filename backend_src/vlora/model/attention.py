@@ -1,4 +1,4 @@
-"""Paged attention: keys and values live in pages, one block table a sequence."""
+"""Paged attention: keys and values are stored in pages, with one block table per sequence."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from vlora.model.rotary import Rotary
 
 
 class AttentionPlan:
-    """Where a step's rows write and read. Made once a step, used by every layer.
+    """Pages that the rows of a step write and read. Made once per step and used by every layer.
 
-    chunks: in the order of their rows. heads: of queries; each `heads / kv_heads` neighbours share
-    a head of keys and values. Raises ValueError for chunks that do not fit their pages.
+    chunks: in the order of their rows.
+    heads: number of query heads; each `heads / kv_heads` adjacent ones share a head of keys and
+        values.
+
+    Raises ValueError, at the first use, for chunks that do not fit their pages.
     """
 
     def __init__(
@@ -40,7 +43,8 @@ class AttentionPlan:
         self.positions = torch.tensor(
             [position for chunk in chunks for position in range(chunk.start, chunk.end)]
         )
-        # Once a step: asked of a tensor in every layer it costs a tenth of a short row's attention.
+        # Read once per step: reading them from a tensor in every layer would cost a tenth of the
+        # attention of a row with a short context.
         self._shape = len(self.positions), (heads + 2 * store.kv_heads) * store.head_dim
         self._layer_bytes = store.cache.stride(1) * store.cache.itemsize
 
@@ -72,23 +76,24 @@ class AttentionPlan:
     def attend(
         self, layer: int, qkv: torch.Tensor, rotary: Rotary, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """qkv: [T, (heads + 2 kv_heads) · dim] fp32, contiguous, not yet rotated.
+        """Write the rows' keys and values to their pages and return each row's causal attention.
 
-        Writes rotated keys, and values, to their pages, then lets every row see its sequence up
-        to itself: softmax(q kᵀ / √dim) v → [T, heads · dim] fp32. out: where it goes; None: a
-        tensor of its own.
+        Semantics: softmax(q kᵀ / √dim) v over the positions of the row's sequence up to its own.
+
+        qkv: [T, (heads + 2 kv_heads) · dim] fp32, contiguous, not yet rotated.
+        out: [T, heads · dim] fp32 for the result; None allocates it.
         """
         store = self._store
         if qkv.shape != self._shape or not qkv.is_contiguous():
             rows, width = self._shape
             raise ValueError(
-                f"rows {tuple(qkv.shape)} are not the {rows} of the plan, {width} wide, side by"
-                " side"
+                f"qkv {tuple(qkv.shape)} with strides {qkv.stride()} must be contiguous"
+                f" [{rows}, {width}], as the plan's chunks say"
             )
         if self._backend == "reference":
-            found = self._reference.attend(layer, self._heads, qkv, rotary.cosines, rotary.sines)
-            return ops.given(found, out)
-        out = ops.place(out, self._shape[0], self._heads * store.head_dim)
+            attended = self._reference.attend(layer, self._heads, qkv, rotary)
+            return ops.copy_out(attended, out)
+        out = ops.alloc_out(out, self._shape[0], self._heads * store.head_dim)
         self._native.attend(
             store.cache.data_ptr() + layer * self._layer_bytes,
             out.data_ptr(),

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: pages are gathered, then attended. The kernels' twin."""
+"""Reference implementation of paged attention in plain torch: gather the pages, then attend."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import torch.nn.functional as F
 from vlora.kernels import reference
 from vlora.memory.kv_cache import LANES, KVCache
 from vlora.model.chunk import Chunk
+from vlora.model.rotary import Rotary
 
 
 class Plan:
-    """Chunks of one row are attended together, padded to the longest; longer ones each alone."""
+    """Indices of the pages that the rows of a step write and read.
+
+    Chunks of one row are attended together, padded to the longest context; others one by one.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], store: KVCache) -> None:
         self._store = store
@@ -25,24 +29,24 @@ class Plan:
         ]
         self._page, slots = torch.tensor(rows).unbind(1)
         self._panel, self._lane = slots // LANES, slots % LANES
-        self._long = [
+        self._long_chunks = [
             (chunk, torch.tensor(chunk.pages[: -(-chunk.end // block)]), _causal(chunk))
             for chunk in chunks
             if chunk.length > 1
         ]
-        self._single = [chunk for chunk in chunks if chunk.length == 1]
-        if self._single:
-            self._single_rows = torch.tensor([chunk.row for chunk in self._single])
-            used = [-(-chunk.end // block) for chunk in self._single]
-            widest = max(used)
+        self._single_chunks = [chunk for chunk in chunks if chunk.length == 1]
+        if self._single_chunks:
+            self._single_rows = torch.tensor([chunk.row for chunk in self._single_chunks])
+            page_counts = [-(-chunk.end // block) for chunk in self._single_chunks]
+            max_pages = max(page_counts)
             self._single_pages = torch.tensor(
                 [
-                    [*chunk.pages[:count], *[chunk.pages[0]] * (widest - count)]
-                    for chunk, count in zip(self._single, used, strict=True)
+                    [*chunk.pages[:count], *[chunk.pages[0]] * (max_pages - count)]
+                    for chunk, count in zip(self._single_chunks, page_counts, strict=True)
                 ]
             )
-            ends = torch.tensor([chunk.end for chunk in self._single])
-            columns = torch.arange(widest * block)
+            ends = torch.tensor([chunk.end for chunk in self._single_chunks])
+            columns = torch.arange(max_pages * block)
             self._single_mask = (columns[None, :] < ends[:, None])[:, None, None, :]
 
     def attend(
@@ -50,23 +54,22 @@ class Plan:
         layer: int,
         heads: int,
         qkv: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
+        rotary: Rotary,
     ) -> torch.Tensor:
-        """As `AttentionPlan.attend`."""
+        """Do what `AttentionPlan.attend` does."""
         store = self._store
         query, key, value = torch.split(
             qkv.view(len(qkv), -1, store.head_dim), [heads, store.kv_heads, store.kv_heads], dim=1
         )
-        query = reference.rotate(query, cosines, sines)
-        key = reference.rotate(key, cosines, sines)
+        query = reference.rotate(query, rotary.cosines, rotary.sines)
+        key = reference.rotate(key, rotary.cosines, rotary.sines)
         keys, values = store.keys(layer), store.values(layer)
         pairs = key.reshape(*key.shape[:-1], -1, 2).to(keys.dtype)
         keys[self._page, :, self._panel, :, :, self._lane] = pairs
         values[self._page, :, self._panel, self._lane // 2, self._lane % 2] = value.to(values.dtype)
         keys = keys.permute(0, 1, 2, 5, 3, 4)
         out = torch.empty_like(query)
-        for chunk, pages, mask in self._long:
+        for chunk, pages, mask in self._long_chunks:
             rows = slice(chunk.row, chunk.row + chunk.length)
             out[rows] = F.scaled_dot_product_attention(
                 query[rows].transpose(0, 1)[None],
@@ -76,7 +79,7 @@ class Plan:
                 is_causal=mask is None,
                 enable_gqa=True,
             )[0].transpose(0, 1)
-        if self._single:
+        if self._single_chunks:
             width = self._single_mask.shape[-1]
             out[self._single_rows] = F.scaled_dot_product_attention(
                 query[self._single_rows][:, :, None],
@@ -88,8 +91,12 @@ class Plan:
         return out.flatten(1)
 
     def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """[pages, kv_heads, panels, …], what is left LANES · dim in that order, by [batch, n] →
-        [batch, kv_heads, length, dim]."""
+        """Return keys or values of the first `length` positions, [batch, kv_heads, length, dim].
+
+        view: [pages, kv_heads, panels, …], where the last axes hold LANES · dim values, lane by
+            lane.
+        pages: [batch, n] page indices of each sequence.
+        """
         store = self._store
         gathered = view[pages].transpose(1, 2)
         gathered = gathered.reshape(*gathered.shape[:3], -1, store.head_dim)
@@ -97,7 +104,7 @@ class Plan:
 
 
 def _causal(chunk: Chunk) -> torch.Tensor | None:
-    """[length, end] mask of a chunk; None where it starts its sequence (plain causal)."""
+    """Return a chunk's mask, [length, end] bool; None if it starts its sequence (causal)."""
     if chunk.start == 0:
         return None
     rows = torch.arange(chunk.start, chunk.end)

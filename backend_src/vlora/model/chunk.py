@@ -1,6 +1,6 @@
-"""A chunk: what one step computes of one sequence, in the terms of a forward pass.
+"""A chunk: what one step computes of one sequence.
 
-The scheduler makes it, the runner and attention read it; nothing in between has a copy.
+The scheduler makes chunks; the runner and the attention read them, without copies in between.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 class Chunk:
     """Rows `row … row + length - 1` of a step: positions `start … end - 1` of one sequence.
 
-    slot: of the sequence's adapter, or BASE.
-    tokens: the ids at these positions. prompt: what they come from while it lasts, with images.
-    pages: the sequence's block table, which covers `end` positions.
-    completes: nothing known is left to compute afterwards, so the step answers for its last row:
-        with logits, or with the scores of the adapter's head where `use_head`.
+    slot: slot of the sequence's adapter, or BASE.
+    tokens: token ids at these positions.
+    prompt: the sequence's prompt, with its image features.
+    pages: the sequence's block table, which covers at least `end` positions.
+    completes: whether all known tokens are computed afterwards, so that the step returns logits for
+        the last row, or the scores of the adapter's head where `use_head` is set.
     """
 
     sequence_id: str
@@ -35,18 +36,20 @@ class Chunk:
 
     @property
     def length(self) -> int:
+        """Number of rows."""
         return len(self.tokens)
 
     @property
     def end(self) -> int:
-        """Positions of the sequence that are computed once the step is done."""
+        """Number of positions of the sequence that are computed after the step."""
         return self.start + self.length
 
     @property
     def last_row(self) -> int:
+        """Row of the step that holds the chunk's last position."""
         return self.row + self.length - 1
 
     @property
     def decodes(self) -> bool:
-        """Whether it computes a token that the model itself has generated."""
+        """Whether the chunk computes tokens that the model has generated."""
         return self.start >= len(self.prompt.ids)

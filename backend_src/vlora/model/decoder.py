@@ -1,7 +1,7 @@
 """The decoder: one small implementation of the Llama family over paged KV and LoRA segments.
 
-Biased or plain projections, grouped-query attention, rotary positions, RMS norms. Knows nothing
-of requests: it sees rows, positions and signed segments.
+Biased or unbiased projections, grouped-query attention, rotary positions, RMS norms, SwiGLU. The
+decoder does not see requests, only rows, positions and signed segments.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from vlora.model.attention import AttentionPlan
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import DecoderWeights
 from vlora.model.rotary import Rotary, RotaryTable
-from vlora.model.workspace import Rows, Workspace
+from vlora.model.workspace import StepBuffers, Workspace
 
 
 class Decoder:
-    """Weights of all layers, and the forward pass over the rows of one step."""
+    """All layers, the embedding and the LM head, and the forward pass over the rows of one step."""
 
     def __init__(
         self,
@@ -50,36 +50,46 @@ class Decoder:
     def embed(
         self, tokens: torch.Tensor, images: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """tokens: [T] int64; images: as `ops.embed` has them → [T, hidden] fp32, until the next."""
-        place = self._workspace.rows(len(tokens)).hidden
-        return ops.embed(tokens, self._weights.embedding, images, out=place)
+        """Return the embeddings of a step's rows, [T, hidden] fp32, valid until the next call.
+
+        tokens: [T] int64. images: as in `ops.embed`.
+        """
+        hidden = self._workspace.buffers(len(tokens)).hidden
+        return ops.embed(tokens, self._weights.embedding, images, out=hidden)
 
     def forward(
         self,
         hidden: torch.Tensor,
         attention: AttentionPlan,
         segments: Segments,
-        wanted: Sequence[int],
-        wanted_segments: Segments,
+        output_rows: Sequence[int],
+        output_segments: Segments,
     ) -> torch.Tensor:
-        """hidden: [T, hidden] embeddings, overwritten → what the LM head reads of rows `wanted`, in
-        their order: [len(wanted), hidden]. wanted_segments: over these.
+        """Return the final-norm hidden states of `output_rows`, [len(output_rows), hidden].
 
-        The last layer's attention is the last to see all rows; behind it only these go on.
+        hidden: [T, hidden] embeddings, overwritten.
+        segments: over the T rows. output_segments: over the output rows, in their order.
+
+        Only the output rows pass through what follows the last layer's attention (decision 63).
         """
-        rotary, rows = self._rotary.at(attention.positions), self._workspace.rows(len(hidden))
-        everything = list(wanted) == list(range(len(hidden)))
+        rotary = self._rotary.lookup(attention.positions)
+        buffers = self._workspace.buffers(len(hidden))
+        all_rows = list(output_rows) == list(range(len(hidden)))
         delta: torch.Tensor | None = None
         for layer in self._layers:
-            attended = layer.attend(hidden, delta, attention, rotary, segments, rows)
-            if layer is self._layers[-1] and not everything:
-                hidden, attended, segments = hidden[wanted], attended[wanted], wanted_segments
-                rows = self._workspace.rows(len(hidden))
-            delta = layer.finish(hidden, attended, segments, rows)
+            attended = layer.attend(hidden, delta, attention, rotary, segments, buffers)
+            if layer is self._layers[-1] and not all_rows:
+                hidden, attended = hidden[output_rows], attended[output_rows]
+                segments = output_segments
+                buffers = self._workspace.buffers(len(hidden))
+            delta = layer.finish(hidden, attended, segments, buffers)
         return ops.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
 
     def logits(self, hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
-        """hidden: [rows, hidden] after the final norm; segments over these rows → [rows, V]."""
+        """Return the logits, [rows, V] fp32, of final-norm hidden states, [rows, hidden].
+
+        segments: over these rows.
+        """
         logits = self._lm_head(hidden)
         if segments:
             op.apply(logits, hidden, segments, self._lm_head_lora)
@@ -87,13 +97,16 @@ class Decoder:
 
 
 def lora_groups(layers: int) -> list[list[MatrixId]]:
-    """The groups of projections that a decoder goes through, in the order of use."""
-    found = [[(layer, target) for target in group] for layer in range(layers) for group in GROUPS]
-    return [*found, [(-1, LM_HEAD)]]
+    """Return the groups of projections that share their input, in the order of execution."""
+    groups = [[(layer, target) for target in group] for layer in range(layers) for group in GROUPS]
+    return [*groups, [(-1, LM_HEAD)]]
 
 
 class DecoderLayer:
-    """Attention and MLP of one layer, pre-norm, with residuals."""
+    """Attention and MLP of one layer, pre-norm, with residuals.
+
+    Both outputs are returned as `delta`, which the next norm adds to the residual stream.
+    """
 
     def __init__(
         self,
@@ -105,8 +118,9 @@ class DecoderLayer:
     ) -> None:
         self._layer = layer
         self._config = config
-        self._input_norm = weights.norms[layer, "input_layernorm"]
-        self._post_norm = weights.norms[layer, "post_attention_layernorm"]
+        self._input_norm, self._post_norm = (
+            weights.norms[layer, norm] for norm in config.names.norms
+        )
         self._qkv, self._o, self._gate_up, self._down = (
             LoraLinear(
                 switcher,
@@ -124,35 +138,43 @@ class DecoderLayer:
         attention: AttentionPlan,
         rotary: Rotary,
         segments: Segments,
-        rows: Rows,
+        buffers: StepBuffers,
     ) -> torch.Tensor:
-        """hidden: [T, hidden], to which `delta` (of the layer before) is added in place → what each
-        row has seen of its sequence, [T, heads · dim]: `rows.attended`."""
+        """Add `delta` to `hidden` in place and return the attention of each row to its sequence.
+
+        hidden: [T, hidden]. delta: [T, hidden], output of the layer before, None for the first.
+        Returns `buffers.attended`, [T, heads · dim], before the output projection.
+        """
         normed = ops.add_norm(
-            hidden, delta, self._input_norm, self._config.norm_eps, out=rows.normed
+            hidden, delta, self._input_norm, self._config.norm_eps, out=buffers.normed
         )
-        qkv = self._qkv(normed, segments, rows.qkv)
-        return attention.attend(self._layer, qkv, rotary, rows.attended)
+        qkv = self._qkv(normed, segments, buffers.qkv)
+        return attention.attend(self._layer, qkv, rotary, buffers.attended)
 
     def finish(
         self,
         hidden: torch.Tensor,
         attended: torch.Tensor,
         segments: Segments,
-        rows: Rows,
+        buffers: StepBuffers,
     ) -> torch.Tensor:
-        """hidden: [T, hidden], to which what attention says is added in place → what the MLP says,
-        for the next layer to add: `rows.delta`."""
-        said = self._o(attended, segments, rows.delta)
-        normed = ops.add_norm(hidden, said, self._post_norm, self._config.norm_eps, out=rows.normed)
-        gated = self._gate_up.gated(normed, segments, rows.gate_up, rows.gated)
-        return self._down(gated, segments, rows.delta)
+        """Project the attention, add it to `hidden` in place, and return the output of the MLP.
+
+        hidden: [T, hidden]. attended: [T, heads · dim]. Returns `buffers.delta`, [T, hidden], which
+        the next layer adds.
+        """
+        projected = self._o(attended, segments, buffers.delta)
+        normed = ops.add_norm(
+            hidden, projected, self._post_norm, self._config.norm_eps, out=buffers.normed
+        )
+        gated = self._gate_up.gated(normed, segments, buffers.gate_up, buffers.gated)
+        return self._down(gated, segments, buffers.delta)
 
 
 def _fused_bias(
     group: tuple[str, ...], layer: int, config: DecoderConfig, weights: DecoderWeights
 ) -> torch.Tensor | None:
-    """The group's biases one after another, zeros for those that have none; None if none has."""
+    """Return a group's concatenated biases, zeros where a target has none; None without any."""
     if not any((layer, target) in weights.biases for target in group):
         return None
     return torch.cat(

@@ -1,4 +1,4 @@
-"""Prompt text and image features → token ids and where each image row goes."""
+"""Tokenise a prompt and assign image features to its positions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import torch
 from transformers import AutoTokenizer
 
 from vlora.errors import InvalidArgument
+from vlora.ids import NO_IMAGE
 from vlora.model.decoder_config import DecoderConfig
 from vlora.request import ImageFeatures
-
-NO_IMAGE = -1
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: token ids, image placeholders expanded. feature_row: [len(ids)] row of `features` that
-    replaces the embedding at this position, or NO_IMAGE. features: [rows, hidden] or None."""
+    """Tokens of a prompt and its image features.
+
+    ids: token ids, each image placeholder expanded to one token per feature row.
+    feature_row: [len(ids)] int64, row of `features` that replaces the token's embedding at this
+        position, or NO_IMAGE.
+    features: [rows, hidden] fp32, or None without images.
+    """
 
     ids: tuple[int, ...]
     feature_row: torch.Tensor
@@ -27,52 +31,59 @@ class Prompt:
 
     @classmethod
     def of_text(cls, ids: Iterable[int]) -> Prompt:
-        """Without images."""
+        """Return a prompt without images."""
         ids = tuple(ids)
         return cls(ids, torch.full((len(ids),), NO_IMAGE), None)
 
 
 class PromptReader:
-    """The checkpoint's tokenizer, and the expansion of its image placeholder."""
+    """Tokenizer of a checkpoint, which also expands image placeholders."""
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         self._config = config
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def read(self, text: str, images: ImageFeatures | None) -> Prompt:
-        """Raises InvalidArgument where placeholders and images do not agree, or features do not
-        fit the model."""
+        """Return the prompt of a text with one placeholder per image.
+
+        Raises InvalidArgument if the numbers of placeholders and images differ, or the features do
+        not fit the model.
+        """
         if images is not None:
             images.check(self._config.hidden)
         tokens = self._tokenize(text)
         image_token = self._config.image_token
         placeholders = tokens.count(image_token) if image_token is not None else 0
-        given = images.count if images is not None else 0
-        if placeholders != given:
+        count = images.count if images is not None else 0
+        if placeholders != count:
             raise InvalidArgument(
                 f"the prompt has {placeholders} image placeholder{'s' * (placeholders != 1)}"
-                f" for {given} image{'s' * (given != 1)}"
+                f" for {count} image{'s' * (count != 1)}"
             )
-        if images is None or given == 0:
+        if images is None or count == 0:
             return Prompt.of_text(tokens)
         ids: list[int] = []
-        rows: list[int] = []
+        feature_row: list[int] = []
         image = 0
         for token in tokens:
             if token != image_token:
                 ids.append(token)
-                rows.append(NO_IMAGE)
+                feature_row.append(NO_IMAGE)
                 continue
-            first, count = int(images.layout[image, 0]), int(images.layout[image, 1])
-            ids.extend([token] * count)
-            rows.extend(range(first, first + count))
+            first, rows = int(images.layout[image, 0]), int(images.layout[image, 1])
+            ids.extend([token] * rows)
+            feature_row.extend(range(first, first + rows))
             image += 1
-        return Prompt(tuple(ids), torch.tensor(rows), torch.from_numpy(images.features))
+        return Prompt(tuple(ids), torch.tensor(feature_row), torch.from_numpy(images.features))
 
     def _tokenize(self, text: str) -> list[int]:
-        """Text that begins with the begin-of-text token has it once; other text gets it where
-        the tokenizer adds one."""
+        """Return the token ids of `text`, with at most one begin-of-text token.
+
+        A text that already begins with this token gets no other; any other text gets it if the
+        tokenizer adds one.
+        """
         bos = self.tokenizer.bos_token
-        starts = bool(bos) and text.startswith(bos)
-        # Not verbose: too long a prompt is refused, and no index is out of range for it.
-        return list(self.tokenizer(text, add_special_tokens=not starts, verbose=False)["input_ids"])
+        has_bos = bool(bos) and text.startswith(bos)
+        # No warning for a long prompt: it is rejected later if it exceeds the context.
+        encoded = self.tokenizer(text, add_special_tokens=not has_bos, verbose=False)
+        return list(encoded["input_ids"])

@@ -1,15 +1,14 @@
-"""A checkpoint folder → the decoder's weights.
+"""Load the decoder's weights from a checkpoint folder.
 
-Reads the language model of any checkpoint of the Llama family, alone or inside a multimodal one;
-vision towers and connectors are left to `vision/encoder.py`. Names are recognised by their ends,
-so the layouts of transformers 4 and 5 and bare decoders all load.
+Reads the language model of any checkpoint of a supported decoder family, alone or inside a
+multimodal one; `vision/encoder.py` reads vision towers and connectors. Weight names are recognised
+by their endings, so the layouts of transformers 4 and 5 and bare decoders all load.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,39 +23,28 @@ from vlora.errors import InvalidArgument
 from vlora.lora.adapter import ModelShape
 from vlora.lora.slab import TARGETS, WeightSlab
 from vlora.memory import hugepages
-from vlora.model.decoder_config import (
-    EMBEDDING,
-    FINAL_NORM,
-    LM_HEAD,
-    NORMS,
-    DecoderConfig,
-    bias_of,
-    norm_of,
-    rotary,
-    weight_of,
-)
+from vlora.model.decoder_config import DecoderConfig, load_rope_frequencies
 
 log = logging.getLogger(__name__)
 
-STORED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types in which a checkpoint's weights may be stored."""
 
 INDEX = "model.safetensors.index.json"
 
-_NAME = re.compile(
-    r"^(?:model\.|language_model\.)*("
-    r"layers\.\d+\.(?:(?:self_attn|mlp)\.\w+_proj\.(?:weight|bias)|\w+_layernorm\.weight)"
-    r"|(?:embed_tokens|norm|lm_head)\.weight)$"
-)
-
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """Target matrices lie in the slab, all else beside it. Matrices are of one type, fp32 or bf16;
-    norms and biases are fp32.
+    """Weights of the decoder: the target matrices in the slab, all others as separate tensors.
 
-    biases: (layer, target) → [d_out]. norms: (layer, name) → [hidden].
-    inverse_frequencies: [head_dim / 2], with `rope_scale` on cos and sin.
+    Matrices are all fp32 or all bf16; norms and biases are fp32.
+
+    embedding, lm_head: [vocabulary, hidden], the same tensor where they are tied.
+    final_norm: [hidden].
+    norms: (layer, name) → [hidden].
+    biases: (layer, target) → [d_out].
+    inverse_frequencies: [head_dim / 2] fp32, of the rotary embedding.
+    rope_scale: factor of its cosines and sines.
     """
 
     slab: WeightSlab
@@ -72,48 +60,51 @@ class DecoderWeights:
 def load_weights(
     folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32
 ) -> DecoderWeights:
-    """Reads the folder's safetensors one tensor at a time, each straight to where it stays, so
-    that loading needs the memory of the model and of its largest tensor. dtype: of matrices.
+    """Read the folder's safetensors files; matrices are stored in `dtype`.
+
+    Each tensor is copied straight to its final location, so loading needs the memory of the model
+    plus that of its largest tensor.
 
     Raises InvalidArgument naming the file and the tensor that is missing or does not fit.
     """
-    holders = _holders(folder, config)
+    names = config.names
+    stored = _find_weights(folder, config)
     slab = WeightSlab(config.layers, config.target_shapes, dtype)
-    rooms = {
-        weight_of(layer, target): slab.region(layer, target).view(slab.base)
+    tensors = {
+        names.matrix(layer, target): slab.region(layer, target).view(slab.base)
         for layer in range(config.layers)
         for target in TARGETS
     }
-    beside = {name: shape for name, shape in config.weight_shapes.items() if name not in rooms}
-    rooms |= {
+    tensors |= {
         name: hugepages.hugepage_zeros(*shape, dtype=dtype)
         if len(shape) == 2
         else torch.empty(shape)
-        for name, shape in beside.items()
+        for name, shape in config.weight_shapes.items()
+        if name not in tensors
     }
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
-    for name, (file, key) in holders.items():
+    for name, (file, key) in stored.items():
         by_file[file].append((name, key))
-    for file, names in by_file.items():
-        with _opened(file) as opened:
-            for name, key in names:
-                if name in rooms:
-                    _store(rooms[name], _tensor(opened, file, key), f"{file} holds '{key}'")
-    if config.tied and LM_HEAD in holders:
-        _tell_stale(rooms[EMBEDDING], *holders[LM_HEAD])
-    frequencies, scale = rotary(folder)
+    for file, entries in by_file.items():
+        with _open(file) as opened:
+            for name, key in entries:
+                if name in tensors:
+                    _copy_into(tensors[name], _read(opened, file, key), f"{file} holds '{key}'")
+    if config.tied and names.lm_head in stored:
+        _warn_of_stale_head(tensors[names.embedding], *stored[names.lm_head])
+    frequencies, scale = load_rope_frequencies(folder)
     return DecoderWeights(
         slab=slab,
-        embedding=rooms[EMBEDDING],
-        lm_head=rooms[EMBEDDING if config.tied else LM_HEAD],
-        final_norm=rooms[FINAL_NORM],
+        embedding=tensors[names.embedding],
+        lm_head=tensors[names.embedding if config.tied else names.lm_head],
+        final_norm=tensors[names.final_norm],
         norms={
-            (layer, norm): rooms[norm_of(layer, norm)]
+            (layer, norm): tensors[names.norm(layer, norm)]
             for layer in range(config.layers)
-            for norm in NORMS
+            for norm in names.norms
         },
         biases={
-            (layer, target): rooms[bias_of(layer, target)]
+            (layer, target): tensors[names.bias(layer, target)]
             for layer in range(config.layers)
             for target in config.biased
         },
@@ -123,16 +114,19 @@ def load_weights(
 
 
 def check_files(folder: Path) -> None:
-    """Raises InvalidArgument naming the first weights file that is missing, cut short or broken."""
-    for file in _files(folder)[0]:
-        _opened(file)
+    """Raise InvalidArgument naming the first weights file that is missing, truncated or corrupt."""
+    for file in _weight_files(folder)[0]:
+        _open(file)
 
 
 def adapter_shape(
     folder: Path, config: DecoderConfig, lm_head: torch.Tensor | None = None
 ) -> ModelShape:
-    """What adapters of this checkpoint have to fit. Without `lm_head`, no weight is read but for
-    an adapter that needs it."""
+    """Return the shapes that adapters of this checkpoint must fit.
+
+    lm_head: the loaded LM head. Without it, the LM head is read from the folder when the first
+    adapter needs it; no other weight is ever read.
+    """
     return ModelShape(
         layers=config.layers,
         hidden=config.hidden,
@@ -140,42 +134,49 @@ def adapter_shape(
         shapes=config.target_shapes,
         prefix=config.prefix,
         lm_head=cache(lambda: load_lm_head(folder, config) if lm_head is None else lm_head),
-        other_modules=cache(lambda: _modules(folder)),
+        other_modules=cache(lambda: _module_paths(folder)),
     )
 
 
-def _modules(folder: Path) -> frozenset[str]:
-    """Paths of all modules with weights, as the folder's files name them."""
-    keys = (key for file in _files(folder)[0] for key in _opened(file).keys())  # noqa: SIM118
+def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:
+    """Read the LM head alone, [vocabulary, hidden] fp32. Raises as `load_weights` does."""
+    names = config.names
+    file, key = _find_weights(folder, config)[names.embedding if config.tied else names.lm_head]
+    head = torch.empty(config.vocabulary, config.hidden, dtype=torch.float32)
+    with _open(file) as opened:
+        _copy_into(head, _read(opened, file, key), f"{file} holds '{key}'")
+    return head
+
+
+def _module_paths(folder: Path) -> frozenset[str]:
+    """Return the paths of all modules with weights, as the folder's files name them."""
+    keys = (key for file in _weight_files(folder)[0] for key in _open(file).keys())  # noqa: SIM118
     return frozenset(key.rpartition(".")[0] for key in keys)
 
 
-def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:
-    """The LM head alone, [vocabulary, hidden]. Raises as `load_weights`."""
-    file, key = _holders(folder, config)[EMBEDDING if config.tied else LM_HEAD]
-    room = torch.empty(config.vocabulary, config.hidden, dtype=torch.float32)
-    with _opened(file) as opened:
-        _store(room, _tensor(opened, file, key), f"{file} holds '{key}'")
-    return room
+def _copy_into(target: torch.Tensor, tensor: torch.Tensor, origin: str) -> None:
+    """Copy a stored tensor to its final location, converting its type.
 
-
-def _store(room: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
-    """Copy a stored tensor to where it stays; the one place where its type changes."""
-    if tensor.dtype not in STORED:
-        served = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED)
-        raise InvalidArgument(f"model: {what} as {tensor.dtype}; served are {served}")
-    if tensor.shape != room.shape:
+    origin: file and key of the tensor, for error messages.
+    """
+    if tensor.dtype not in STORED_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
+        raise InvalidArgument(f"model: {origin} as {tensor.dtype}; supported: {supported}")
+    if tensor.shape != target.shape:
         raise InvalidArgument(
-            f"model: {what} of shape {tuple(tensor.shape)}; by config.json it must be"
-            f" {tuple(room.shape)}"
+            f"model: {origin} of shape {tuple(tensor.shape)}; by config.json it must be"
+            f" {tuple(target.shape)}"
         )
-    room.copy_(tensor)
+    target.copy_(tensor)
 
 
-def _tell_stale(embedding: torch.Tensor, file: Path, key: str) -> None:
-    """config.json decides: tied is tied, whatever else the file holds (decision 20)."""
-    with _opened(file) as opened:
-        head = _tensor(opened, file, key)
+def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
+    """Warn if a stored LM head differs from the embeddings that config.json ties it to.
+
+    config.json decides: a head stored in spite of tied embeddings is not used (decision 20).
+    """
+    with _open(file) as opened:
+        head = _read(opened, file, key)
     if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
         log.warning(
             "%s holds '%s', which differs from the embeddings; config.json ties the two, so the"
@@ -185,42 +186,40 @@ def _tell_stale(embedding: torch.Tensor, file: Path, key: str) -> None:
         )
 
 
-def _holders(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, str]]:
-    """name → (file, key there) of every weight of the decoder that the folder holds.
+def _find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, str]]:
+    """Return the file and the key of every decoder weight in the folder, by name without prefix.
 
-    Complete for `config`. As in transformers, tied embeddings may be stored as the LM head.
+    As in transformers, tied embeddings may be stored as the LM head. Raises InvalidArgument for a
+    weight that is missing or stored twice.
     """
-    holders: dict[str, tuple[Path, str]] = {}
-    files, listed = _files(folder)
+    names = config.names
+    found: dict[str, tuple[Path, str]] = {}
+    files, index = _weight_files(folder)
     for file in files:
-        with _opened(file) as opened:
+        with _open(file) as opened:
             keys = list(opened.keys())
         for key in keys:
-            if (name := _name(key)) is None:
+            if (name := names.without_prefix(key)) is None:
                 continue
-            if name in holders:
-                other, known = holders[name]
-                raise InvalidArgument(f"model: {file} holds '{key}', which is '{known}' of {other}")
-            holders[name] = (file, key)
-    if config.tied and EMBEDDING not in holders and LM_HEAD in holders:
-        holders[EMBEDDING] = holders.pop(LM_HEAD)
+            if name in found:
+                first_file, first_key = found[name]
+                raise InvalidArgument(
+                    f"model: {file} holds '{key}', which is '{first_key}' of {first_file}"
+                )
+            found[name] = (file, key)
+    if config.tied and names.embedding not in found and names.lm_head in found:
+        found[names.embedding] = found.pop(names.lm_head)
     for name in config.weight_shapes:
-        if name not in holders:
-            untied = " (config.json does not tie it to the embeddings)" * (name == LM_HEAD)
-            promised = (file for key, file in listed.items() if _name(key) == name)
-            where = next(promised, files[0] if len(files) == 1 else folder)
+        if name not in found:
+            untied = " (config.json does not tie it to the embeddings)" * (name == names.lm_head)
+            listed = (file for key, file in index.items() if names.without_prefix(key) == name)
+            where = next(listed, files[0] if len(files) == 1 else folder)
             raise InvalidArgument(f"model: {where} lacks {name}{untied}")
-    return holders
+    return found
 
 
-def _name(key: str) -> str | None:
-    """A stored tensor's name without the layout's prefix; None if it is not the decoder's."""
-    match = _NAME.match(key)
-    return match[1] if match else None
-
-
-def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The folder's weight files, found as transformers does, and what its index lists."""
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the folder's weight files, chosen as transformers does, and the index: key → file."""
     index = folder / INDEX
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"], {}
@@ -239,16 +238,16 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     return sorted(set(listed.values())), listed
 
 
-def _opened(file: Path) -> Any:
-    # Not mapped: a mapped file would count as memory beside the slab, and one that is cut short
-    # while it is read would end the process.
+def _open(file: Path) -> Any:
+    # Read, not mapped: a mapped file would count as memory in addition to the slab, and a file
+    # truncated while it is read would end the process.
     try:
         return safe_open(file, framework="pt", backend="pread")
     except (SafetensorError, OSError) as error:
         raise InvalidArgument(f"model: {file} cannot be read: {error}") from error
 
 
-def _tensor(opened: Any, file: Path, key: str) -> torch.Tensor:
+def _read(opened: Any, file: Path, key: str) -> torch.Tensor:
     try:
         tensor: torch.Tensor = opened.get_tensor(key)
     except (SafetensorError, OSError) as error:

@@ -1,6 +1,6 @@
 """One forward pass over the rows of a step, from token ids to logits and head scores.
 
-Knows chunks, pages and segments; nothing of requests, queues or sampling.
+The runner sees chunks, pages and segments, but no requests, queues or sampling.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from vlora.model.loader import DecoderWeights
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits: [rows, V] fp32, a row for each chunk that completes, in order; heads: one
-    [classes] tensor for each that completes and uses a head instead, in order, before softmax."""
+    """Outputs of the chunks that complete, in the order of the chunks.
+
+    logits: [rows, V] fp32, one row per chunk that does not use a head.
+    heads: one [classes] fp32 tensor per chunk that does, before softmax.
+    """
 
     logits: torch.Tensor
     heads: tuple[torch.Tensor, ...]
 
 
 class Runner:
-    """Owns the decoder."""
+    """The decoder with its adapters and its KV pages."""
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Runner:
         switcher: Switcher,
         store: KVCache,
     ) -> None:
-        """store: the pages' bytes, which the engine owns."""
+        """store: the KV pages, which the engine owns."""
         self._decoder = Decoder(config, weights, adapters, switcher)
         self._switcher = switcher
         self._adapters = adapters
@@ -51,26 +54,28 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> StepResult:
-        """With the weights that are active. chunks: in the order of their rows, best that of
-        `segments.order_of`: the segments are then the fewest."""
+        """Run the step's chunks with the switcher's active weights.
+
+        chunks: in the order of their rows. Sorted by `ids.order_of`, they make the fewest segments.
+        """
         attention = AttentionPlan(chunks, self._store, self._query_heads)
         live = self._switcher.live
         segments = signed_segments(((chunk.slot, chunk.length) for chunk in chunks), live)
-        drawn = [chunk for chunk in chunks if chunk.completes and not chunk.use_head]
+        sampled = [chunk for chunk in chunks if chunk.completes and not chunk.use_head]
         scored = [chunk for chunk in chunks if chunk.completes and chunk.use_head]
-        ending = drawn + scored
+        completed = sampled + scored
         hidden = self._decoder.forward(
             self._embed(chunks),
             attention,
             segments,
-            [chunk.last_row for chunk in ending],
-            signed_segments(((chunk.slot, 1) for chunk in ending), live),
+            [chunk.last_row for chunk in completed],
+            signed_segments(((chunk.slot, 1) for chunk in completed), live),
         )
         # The LM head is never merged, so its segments do not depend on the live adapter.
-        lm_head = signed_segments((chunk.slot, 1) for chunk in drawn)
+        lm_head_segments = signed_segments((chunk.slot, 1) for chunk in sampled)
         return StepResult(
-            self._decoder.logits(hidden[: len(drawn)], lm_head),
-            self._heads(hidden[len(drawn) :], [chunk.slot for chunk in scored]),
+            self._decoder.logits(hidden[: len(sampled)], lm_head_segments),
+            self._head_scores(hidden[len(sampled) :], [chunk.slot for chunk in scored]),
         )
 
     def _embed(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -82,8 +87,11 @@ class Runner:
         ]
         return self._decoder.embed(tokens, images)
 
-    def _heads(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """hidden: one row a slot → what each one's head makes of it; all heads in one call."""
+    def _head_scores(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return the outputs of the adapters' heads, computed in one call.
+
+        hidden: [len(slots), hidden]. slots: slot of the adapter of each row.
+        """
         if not slots:
             return ()
         heads = self._adapters.heads

@@ -1,7 +1,7 @@
-"""What lies between a layer's matrices, in memory that every layer and every step uses again.
+"""Intermediate results of a forward pass, in memory that every layer and every step reuses.
 
-Fresh tensors of some megabytes go back to the system when they are dropped, and every page of the
-next ones is a fault: a third of the time of a prefill of 1024 rows.
+Freshly allocated tensors of some megabytes are returned to the system when they are freed, and each
+page of the next ones is a page fault: a third of the time of a prefill of 1024 rows.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from vlora.model.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Places for a step's rows, [T, width] fp32, contiguous, of any values.
+class StepBuffers:
+    """Intermediate results of a step, each [T, width] fp32, contiguous, initially of any values.
 
-    qkv and gate_up share their memory, as do normed, attended and gated: each is done with before
-    the next is written. delta: what a layer's attention or MLP says. hidden: what
-    all of these are added to.
+    qkv and gate_up share their memory, as do normed, attended and gated: each is read for the last
+    time before the next is written.
+    delta: output of a layer's attention or MLP, to be added to `hidden`.
+    hidden: the residual stream.
     """
 
     qkv: torch.Tensor
@@ -33,35 +34,37 @@ class Rows:
 
 
 class Workspace:
-    """Rows for one forward pass at a time. Keeps memory for the most that were asked for."""
+    """Buffers of one forward pass at a time. Holds memory for the largest step so far."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        heads, inner = config.heads * config.head_dim, config.intermediate
-        qkv = heads + 2 * config.kv_heads * config.head_dim
-        self._wide = {"qkv": qkv, "gate_up": 2 * inner}
-        self._narrow = {"normed": config.hidden, "attended": heads, "gated": inner}
-        self._delta = {"delta": config.hidden}
-        self._hidden = {"hidden": config.hidden}
+        attended, inner = config.heads * config.head_dim, config.intermediate
+        qkv = attended + 2 * config.kv_heads * config.head_dim
+        # Buffers by width; those of one group share their memory.
+        self._groups = (
+            {"qkv": qkv, "gate_up": 2 * inner},
+            {"normed": config.hidden, "attended": attended, "gated": inner},
+            {"delta": config.hidden},
+            {"hidden": config.hidden},
+        )
         self._memory: list[torch.Tensor] = []
-        self._most = -1
-        self._rows: Rows | None = None
+        self._max_rows = -1
+        self._buffers: StepBuffers | None = None
 
-    def rows(self, count: int) -> Rows:
-        """Places for `count` rows; what was there before is lost."""
-        if self._rows is not None and len(self._rows.delta) == count:
-            return self._rows
-        groups = (self._wide, self._narrow, self._delta, self._hidden)
-        if count > self._most:
+    def buffers(self, rows: int) -> StepBuffers:
+        """Return buffers of `rows` rows; the contents of earlier buffers are lost."""
+        if self._buffers is not None and len(self._buffers.delta) == rows:
+            return self._buffers
+        if rows > self._max_rows:
             self._memory = [
-                hugepages.hugepage_zeros(max(1, count), max(g.values()), dtype=torch.float32)
-                for g in groups
+                hugepages.hugepage_zeros(max(1, rows), max(group.values()), dtype=torch.float32)
+                for group in self._groups
             ]
-            self._most = count
-        self._rows = Rows(
+            self._max_rows = rows
+        self._buffers = StepBuffers(
             **{
-                name: memory.view(-1)[: count * width].view(count, width)
-                for group, memory in zip(groups, self._memory, strict=True)
+                name: memory.view(-1)[: rows * width].view(rows, width)
+                for group, memory in zip(self._groups, self._memory, strict=True)
                 for name, width in group.items()
             }
         )
-        return self._rows
+        return self._buffers

@@ -7,59 +7,56 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vlora.engine.loop import EngineLoop
-from vlora.serving import glue
 from vlora.serving.exporter import EngineExporter
 from vlora.serving.lmm import LmmService
-from vlora.serving.registry import Refresher
+from vlora.serving.triton.process import TritonProcess
 from vlora.vision.prompts import ChatTemplate
 
 log = logging.getLogger("vlora")
 
-BLS_THREADS = 16
+ENCODE_THREADS = 16
+"""Maximum number of simultaneous calls of the vision encoder."""
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        lifeline = glue.set_up(args["model_name"])
-        options = glue.options(args)
+        self._process = TritonProcess(args)
+        options = self._process.options
         for note in options.notes:
             log.info(note)
-        glue.export_errors(options, args)
-        self._loop = EngineLoop.from_options(options, glue.adapter_names(args))
-        self._pool = ThreadPoolExecutor(BLS_THREADS, thread_name_prefix="encode")
-        exporter = glue.exporter(
-            options,
+        self._loop = EngineLoop.from_options(options, self._process.adapter_names())
+        self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
+        exporter = self._process.export(
             lambda registry: EngineExporter(
                 registry,
-                glue.metric_labels(args),
+                self._process.labels,
                 self._loop.stats,
                 max_lora=len(self._loop.adapters.names()),
                 max_tokens=self._loop.max_model_len,
             ),
         )
-        self._refresher = None if exporter is None else Refresher(exporter)
         if exporter is not None:
-            # While the next step is computed, not before the last response of a request: those
-            # that end in one step shall come back, and be encoded again, together.
+            # Metrics are written while the next step is computed, not before a request's last
+            # response: requests that end in one step should come back, and be encoded, together.
             self._loop.after_outputs = exporter.catch_up
         self._service = LmmService(
             self._loop,
             ChatTemplate.from_checkpoint(options.model),
             options.limits,
-            glue.encode_images,
+            self._process.calls.encode_images,
             self._pool,
             observe=(lambda: lambda output: None) if exporter is None else exporter.request,
-            cancel_elsewhere=glue.cancel_unary,
+            cancel_elsewhere=self._process.calls.cancel_unary,
         )
-        lifeline.on_drain(self._loop.shutdown)
+        self._process.lifeline.on_drain(self._loop.shutdown)
 
     def execute(self, requests: list[Any]) -> None:
-        glue.hand_over(requests, self._service)
+        self._process.hand_over(requests, self._service)
 
     def finalize(self) -> None:
-        if self._refresher is not None:
-            self._refresher.close()
+        self._process.close_metrics()
         self._service.close()
-        self._loop.shutdown(0)  # Triton unloads a model when none of its requests runs
+        # Nothing is left to drain: Triton unloads a model only when none of its requests runs.
+        self._loop.shutdown(0)
         self._pool.shutdown(cancel_futures=True)
-        glue.release(self)
+        self._process.release(self)

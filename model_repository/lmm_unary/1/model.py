@@ -5,29 +5,29 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from vlora.serving import glue
 from vlora.serving.lmm_unary import LmmUnaryService
+from vlora.serving.triton.process import TritonProcess
 
-CALLS_AT_ONCE = 128
+MAX_CALLS = 128
+"""Maximum number of simultaneous calls of `lmm`; further requests wait for a thread."""
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        glue.set_up(args["model_name"])
-        options = glue.options(args)
-        glue.export_errors(options, args)
-        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="relay")
+        self._process = TritonProcess(args)
+        options = self._process.options
+        self._pool = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="relay")
         self._service = LmmUnaryService(
-            glue.ask_lmm,
+            self._process.calls.ask_lmm,
             self._pool,
-            most=options.max_num_seqs + options.max_num_waiting,
-            running=options.max_num_seqs,
+            max_requests=options.max_num_seqs + options.max_num_waiting,
+            max_running=options.max_num_seqs,
         )
 
     def execute(self, requests: list[Any]) -> None:
-        glue.hand_over(requests, self._service)
+        self._process.hand_over(requests, self._service)
 
     def finalize(self) -> None:
         self._service.close()
         self._pool.shutdown()
-        glue.release(self)
+        self._process.release(self)

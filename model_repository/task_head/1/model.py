@@ -1,29 +1,29 @@
-"""`task_head`: answers of the LMM as labels, boxes and counts."""
+"""`task_head`: converts answers of the LMM to labels, boxes and counts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vlora.serving import glue
+from vlora.errors import VLoraError
 from vlora.serving.responder import as_vlora_error
 from vlora.serving.task_head import to_result
+from vlora.serving.tensors import Tensors
+from vlora.serving.triton.process import TritonProcess
+from vlora.serving.triton.tensors import inputs_of
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        glue.set_up(args["model_name"])
-        options = glue.options(args)
-        glue.export_errors(options, args)
-        self._limits = options.limits
+        self._process = TritonProcess(args)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        return [self._answer(request) for request in requests]
+        return [self._process.response(self._result(request)) for request in requests]
 
-    def _answer(self, request: Any) -> Any:
+    def _result(self, request: Any) -> Tensors | VLoraError:
         try:
-            return glue.response(to_result(glue.inputs(request), self._limits))
+            return to_result(inputs_of(request), self._process.options.limits)
         except Exception as error:
-            return glue.error_response(as_vlora_error(error, "reading the answer"))
+            return as_vlora_error(error, "reading the answer")
 
     def finalize(self) -> None:
-        glue.release(self)
+        self._process.release(self)

@@ -1,4 +1,4 @@
-"""`vision_encoder`: images and frames to features, in batches, each distinct image once.
+"""`vision_encoder`: images and frames to features, in batches; encodes each distinct image once.
 
 A request is answered as soon as its part of the batch is encoded.
 """
@@ -11,9 +11,9 @@ from typing import Any
 from vlora import cores
 from vlora.errors import Unavailable
 from vlora.model.decoder_config import dtype_of
-from vlora.serving import glue
 from vlora.serving.exporter import EncoderExporter
-from vlora.serving.registry import Refresher
+from vlora.serving.triton.process import TritonProcess
+from vlora.serving.triton.tensors import try_inputs
 from vlora.serving.vision_encoder import Answers, encode_batch
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
@@ -21,45 +21,49 @@ from vlora.vision.features import EncoderService, FeatureCache
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self._lifeline = glue.set_up(args["model_name"])
-        options = glue.options(args)
-        glue.export_errors(options, args)
+        self._process = TritonProcess(args)
+        options = self._process.options
         encoder = VisionEncoder(
             options.model,
-            cores.of(options).encoder,
+            cores.split_threads(options).encoder,
             dtype_of(options.dtype, options.model),
         )
         service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
-        exporter = glue.exporter(
-            options,
+        exporter = self._process.export(
             lambda registry: EncoderExporter(
-                registry, glue.metric_labels(args), lambda: service.counters
+                registry, self._process.labels, lambda: service.counters
             ),
         )
-        self._flush = (lambda: None) if exporter is None else exporter.flush
-        self._refresher = None if exporter is None else Refresher(exporter)
-        self._limits = options.limits
+        self._flush_metrics = (lambda: None) if exporter is None else exporter.flush
         self._service = service
-        logging.getLogger("vlora").info("%d rows of %d per image", encoder.rows, encoder.hidden)
+        logging.getLogger("vlora").info(
+            "features per image: %d rows of width %d", encoder.rows, encoder.hidden
+        )
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """What the last part brings is returned together, which costs the least; None stands for
-        what has been sent before."""
-        if self._lifeline.draining:
+        """Answer a batch.
+
+        The answers of its last part are returned together, which is the cheapest way to send them.
+        None stands for a request that has been answered before.
+        """
+        if self._process.lifeline.draining:
             refusal = Unavailable("the server is shutting down")
-            return [glue.error_response(refusal) for _ in requests]
+            return [self._process.response(refusal) for _ in requests]
 
         def send(answers: Answers) -> None:
-            self._flush()  # who has an answer finds it counted
+            # Metrics are written first, so that a client with an answer finds it counted.
+            self._flush_metrics()
             for index, answer in answers.items():
-                glue.answer(glue.TritonResponder(requests[index]), answer)
+                self._process.responder(requests[index]).answer(answer)
 
-        batch = [glue.try_inputs(request) for request in requests]
-        last = encode_batch(batch, self._service, self._limits, send)
-        self._flush()
-        return [glue.returned(last.get(index)) for index in range(len(requests))]
+        batch = [try_inputs(request) for request in requests]
+        last = encode_batch(batch, self._service, self._process.options.limits, send)
+        self._flush_metrics()
+        return [
+            self._process.response(last[index]) if index in last else None
+            for index in range(len(requests))
+        ]
 
     def finalize(self) -> None:
-        if self._refresher is not None:
-            self._refresher.close()
-        glue.release(self)
+        self._process.close_metrics()
+        self._process.release(self)

@@ -65,7 +65,7 @@ class Case:
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
         frequencies = 10.0 ** -torch.linspace(0, 3, self.dim // 2)
-        return Rotary.of(positions[:, None] * frequencies, 1.0)
+        return Rotary.from_angles(positions[:, None] * frequencies, 1.0)
 
     def wanted(self, index: int, start: int) -> torch.Tensor:
         rows = self.rows[index]
@@ -158,5 +158,5 @@ def test_chunks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="page 999 of"):
         case.step([(0, 0, 10)], "cpu")
     plan = AttentionPlan([_chunk(0, 0, 0, 2, (0,))], case.store, 4)
-    with pytest.raises(ValueError, match="are not the 2 of the plan"):
+    with pytest.raises(ValueError, match=r"qkv \(3, 256\)"):
         plan.attend(0, torch.zeros(3, 256), case.rotary(plan.positions))

@@ -1,0 +1,5 @@
+"""Run the command line: `python -m vlora.cli`."""
+
+from vlora.cli import main
+
+main()

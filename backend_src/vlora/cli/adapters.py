@@ -1,0 +1,94 @@
+"""`vlora adapters`: the adapters that a server would load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from vlora.cli.common import (
+    AdaptersOption,
+    ModelOption,
+    console,
+    load_checked_options,
+    print_plain,
+    report_errors,
+)
+from vlora.config import load_adapter_names
+from vlora.launcher.server import default_repository
+
+if TYPE_CHECKING:
+    from vlora.lora.adapter import AdapterInfo
+    from vlora.lora.store import AdapterStore
+
+app = typer.Typer(
+    help="List and check the adapters that a server would load.", add_completion=False
+)
+
+
+@app.command("list")
+def list_adapters(model: ModelOption = None, adapters: AdaptersOption = None) -> None:
+    """List all adapters with their ranks, targets, tasks, labels and digests."""
+    with report_errors():
+        store = _load_store(model, adapters)
+    console.print(table_of([store.info(name) for name in store.names()]))
+    for name in store.broken:
+        print_plain(f"{name} failed to load; see `vlora adapters check`")
+
+
+@app.command("check")
+def check_adapters(model: ModelOption = None, adapters: AdaptersOption = None) -> None:
+    """Load all adapters and print why any of them fails; the exit status is then 1."""
+    with report_errors():
+        store = _load_store(model, adapters)
+    for name in store.names():
+        console.print(f"[green]ok[/]      {escape(name)}")
+    for error in store.broken.values():
+        console.print(f"[red]broken[/]  {escape(str(error))}", soft_wrap=True)
+    if store.broken:
+        raise typer.Exit(1)
+
+
+def table_of(adapters: Iterable[AdapterInfo]) -> Table:
+    """Return a table with one adapter per row that fits into 80 columns.
+
+    Targets are listed without `_proj`.
+    """
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for head in ("adapter", "ranks", "targets", "tasks", "labels", "digest"):
+        table.add_column(head, no_wrap=head not in ("targets", "tasks"))
+    for info in adapters:
+        table.add_row(
+            escape(info.name),
+            " ".join(map(str, info.ranks)),
+            " ".join(target.removesuffix("_proj") for target in info.targets),
+            escape(" ".join(info.tasks)) or "any",
+            escape(f"{' '.join(info.head_tasks)}: {len(info.head_labels)}")
+            if info.head_labels
+            else "-",
+            info.digest[:12],
+        )
+    return table
+
+
+def _load_store(model: Path | None, adapters: Path | None) -> AdapterStore:
+    """Load all adapters of the repository with these overrides."""
+    from vlora.lora.folders import find_folders
+    from vlora.lora.store import AdapterStore
+    from vlora.model.decoder_config import load_config
+    from vlora.model.loader import adapter_shape
+
+    options = load_checked_options(model, adapters)
+    # The commands print what failed; the log would repeat it.
+    logging.getLogger("vlora").addHandler(logging.NullHandler())
+    config = load_config(options.model)
+    store = AdapterStore(adapter_shape(options.model, config), options.limits.max_adapter_bytes)
+    names = load_adapter_names(default_repository() / "lmm" / "1" / "multi_lora.json")
+    store.load(find_folders(options.adapters, names))
+    return store

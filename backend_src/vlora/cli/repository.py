@@ -1,0 +1,37 @@
+"""`vlora repository`: writes a model repository to change and mount."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def repository(
+    folder: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint folder for its model.json, as the server will see it."),
+    ] = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(help="Adapters folder for its model.json, as the server will see it."),
+    ] = None,
+) -> None:
+    """Write a copy of the model repository, to change and to mount."""
+    from vlora.errors import InvalidArgument
+    from vlora.launcher.repository import write_repository
+
+    try:
+        written = write_repository(folder, model, adapters)
+    except (InvalidArgument, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"The options are in {written}/lmm/1/model.json. To serve the repository, run:")
+    typer.echo(f"  vlora serve --repository {written}")
+    typer.echo("or")
+    typer.echo(f"  tritonserver --model-repository={written} --disable-auto-complete-config")

@@ -1,0 +1,127 @@
+"""`vlora serve`: a server in the foreground."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlora import paths
+from vlora.cli.common import (
+    AdaptersOption,
+    ModelOption,
+    console,
+    load_checked_options,
+    print_plain,
+    report_errors,
+)
+from vlora.config import Options, read_keys
+from vlora.errors import MAX_NAMES
+from vlora.launcher.server import (
+    GRACE_SECONDS,
+    ServerOptions,
+    TritonServer,
+    default_repository,
+)
+from vlora.launcher.supervisor import RestartPolicy, Supervisor
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def serve(
+    model: ModelOption = None,
+    adapters: AdaptersOption = None,
+    repository: Annotated[
+        Path | None,
+        typer.Option(help="Model repository to serve. Default: the one that vlora includes."),
+    ] = None,
+    http_port: Annotated[int, typer.Option(help="HTTP port; 0 chooses a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 chooses a free one.")] = 8001,
+    metrics_port: Annotated[
+        int, typer.Option(help="Port of the Prometheus metrics; 0 chooses a free one.")
+    ] = 8002,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for the server's log; - is standard output."
+            " Default: vlora-<HTTP port>.log in the folder of temporary files."
+        ),
+    ] = None,
+    grace: Annotated[
+        int, typer.Option(min=0, help="Seconds that running requests get to finish on shutdown.")
+    ] = int(GRACE_SECONDS),
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Restart the server when it fails.")
+    ] = False,
+    options_file: Annotated[
+        Path | None,
+        typer.Option("--options", help="JSON file with keys that replace those of model.json."),
+    ] = None,
+    triton: Annotated[
+        list[str] | None,
+        typer.Argument(help="Arguments for tritonserver itself, after --.", show_default=False),
+    ] = None,
+) -> None:
+    """Start a server in the foreground; Ctrl-C stops it. Without options: the demo model."""
+    with report_errors():
+        served = repository or default_repository()
+        replacing = {} if options_file is None else read_keys(options_file)
+        options = load_checked_options(model, adapters, served, replacing)
+        server_options = ServerOptions(
+            repository=served,
+            model_json=replacing,
+            triton_arguments=tuple(triton or ()),
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            model=options.model,
+            adapters=options.adapters,
+            log=log or Path(tempfile.gettempdir()) / f"vlora-{http_port}.log",
+            grace_seconds=grace,
+        )
+        policy = RestartPolicy() if restart else None
+        Supervisor(server_options, print_plain, policy).run(partial(_announce, options))
+
+
+def _announce(options: Options, server: TritonServer, seconds: float) -> None:
+    """Print addresses and a first request once the server is ready."""
+    models = ", ".join(sorted(server.index()))
+    console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
+    console.print(f"model     {options.model}", soft_wrap=True)
+    console.print(f"adapters  {options.adapters}", soft_wrap=True)
+    if broken := server.broken_adapters():
+        names = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
+        print_plain(
+            f"{len(broken)} adapters failed to load: {names}"
+            " (for the reasons, see the log or run `vlora adapters check`)"
+        )
+    console.print(f"HTTP      {server.http_url}")
+    console.print(f"gRPC      {server.grpc_url}")
+    console.print(f"metrics   {server.metrics_url}")
+    console.print(f"log       {server.log}", soft_wrap=True)
+    console.print("Try this in another terminal:")
+    print_plain(f"  {first_question(options, server.http_url)}")
+    console.print("Press Ctrl-C to stop the server.")
+
+
+def first_question(options: Options, url: str) -> str:
+    """Return a shell command that asks the server about a picture.
+
+    The picture is one of the demo's if the demo model is served, else `picture.png` in the working
+    directory.
+    """
+    demo = paths.root() / "tools/demo"
+    picture, question = demo / "samples/vqa.png", "What color is the star?"
+    serves_demo = options.model.resolve() == (demo / "checkpoint").resolve()
+    if not (serves_demo and picture.is_file()):
+        picture, question = Path("picture.png"), "What do you see?"
+    request = f"""'{{"text_input": "{question}", "image": "%s"}}'"""
+    return (
+        f"""printf {request} "$(base64 -w0 {shlex.quote(str(picture))})" |"""
+        f" curl -s {url}/v2/models/video_analytics/generate -d @-; echo"
+    )

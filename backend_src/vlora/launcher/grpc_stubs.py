@@ -1,0 +1,40 @@
+"""The gRPC messages and stub of Triton, loaded without numpy.
+
+`tritonclient.grpc` imports numpy and ml_dtypes for its client, which take more CPU time than the
+rest of `vlora probe`. Its generated modules need neither of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+
+PACKAGE = "tritonclient.grpc"
+
+
+def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
+    """Return the modules `service_pb2` and `service_pb2_grpc` of tritonclient.
+
+    If the package is not imported yet, an empty one with the same path stands in for it, so that
+    its `__init__` does not run; a later import of the package is not affected.
+    """
+    stand_in = None
+    if PACKAGE not in sys.modules:
+        spec = importlib.util.find_spec(PACKAGE)
+        if spec is None or spec.submodule_search_locations is None:
+            raise ModuleNotFoundError(
+                f"{PACKAGE} is not installed; install it with: pip install 'vlora[server]'"
+            )
+        stand_in = ModuleType(PACKAGE)
+        stand_in.__path__ = list(spec.submodule_search_locations)
+        sys.modules[PACKAGE] = stand_in
+    try:
+        return (
+            importlib.import_module(f"{PACKAGE}.service_pb2"),
+            importlib.import_module(f"{PACKAGE}.service_pb2_grpc"),
+        )
+    finally:
+        if stand_in is not None:
+            del sys.modules[PACKAGE]

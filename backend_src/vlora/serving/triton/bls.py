@@ -1,0 +1,117 @@
+"""Calls from one model to another (Triton's business logic scripting)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from vlora.request import ImageFeatures
+from vlora.serving.responder import from_message, is_coded
+from vlora.serving.tensors import Tensors, flag
+from vlora.serving.triton.tensors import to_triton
+from vlora.serving.vision_encoder import features_from
+
+LMM = "lmm"
+LMM_UNARY = "lmm_unary"
+VISION_ENCODER = "vision_encoder"
+
+ENCODE_TRIES = 3
+"""Maximum number of calls of the vision encoder for one request.
+
+Triton 2.51 fails a whole batch if the strings of one request have wrong length prefixes. Strings
+from `lmm` are always well formed, so an error in Triton's own words was caused by another request
+of the batch, and the call is repeated.
+"""
+
+ALIVE_SECONDS = 5.0
+"""Seconds for which the responses of a call to a decoupled model stay owned after their use.
+
+The server's stub forgets a finished call of a decoupled model on a thread that does not hold
+Python's lock. If that call were the last owner of the responses, it would free their arrays there
+and corrupt reference counts (python_backend issue 390, fixed in 24.12).
+"""
+
+ANSWER_OUTPUTS = (
+    "text_output",
+    "details",
+    "finish_reason",
+    "num_input_tokens",
+    "num_output_tokens",
+    "logprobs",
+    "cumulative_logprob",
+    "head_scores",
+    "head_labels",
+    "metadata",
+)
+"""Outputs of `lmm` that `lmm_unary` passes on."""
+
+CANCEL_OUTPUTS = ("text_output", "details")
+
+
+class ModelCalls:
+    """Calls other models of the same server. All methods block; all may be called concurrently."""
+
+    def __init__(self) -> None:
+        self._alive: deque[tuple[float, Any]] = deque()
+        self._lock = threading.Lock()
+
+    def ask_lmm(self, tensors: Tensors, request_id: str) -> list[Tensors]:
+        """Return all responses of `lmm`. Raises the error of a response that failed."""
+        outputs = CANCEL_OUTPUTS if "cancel" in tensors else ANSWER_OUTPUTS
+        responses = list(_request(LMM, tensors, outputs, request_id).exec(decoupled=True))
+        self._keep_alive([(response, response.output_tensors()) for response in responses])
+        return [unwrap(response) for response in responses]
+
+    def cancel_unary(self, client_id: str) -> None:
+        """Have `lmm_unary` end the requests with this id that wait there."""
+        unwrap(_request(LMM_UNARY, {"cancel": flag(True)}, ["text_output"], client_id).exec())
+
+    def encode_images(self, tensors: Tensors) -> ImageFeatures:
+        """Return features from `vision_encoder`; adds and removes its batch dimension."""
+        batched = {name: value[None] for name, value in tensors.items()}
+        outputs = ("image_features", "image_layout")
+        for _ in range(ENCODE_TRIES):
+            response = _request(VISION_ENCODER, batched, outputs, "").exec()
+            if not response.has_error() or is_coded(response.error().message()):
+                break
+        return features_from(unwrap(response))
+
+    def clear(self) -> None:
+        """Release the responses that are still owned."""
+        with self._lock:
+            self._alive.clear()
+
+    def _keep_alive(self, responses: Any) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._alive.append((now, responses))
+            while self._alive[0][0] < now - ALIVE_SECONDS:
+                self._alive.popleft()
+
+
+def _request(model: str, tensors: Tensors, outputs: Sequence[str], request_id: str) -> Any:
+    return pb_utils.InferenceRequest(
+        model_name=model,
+        request_id=request_id,
+        inputs=to_triton(tensors),
+        requested_output_names=list(outputs),
+    )
+
+
+def unwrap(response: Any) -> Tensors:
+    """Return copies of a response's tensors, or raise its error.
+
+    An error with one of our codes was counted by the model that raised it first.
+    """
+    if response.has_error():
+        message = response.error().message()
+        error = from_message(message)
+        error.counted_elsewhere = is_coded(message)
+        raise error
+    return {tensor.name(): np.array(tensor.as_numpy()) for tensor in response.output_tensors()}

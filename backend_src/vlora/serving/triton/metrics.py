@@ -1,0 +1,44 @@
+"""Triton's custom metrics behind the `Registry` interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from vlora.serving.registry import Metric
+
+MetricsError = pb_utils.TritonModelException
+"""Raised by Triton if the server was started without metrics."""
+
+
+class TritonRegistry:
+    """Makes custom metrics, one family per name.
+
+    The registry must live as long as its metrics: Triton drops a family's metrics with the family.
+    """
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}
+
+    def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
+        return self._metric(name, help, pb_utils.MetricFamily.GAUGE, labels)
+
+    def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
+        return self._metric(name, help, pb_utils.MetricFamily.COUNTER, labels)
+
+    def histogram(
+        self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> Metric:
+        kind = pb_utils.MetricFamily.HISTOGRAM
+        return self._metric(name, help, kind, labels, buckets=list(buckets))
+
+    def _metric(
+        self, name: str, help: str, kind: Any, labels: Mapping[str, str], **options: Any
+    ) -> Metric:
+        if name not in self._families:
+            family = pb_utils.MetricFamily(name=name, description=help, kind=kind)
+            self._families[name] = family
+        metric: Metric = self._families[name].Metric(labels=dict(labels), **options)
+        return metric

@@ -1,0 +1,113 @@
+"""The process of one model: its options, log, metrics and lifeline."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vlora.config import load_adapter_names, load_options
+from vlora.errors import VLoraError
+from vlora.serving.error_counts import ErrorCounts, ErrorExporter
+from vlora.serving.lifeline import Lifeline
+from vlora.serving.registry import Exporter, Refresher, Registry
+from vlora.serving.responder import as_vlora_error
+from vlora.serving.tensors import Tensors
+from vlora.serving.triton.bls import LMM, ModelCalls
+from vlora.serving.triton.logs import log_to_triton
+from vlora.serving.triton.metrics import MetricsError, TritonRegistry
+from vlora.serving.triton.responder import Service, TritonResponder, hand_over
+from vlora.serving.triton.tensors import make_error_response, make_response
+
+log = logging.getLogger(__name__)
+
+AnyExporter = TypeVar("AnyExporter", bound=Exporter)
+
+
+class TritonProcess:
+    """A model's process, from the first act of `initialize` to the last one of `finalize`.
+
+    Construction sends the log to Triton's, ties this process to its server, reads the options that
+    all models of the repository share, and starts to export the errors that this process sends.
+
+    Attributes:
+        options: the options of `lmm/1/model.json`.
+        lifeline: watches the server.
+        calls: calls other models.
+        labels: the labels of the vLLM backend's metrics.
+    """
+
+    def __init__(self, args: Mapping[str, str]) -> None:
+        """args: the argument that Triton passes to `initialize`."""
+        log_to_triton(args["model_name"])
+        self.lifeline = Lifeline(args["model_name"])
+        self._lmm_version = Path(args["model_repository"]).parent / LMM / "1"
+        self.options = load_options(self._lmm_version / "model.json")
+        self.calls = ModelCalls()
+        self.labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._errors = ErrorCounts()
+        self._registries: list[TritonRegistry] = []
+        self._refreshers: list[Refresher] = []
+        self.export(lambda registry: ErrorExporter(registry, self.labels, self._errors))
+
+    def adapter_names(self) -> dict[str, str]:
+        """Return the adapter names of `lmm/1/multi_lora.json`, each with its folder."""
+        return load_adapter_names(self._lmm_version / "multi_lora.json")
+
+    def export(self, make: Callable[[Registry], AnyExporter]) -> AnyExporter | None:
+        """Return the exporter that `make` returns, flushed once a second until `close_metrics`.
+
+        Returns None if metrics are turned off, by our options or in the server.
+        """
+        if self.options.disable_log_stats:
+            return None
+        registry = TritonRegistry()
+        self._registries.append(registry)
+        try:
+            exporter = make(registry)
+        except MetricsError as error:
+            log.warning("no metrics: %s", error)
+            return None
+        self._refreshers.append(Refresher(exporter))
+        return exporter
+
+    def hand_over(self, requests: Sequence[Any], service: Service) -> None:
+        """Pass the requests of a decoupled model to its service."""
+        hand_over(requests, service, self._errors)
+
+    def responder(self, request: Any) -> TritonResponder:
+        """Return a responder that answers `request`."""
+        return TritonResponder(request, self._errors)
+
+    def response(self, answer: Tensors | VLoraError) -> Any:
+        """Return the response that `execute` returns for a request.
+
+        A response that cannot be made becomes an error.
+        """
+        try:
+            if isinstance(answer, VLoraError):
+                raise answer
+            return make_response(answer)
+        except Exception as error:
+            return make_error_response(as_vlora_error(error, "making the answer"), self._errors)
+
+    def close_metrics(self) -> None:
+        """Stop refreshing metrics."""
+        while self._refreshers:
+            self._refreshers.pop().close()
+
+    def release(self, model: Any) -> None:
+        """Release everything that belongs to the server, as the last act of `finalize`.
+
+        Shared memory of the server that is still in use when the interpreter ends crashes the
+        process, so all attributes of `model` are deleted, and reference cycles (a stored error
+        holds the frames that it passed through) are collected at once.
+        """
+        self.lifeline.close()
+        self.close_metrics()
+        vars(model).clear()
+        self.calls.clear()
+        self._registries.clear()
+        gc.collect()

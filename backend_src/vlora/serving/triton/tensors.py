@@ -1,0 +1,65 @@
+"""Conversion between the requests and responses of Triton and named numpy tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from vlora.errors import InvalidArgument, VLoraError
+from vlora.serving.error_counts import ErrorCounts
+from vlora.serving.responder import as_vlora_error, to_message
+from vlora.serving.tensors import Array, Tensors
+from vlora.strict_json import load_object
+
+
+def inputs_of(request: Any) -> dict[str, Array]:
+    """Return the request's tensors by name. They are views, valid only as long as the request."""
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def try_inputs(request: Any) -> Tensors | VLoraError:
+    """Return the tensors of one request of a batch, or the error that reading them raised."""
+    try:
+        return inputs_of(request)
+    except Exception as error:
+        return as_vlora_error(error, "reading the request")
+
+
+def parameters_of(request: Any) -> dict[str, Any]:
+    """Return the request's parameters, parsed from JSON. Raises InvalidArgument."""
+    text = _read_text(request.parameters, "a request parameter")
+    return load_object(text or "{}", "the request's parameters")
+
+
+def id_of(request: Any) -> str:
+    """Return the request's id as the client sent it. Raises InvalidArgument."""
+    return _read_text(request.request_id, "the request's id")
+
+
+def _read_text(read: Callable[[], str], what: str) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{what} is not valid UTF-8") from error
+
+
+def to_triton(tensors: Tensors) -> list[Any]:
+    """Return Triton's tensor objects for named arrays."""
+    return [pb_utils.Tensor(name, value) for name, value in tensors.items()]
+
+
+def make_response(tensors: Tensors) -> Any:
+    """Return a Triton response that holds these tensors."""
+    return pb_utils.InferenceResponse(output_tensors=to_triton(tensors))
+
+
+def make_error_response(error: VLoraError, counts: ErrorCounts) -> Any:
+    """Return a Triton response for `error`, with its code both in the message and separately.
+
+    The response is the final one of its request, so the error is added to `counts`.
+    """
+    counts.add(error)
+    code = getattr(pb_utils.TritonError, error.code)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(to_message(error), code))

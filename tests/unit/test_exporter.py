@@ -1,0 +1,128 @@
+"""Statistics of the engine and the encoder as Prometheus metrics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from tests.support.fakes import FakeRegistry
+from vlora.metrics import EngineStats
+from vlora.request import Output, Timings
+from vlora.serving.exporter import (
+    MAX_LORA_LABEL_SETS,
+    MAX_OBSERVED,
+    EncoderExporter,
+    EngineExporter,
+)
+from vlora.vision.features import Counters
+
+
+def test_engine_metrics_follow_the_stats() -> None:
+    registry = FakeRegistry()
+    stats = EngineStats(prompt_tokens=10, waiting=2, running=3, pages_used=1, pages_total=4)
+    exporter = EngineExporter(
+        registry, {"model": "lmm"}, lambda: stats, 8, max_tokens=1000, clock=lambda: 77.0
+    )
+    observe = exporter.request()
+    for total, new in ((0.5, (1,)), (0.75, (2,)), (1.5, (3, 4, 5))):
+        timings = Timings(first_token=0.5, total=total)
+        last = {"finish_reason": "stop", "num_output_tokens": 5, "num_input_tokens": 10}
+        observe(Output("r", token_ids=new, timings=timings, **(last if total == 1.5 else {})))
+    assert registry["vllm:num_requests_waiting"].value == 2
+    assert registry["vllm:kv_cache_usage_perc"].value == 0.25
+    assert registry["vllm:prompt_tokens_total"].value == 10
+    assert registry["vllm:time_to_first_token_seconds"].observed == [0.5]
+    assert registry["vllm:time_per_output_token_seconds"].observed == [0.25, 0.25]
+    assert registry["vllm:request_prompt_tokens"].observed == [10]
+    assert registry["vllm:request_generation_tokens"].observed == [5]
+    assert registry["vllm:request_params_n"].observed == [1]
+    assert registry["vllm:e2e_request_latency_seconds"].observed == [1.5]
+    assert registry["vllm:lora_requests_info"].value == 77.0
+
+
+def test_the_time_of_each_mode_is_a_series_of_its_own() -> None:
+    registry = FakeRegistry()
+    steps, seconds = {"merged": 3, "mixture": 1}, {"merged": 0.5, "mixture": 0.25}
+    stats = EngineStats(switches=2, mode="mixture", mode_steps=steps, mode_seconds=seconds)
+    EngineExporter(registry, {}, lambda: stats, 8, 1000).flush()
+    series = {
+        (name, dict(labels)["mode"]): metric.value
+        for (name, labels), metric in registry.metrics.items()
+        if name.startswith("vlora:mode")
+    }
+    for mode in ("merged", "mixture", "unmerged"):
+        assert series["vlora:mode", mode] == (mode == "mixture")
+        assert series["vlora:mode_steps_total", mode] == steps.get(mode, 0)
+        assert series["vlora:mode_seconds_total", mode] == seconds.get(mode, 0.0)
+    assert registry["vlora:switches_total"].value == 2
+
+
+def test_a_round_of_answers_tells_the_engines_totals_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value told is a message to the server."""
+    monkeypatch.setattr("vlora.serving.exporter.CATCH_UP_SECONDS", math.inf)
+    registry = FakeRegistry()
+    steps = itertools.count(1)
+    exporter = EngineExporter(registry, {}, lambda: EngineStats(steps=next(steps)), 8, 1000)
+    for rounds in (1, 2):
+        for number in range(3):
+            observe = exporter.request()
+            observe(Output("r", token_ids=(1,)))
+            observe(Output("r", token_ids=(2,), finish_reason="stop"))
+            told = registry["vllm:e2e_request_latency_seconds"].observed
+            assert len(told) == 3 * (rounds - 1) + number + 1
+        exporter.catch_up()
+        assert registry["vlora:engine_steps_total"].value == rounds
+
+
+def test_the_lora_metric_names_adapters_and_has_boundedly_many_label_sets() -> None:
+    registry = FakeRegistry()
+    now = 0.0
+    stats = EngineStats()
+    exporter = EngineExporter(registry, {}, lambda: stats, 8, 1000, clock=lambda: now)
+    for index in range(3 * MAX_LORA_LABEL_SETS):
+        now = float(index)
+        running = {f"a{index}": 1, f"a{index + 1}": 1, "": 4}
+        stats = EngineStats(running_adapters=running, waiting_adapters={"w": 1})
+        exporter.flush()
+    series = {
+        labels: metric
+        for (name, labels), metric in registry.metrics.items()
+        if name == "vllm:lora_requests_info"
+    }
+    assert len(series) == MAX_LORA_LABEL_SETS
+    assert ("running_lora_adapters", "a0,a1") in next(iter(series))
+    assert max(metric.value for metric in series.values()) == now
+
+
+def test_encoder_metrics_follow_its_counters() -> None:
+    registry = FakeRegistry()
+    counters = Counters(images=5, hits=2, misses=3, batches=1)
+    exporter = EncoderExporter(registry, {}, lambda: counters)
+    exporter.flush()
+    counters = Counters(images=9, hits=6, misses=3, batches=1)
+    exporter.flush()
+    assert registry["vlora:feature_cache_hits_total"].value == 6
+    assert registry["vlora:encoder_batches_total"].value == 1
+
+
+def test_metrics_outlive_an_exception_and_keep_boundedly_much(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = FakeRegistry()
+    stats = EngineStats(prompt_tokens=10)
+    exporter = EngineExporter(registry, {}, lambda: stats, 8, max_tokens=1000)
+    observe = exporter.request()
+    broken = registry["vllm:prompt_tokens_total"]
+    broken.error = RuntimeError("the server is busy")
+    for _ in range(MAX_OBSERVED + 100):
+        observe(Output("r", token_ids=(1,)))
+    for _ in range(3):
+        observe(Output("r", token_ids=(1,), finish_reason="stop"))
+    assert len(caplog.records) == 1
+    assert len(exporter._observed) == MAX_OBSERVED
+    broken.error = None
+    exporter.flush()
+    assert broken.value == 10
+    assert not exporter._observed

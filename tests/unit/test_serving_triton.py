@@ -1,0 +1,206 @@
+"""The package between Triton and the services: every request gets exactly one final response."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlora.errors import InvalidArgument, VLoraError
+from vlora.serving.error_counts import ErrorCounts
+
+FINAL = 1
+PACKAGE = "vlora.serving.triton"
+
+
+class FakeError:
+    """Like Triton's error, it requires a message in valid UTF-8."""
+
+    def __init__(self, message: str, code: int) -> None:
+        message.encode()
+        self.message = message
+
+
+class FakeSender:
+    """Stores what is sent. The first `faults` calls fail."""
+
+    def __init__(self, faults: int = 0) -> None:
+        self.faults = faults
+        self.sent: list[tuple[Any, int]] = []
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if self.faults:
+            self.faults -= 1
+            raise RuntimeError("no shared memory is left")
+        self.sent.append((response, flags))
+
+    @property
+    def finals(self) -> int:
+        return sum(flags == FINAL for _, flags in self.sent)
+
+
+class FakeRequest:
+    def __init__(self, sender: FakeSender, id: str | bytes = "", parameters: str = "{}") -> None:
+        self._sender, self._id, self._parameters = sender, id, parameters
+
+    def get_response_sender(self) -> FakeSender:
+        return self._sender
+
+    def requested_output_names(self) -> list[str]:
+        return ["text_output"]
+
+    def inputs(self) -> list[Any]:
+        return [SimpleNamespace(name=lambda: "x", as_numpy=lambda: np.zeros(1))]
+
+    def parameters(self) -> str:
+        return self._parameters
+
+    def request_id(self) -> str:
+        return self._id.decode() if isinstance(self._id, bytes) else self._id
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A fake of `triton_python_backend_utils`, which the package under test then imports."""
+    fake = ModuleType("triton_python_backend_utils")
+    codes = {"INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "UNSUPPORTED", "INTERNAL"}
+    fake.TritonError = type("TritonError", (FakeError,), dict.fromkeys(codes, 0))
+    fake.TritonModelException = type("TritonModelException", (Exception,), {})
+    fake.InferenceResponse = lambda **fields: SimpleNamespace(**fields)
+    fake.Tensor = lambda name, value: (name, value)
+    fake.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    forget_package()
+    yield fake
+    forget_package()
+
+
+def forget_package() -> None:
+    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def responder(backend: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.responder")
+
+
+@pytest.fixture
+def tensors(backend: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.tensors")
+
+
+@pytest.fixture
+def bls(backend: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.bls")
+
+
+@pytest.mark.parametrize(
+    "text", ["half a pair \ud800", "nothing \x00 here", "\udcff" * 9, "ж" * 100_000, "‮txet"]
+)
+def test_an_error_with_any_text_can_be_sent(responder: ModuleType, text: str) -> None:
+    sender = FakeSender()
+    responder.TritonResponder(FakeRequest(sender), ErrorCounts()).fail(InvalidArgument(text))
+    ((response, flags),) = sender.sent
+    message = response.error.message
+    assert flags == FINAL
+    assert message.startswith("INVALID_ARG: ")
+    assert all(character.isprintable() for character in message)
+    trailer = sum(1 if c.isascii() else 3 * len(c.encode()) for c in message)
+    assert trailer < 5000, "gRPC's trailers hold 8 KiB"
+
+
+def test_after_an_answer_that_cannot_be_sent_an_error_can_still_be_sent(
+    responder: ModuleType,
+) -> None:
+    sender = FakeSender(faults=1)
+    one = responder.TritonResponder(FakeRequest(sender), ErrorCounts())
+    with pytest.raises(RuntimeError):
+        one.send({"text_output": np.zeros(1)}, final=True)
+    one.fail(InvalidArgument("too large"))
+    assert sender.finals == 1
+
+
+def test_an_error_that_cannot_be_sent_still_ends_its_request(responder: ModuleType) -> None:
+    sender = FakeSender(faults=1)
+    one = responder.TritonResponder(FakeRequest(sender), ErrorCounts())
+    one.fail(InvalidArgument("x"))
+    one.fail(InvalidArgument("again"))
+    assert sender.sent == [(None, FINAL)]
+
+
+@pytest.mark.parametrize(
+    "broken", [{"id": b"\xff"}, {"parameters": '{"a": NaN}'}, {"parameters": r'{"a": "\ud800"}'}]
+)
+def test_a_request_that_cannot_be_read_is_rejected_and_the_other_one_is_handled(
+    responder: ModuleType, broken: dict[str, Any]
+) -> None:
+    bad, good = FakeSender(), FakeSender()
+    handled: list[str] = []
+    service = SimpleNamespace(handle=lambda tensors, keys, id, responder: handled.append(id))
+    requests = [FakeRequest(bad, **broken), FakeRequest(good, id="good")]
+    responder.hand_over(requests, service, ErrorCounts())
+    assert handled == ["good"]
+    assert bad.finals == 1
+    assert bad.sent[0][0].error.message.startswith("INVALID_ARG: ")
+
+
+def test_inputs_that_cannot_be_read_are_an_error_of_their_request(tensors: ModuleType) -> None:
+    class Broken(FakeRequest):
+        def inputs(self) -> list[Any]:
+            raise ValueError("incorrect length of a string")
+
+    assert isinstance(tensors.try_inputs(Broken(FakeSender())), VLoraError)
+
+
+def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(
+    backend: ModuleType, bls: ModuleType
+) -> None:
+    """Triton fails the whole batch with an error in its own words; one of ours is final."""
+    tensors = {"image_features": np.ones((1, 2, 3)), "image_layout": np.ones((1, 1, 6))}
+    outputs = [
+        SimpleNamespace(name=lambda n=n: n, as_numpy=lambda v=v: v) for n, v in tensors.items()
+    ]
+    others = "incomplete string data for inference input 'image', expecting string of length 9"
+
+    messages: list[str] = []
+
+    def respond() -> Any:
+        message = messages.pop(0)
+        error = SimpleNamespace(message=lambda: message)
+        return SimpleNamespace(
+            has_error=lambda: bool(message), error=lambda: error, output_tensors=lambda: outputs
+        )
+
+    request = SimpleNamespace(exec=respond)
+    backend.InferenceRequest = lambda **_: request
+    calls = bls.ModelCalls()
+
+    messages[:] = [others, others, ""]
+    assert calls.encode_images({"text_input": np.zeros(1)}).features.shape == (2, 3)
+    messages[:] = ["INVALID_ARG: image 0 is corrupt", ""]
+    with pytest.raises(InvalidArgument, match=r"^image 0 is corrupt$"):
+        calls.encode_images({"text_input": np.zeros(1)})
+    messages[:] = [others] * 4
+    with pytest.raises(VLoraError, match="incomplete string data"):
+        calls.encode_images({"text_input": np.zeros(1)})
+    assert len(messages) == 1
+
+
+def test_an_error_is_counted_only_by_the_model_that_raised_it_first(
+    tensors: ModuleType, bls: ModuleType
+) -> None:
+    counts = ErrorCounts()
+    tensors.make_error_response(InvalidArgument("raised here"), counts)
+    assert (counts["INVALID_ARG"], counts["INTERNAL"]) == (1, 0)
+    for message in ("INVALID_ARG: raised there", "Stub process is not healthy."):
+        error = SimpleNamespace(message=lambda message=message: message)
+        with pytest.raises(VLoraError) as raised:
+            bls.unwrap(SimpleNamespace(has_error=lambda: True, error=lambda error=error: error))
+        tensors.make_error_response(raised.value, counts)
+    assert (counts["INVALID_ARG"], counts["INTERNAL"]) == (1, 1)
