@@ -25,7 +25,7 @@ class BatchEncoder(Protocol):
     """What is needed of `vision.features.EncoderService`."""
 
     @property
-    def at_once(self) -> int: ...
+    def images_per_batch(self) -> int: ...
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]: ...
 
 
@@ -43,9 +43,9 @@ def encode_batch(
 
     An answer is tensors with the batch dimension 1 in front, or an error (the request's own, where
     it is one already). The inputs have that dimension too, as Triton gives them: image and frames
-    [1, n]. The requests go through the tower in parts, each of `encoder.at_once` images and at most
-    `limits.max_batch_megapixels` where there is more than one request in it; those without images
-    wait for nobody.
+    [1, n]. The requests go through the tower in parts of `encoder.images_per_batch` images and at
+    most `limits.max_batch_megapixels` where there is more than one request in it; those without
+    images wait for nobody.
     """
     there: dict[int, Tensors | VLoraError] = {}
     part: dict[int, list[DecodedImage]] = {}
@@ -71,7 +71,7 @@ def encode_batch(
             continue
         size = sum(image.height * image.width for image in own)
         too_many = pixels + size > limits.max_batch_megapixels * 1e6
-        if part and (too_many or images >= encoder.at_once):
+        if part and (too_many or images >= encoder.images_per_batch):
             work()
             pixels = images = 0
         part[index] = own
