@@ -20,7 +20,6 @@ MOST_SLOTS = 4096
 
 # The analytic limits: shares of a cache that one operand may take, beside the other operand's
 # stream and the rows of y, and row counts beyond which a kind of configuration cannot pay.
-PACKED_ROWS_SHARE_OF_L2 = 0.5
 INTERMEDIATE_SHARE_OF_L2 = 0.5
 PANELS_SHARE_OF_L2 = 0.5
 STREAMING_BLOCK = 8
@@ -30,10 +29,10 @@ FEW_ROWS = 8
 MANY_ROWS = 32
 """From here on, streaming would read each adapter four times and more."""
 SCRATCH_BYTES = 4
-"""An element of the intermediate, and of packed rows."""
+"""An element of the intermediate."""
 NARROW = 32
 """Columns of the narrower register tiles."""
-REST = ("depth_block", "prefetch", "pack_rows", "column_block")
+REST = ("depth_block", "prefetch", "column_block")
 """Of a configuration, beside its blocks and tiles."""
 
 
@@ -55,10 +54,6 @@ def why_not(
             return "streaming would read the adapter too often"
     if row_block == STREAMING_BLOCK and shape.rows > FEW_ROWS and int(config["prefetch"]):
         return "later passes find the adapter in the cache"
-    if config["pack_rows"]:
-        packed = min(row_block, shape.rows) * depth * SCRATCH_BYTES
-        if packed > PACKED_ROWS_SHARE_OF_L2 * l2:
-            return "the packed rows leave no room in L2"
     if row_block * shape.rank * SCRATCH_BYTES > INTERMEDIATE_SHARE_OF_L2 * l2:
         return "the intermediate leaves no room in L2"
     if shrink * depth * element_bytes > PANELS_SHARE_OF_L2 * l2:
