@@ -47,8 +47,8 @@ def encode_batch(
 
     An answer is tensors with a leading batch dimension of 1, or an error; a request of the batch
     that is an error already is its own answer. The inputs have that dimension too, as Triton passes
-    them: image and frames are [1, n]. Each part has about `encoder.images_per_batch` images and, if it has
-    more than one request, at most `limits.max_batch_megapixels`. Requests without images are
+    them: image and frames are [1, n]. Each part has about `encoder.images_per_batch` images and, if
+    it has more than one request, at most `limits.max_batch_megapixels`. Requests without images are
     answered with the next part.
     """
     answers: dict[int, Tensors | VLoraError] = {}
