@@ -20,7 +20,6 @@ MOST_SLOTS = 4096
 
 # Analytic limits: the share of a cache that one operand may use, since the other operand and y
 # pass through it as well, and row counts beyond which a kind of configuration cannot be faster.
-PACKED_ROWS_SHARE_OF_L2 = 0.5
 INTERMEDIATE_SHARE_OF_L2 = 0.5
 PANELS_SHARE_OF_L2 = 0.5
 STREAMING_BLOCK = 8
@@ -30,10 +29,10 @@ FEW_ROWS = 8
 MANY_ROWS = 32
 """Minimum rows at which streaming would read each adapter four times or more."""
 SCRATCH_BYTES = 4
-"""Bytes of an element of the intermediate and of packed rows."""
+"""Bytes of an element of the intermediate."""
 NARROW = 32
 """Columns of the narrow register tiles."""
-OTHER_KEYS = ("depth_block", "prefetch", "pack_rows", "column_block")
+OTHER_KEYS = ("depth_block", "prefetch", "column_block")
 """Keys of a configuration besides its blocks and tiles."""
 
 
@@ -55,10 +54,6 @@ def why_not(
             return "streaming would read the adapter too often"
     if row_block == STREAMING_BLOCK and shape.rows > FEW_ROWS and int(config["prefetch"]):
         return "the adapter is in the cache in later passes"
-    if config["pack_rows"]:
-        packed = min(row_block, shape.rows) * depth * SCRATCH_BYTES
-        if packed > PACKED_ROWS_SHARE_OF_L2 * l2:
-            return "the packed rows exceed their share of L2"
     if row_block * shape.rank * SCRATCH_BYTES > INTERMEDIATE_SHARE_OF_L2 * l2:
         return "the intermediate exceeds its share of L2"
     if shrink * depth * element_bytes > PANELS_SHARE_OF_L2 * l2:
