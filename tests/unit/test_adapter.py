@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vlora.errors import InvalidArgument, NotFound
-from vlora.lora.adapter import ModelShape, load_adapter
+from vlora.lora.adapter import load_adapter
 from vlora.lora.folders import find_folders
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.store import AdapterStore
 
 LAYERS, HIDDEN, MIDDLE, VOCABULARY, RANK = 2, 12, 20, 30, 4

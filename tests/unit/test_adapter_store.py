@@ -17,9 +17,10 @@ from vlora.atmm import op
 from vlora.atmm.types import Segment
 from vlora.errors import InvalidArgument
 from vlora.lora import folders, store
-from vlora.lora.adapter import AdapterFiles, ModelShape
+from vlora.lora.adapter import AdapterFiles
 from vlora.lora.folders import FolderWatch, find_folders, stamp_of
 from vlora.lora.handle import AdapterHandle
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.store import AdapterStore
 from vlora.lora.weights_reader import WeightsReader
 from vlora.memory.pool import PagePool

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from vlora.errors import InvalidArgument, NotFound, known_names
 from vlora.ids import MatrixId
-from vlora.lora.adapter import AdapterFiles, AdapterInfo, ModelShape
+from vlora.lora.adapter import AdapterFiles, AdapterInfo
 from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle, Stamp
 from vlora.lora.host import HostTier
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.peft_config import ErrorFactory, as_text
 from vlora.memory.eviction import EVICT_FIRST
 

@@ -13,7 +13,8 @@ import torch
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
-from vlora.lora.adapter import Adapter, ModelShape
+from vlora.lora.adapter import Adapter
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.weights_reader import cast
 
 

@@ -19,10 +19,11 @@ import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.ids import BASE, MatrixId
-from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, ModelShape, read_adapter
+from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, read_adapter
 from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.host import HostTier
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.names import AdapterNames, as_adapter_error
 from vlora.lora.peft_config import ErrorFactory
 from vlora.lora.slots import Slots

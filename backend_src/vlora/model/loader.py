@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlora.errors import InvalidArgument
-from vlora.lora.adapter import ModelShape
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.slab import TARGETS, WeightSlab
 from vlora.memory import hugepages
 from vlora.model.decoder_config import DecoderConfig, load_rope_frequencies
