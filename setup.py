@@ -1,6 +1,7 @@
-"""Builds the compiled kernels. Everything else about the package is in pyproject.toml.
+"""Build of the compiled kernels; pyproject.toml describes the rest of the package.
 
-They are optional: without a compiler the install goes on and the reference operators serve.
+The kernels are optional: if no compiler is available, installation continues and the reference
+operators are used.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 FLAGS = [
     *("-std=c++17", "-O3", "-g0", "-fvisibility=hidden"),
-    "-fno-strict-aliasing",  # scratch holds fp32 and pairs of bf16 in turn
-    "-ffp-contract=off",  # sums are what the source says, whatever the rows of a tile
-    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # in the compiler's own intrinsics
+    # The same scratch memory holds fp32 values and pairs of bf16.
+    "-fno-strict-aliasing",
+    # The compiler must not fuse multiplications and additions: results would depend on the tile.
+    "-ffp-contract=off",
+    # False warnings from the compiler's own intrinsics headers.
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
 
 
@@ -31,7 +35,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         if platform.machine() not in ("x86_64", "AMD64"):
-            self.warn(f"the kernels are not built for {platform.machine()}")
+            self.warn(f"no kernels are built for {platform.machine()}, only for x86_64")
             return
         import pybind11
 
@@ -43,11 +47,11 @@ class BuildKernels(build_ext):
         include += self.include_dirs or []
         headers = [*CSRC.rglob("*.h"), *build.glob("*.inc")]
 
-        def compiled(unit: kernels.Unit) -> str:
-            """The unit's object: compiled, unless it is newer than all that it was made of."""
+        def compile_unit(unit: kernels.Unit) -> str:
+            """Compile a unit if one of the files it depends on has changed; return the object."""
             target = build / kernels.object_name(unit)
-            made_of = _made_of(target.with_suffix(".d")) or [unit.source, *headers]
-            if not _newer(target, made_of):
+            dependencies = _dependencies(target.with_suffix(".d")) or [unit.source, *headers]
+            if not _is_newer(target, dependencies):
                 command = [*self.compiler.compiler_so_cxx, *FLAGS, *unit.flags]
                 command += ["-MMD", "-MF", str(target.with_suffix(".d"))]
                 command += [f"-I{path}" for path in include]
@@ -55,9 +59,9 @@ class BuildKernels(build_ext):
             return str(target)
 
         units = [*kernels.units(build), *kernels.bindings(build)]
-        # setuptools' compiler objects are not made for threads: one unit at a time in each.
+        # setuptools' compiler object is not thread-safe, but `spawn` only starts a process.
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            objects = list(pool.map(compiled, units))
+            objects = list(pool.map(compile_unit, units))
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(
@@ -65,21 +69,22 @@ class BuildKernels(build_ext):
         )
 
 
-def _made_of(rule: Path) -> list[Path]:
-    """The files that the compiler read, as it wrote them down; empty where it has not yet."""
+def _dependencies(rule: Path) -> list[Path]:
+    """Read the dependency file the compiler wrote; return [] if it does not exist yet."""
     if not rule.exists():
         return []
     return [Path(name) for name in rule.read_text().replace("\\\n", " ").split()[1:]]
 
 
-def _newer(target: Path, sources: list[Path]) -> bool:
+def _is_newer(target: Path, sources: list[Path]) -> bool:
+    """Return whether the target exists and no source is missing or newer than it."""
     if not target.exists() or not all(source.exists() for source in sources):
         return False
     return target.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 
 
 class BuildWithData(build_py):
-    """Puts what lies beside the package in the source tree into the wheel, as `vlora/_data`."""
+    """Copies the data folders of the source tree into the wheel, as `vlora/_data`."""
 
     DATA = ("model_repository", "tools/demo/checkpoint", "tools/demo/adapters")
 

@@ -94,7 +94,7 @@ class Driver:
         engine.adapters.on_news = self._on_news
 
     def _on_news(self) -> None:
-        self.engine.on_news()
+        self.engine.notify()
         self._news.set()
 
     def close(self) -> None:

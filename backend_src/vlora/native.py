@@ -1,6 +1,6 @@
-"""The compiled kernels, `vlora._kernels`: a submodule for each directory of csrc/.
+"""Access to the compiled kernels, `vlora._kernels`, with one submodule per directory of csrc/.
 
-`cpu` holds what the others share: the instruction set in use, the threads, microbenchmarks.
+`runtime` holds what the others share: the instruction set in use, threads and microbenchmarks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @cache
 def kernels() -> Any:
-    """ImportError says why there are none."""
+    """Return the compiled module. Raises ImportError with the reason where it cannot be loaded."""
     try:
         return importlib.import_module("vlora._kernels")
     except ImportError as error:

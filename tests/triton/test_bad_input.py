@@ -288,7 +288,7 @@ def test_empty_lists_of_images_are_no_images(ask: Asker) -> None:
 
 def test_a_batch_for_the_encoder_is_refused(ask: Asker) -> None:
     text = np.array([[b"a"], [b"b"]], dtype=object)
-    with pytest.raises(Refused, match="INVALID_ARG: a request holds one prompt"):
+    with pytest.raises(Refused, match="INVALID_ARG: the request has a batch of prompts"):
         ask.once("vision_encoder", text_input=text)
 
 

@@ -236,7 +236,9 @@ def test_lmm_unary_answers_once_and_as_lmm(ask: Asker) -> None:
 
 
 def test_lmm_unary_refuses_to_stream(ask: Asker) -> None:
-    with pytest.raises(Refused, match="INVALID_ARG: 'lmm_unary' gives one response"):
+    with pytest.raises(
+        Refused, match="INVALID_ARG: 'stream' = true is not possible for 'lmm_unary'"
+    ):
         ask.once("lmm_unary", text_input="hello", stream=True)
 
 

@@ -11,12 +11,10 @@ import torch
 
 from benchmarks.adapters import split
 from benchmarks.adapters.measurement import Bench
-from benchmarks.adapters.split import SplitMemory, SplitPool, Unpaired
+from benchmarks.adapters.split import SplitPool, Unpaired
 from tests.unit.test_bench_tiers import GRID as SMALL
 from tests.unit.test_pool import Held, Idle
 from vlora.config import Options
-from vlora.engine.engine import Engine
-from vlora.engine.memory import EngineMemory
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool, Run
 from vlora.memory.prefix import PrefixCache
@@ -110,13 +108,12 @@ def test_the_split_keeps_its_books_whatever_is_asked(seed: int) -> None:
     assert pool.moved == 0
 
 
-@pytest.mark.parametrize("memory", split.SIDES.values())
+@pytest.mark.parametrize("side", split.SIDES)
 def test_pages_whose_adapter_is_taken_from_them_are_counted(
-    memory: type[EngineMemory], checkpoint: Path, adapters_dir: Path
+    side: str, checkpoint: Path, adapters_dir: Path
 ) -> None:
-    engine = Engine(
-        Options(model=checkpoint, adapters=adapters_dir, merging="off", kv_cache_tokens=1024),
-        memory=memory,
+    engine = split.SIDES[side](
+        Options(model=checkpoint, adapters=adapters_dir, merging="off", kv_cache_tokens=1024)
     )
     name = engine.adapters.names()[0]
     handle = engine.adapters.handle(name)
@@ -140,7 +137,7 @@ def test_pages_whose_adapter_is_taken_from_them_are_counted(
     assert engine.pool.cached > 0
     assert engine.memory.prefix is not None
     # One pool gives it up first; the split knows nothing of its adapter.
-    assert (engine.memory.prefix.oldest() == 0) == (memory is not SplitMemory)
+    assert (engine.memory.prefix.oldest() == 0) == (side != split.SPLIT)
     engine.adapters.close()
 
 

@@ -1,4 +1,4 @@
-"""Drawing tokens: the filters keep what they promise, draws follow (seed, position) alone."""
+"""Drawing tokens: filters equal transformers', and draws depend only on (seed, position)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def logits_of(seed: int, size: int = 300) -> FloatArray:
 seeds = st.integers(0, 2**31)
 
 
-def drawn_slowly(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
-    """By the whole distribution, sorted and summed up."""
+def reference_draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
+    """Return the token drawn from the full distribution, sorted and summed."""
     mass = np.cumsum(distribution := probabilities(scores, params))
     token = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
     return min(token, int(np.flatnonzero(distribution)[-1]))
@@ -62,7 +62,7 @@ def drawn_slowly(scores: FloatArray, params: SamplingParams, uniform: float) -> 
     temperature=st.sampled_from([0.01, 0.7, 1.0, 50.0]),
     uniform=st.sampled_from([0.0, 0.3, 0.9999, 1 - 2**-53]),
 )
-def test_a_draw_is_to_the_bit_that_of_the_whole_sorted_distribution(
+def test_a_draw_equals_that_of_the_full_sorted_distribution_bitwise(
     seed: int,
     spread: float,
     ties: bool,
@@ -78,18 +78,18 @@ def test_a_draw_is_to_the_bit_that_of_the_whole_sorted_distribution(
         scores = np.round(scores)
     scores[np.random.default_rng(seed).permutation(scores.size)[:masked]] = -np.inf
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    assert draw(scores, params, uniform) == drawn_slowly(scores, params, uniform)
+    assert draw(scores, params, uniform) == reference_draw(scores, params, uniform)
 
 
-def test_a_draw_over_a_large_vocabulary_is_that_of_the_whole_distribution() -> None:
+def test_a_draw_over_a_large_vocabulary_equals_that_of_the_full_distribution() -> None:
     for seed in range(4):
         scores = logits_of(seed, size=152_064)
         params = SamplingParams(temperature=0.8, top_k=1000 * (seed % 2), top_p=0.95)
         for uniform in (0.01, 0.5, 0.99):
-            assert draw(scores, params, uniform) == drawn_slowly(scores, params, uniform)
+            assert draw(scores, params, uniform) == reference_draw(scores, params, uniform)
 
 
-def test_rows_drawn_together_are_those_drawn_one_by_one(vocabulary: Vocabulary) -> None:
+def test_rows_drawn_together_equal_rows_drawn_one_by_one(vocabulary: Vocabulary) -> None:
     try:
         native.kernels()
     except ImportError as error:
@@ -106,17 +106,17 @@ def test_rows_drawn_together_are_those_drawn_one_by_one(vocabulary: Vocabulary) 
         {"top_k": 5000, "min_p": 1e-6, "top_p": 1e-9},
     ]
     samplers = [sampler(vocabulary, seed=row, **kinds[row % len(kinds)]) for row in range(40)]
-    assert all(one.plain and not one.greedy for one in samplers)
+    assert all(entry.batchable and not entry.greedy for entry in samplers)
     rows = [(row, samplers[row], 17 * row) for row in reversed(range(40))]
     for isa in native.kernels().runtime.isas():
         with tiles.isa(isa):
-            found = draw_rows(logits, rows, backend="cpu")
-        assert found == draw_rows(logits, rows, backend="reference")
+            tokens = draw_rows(logits, rows, backend="cpu")
+        assert tokens == draw_rows(logits, rows, backend="reference")
 
 
 @settings(deadline=None)
 @given(seed=seeds, top_k=st.integers(1, 400))
-def test_top_k_is_transformers(seed: int, top_k: int) -> None:
+def test_top_k_equals_that_of_transformers(seed: int, top_k: int) -> None:
     scores = logits_of(seed)
     ours = probabilities(scores, SamplingParams(top_k=top_k))
     theirs = TopKLogitsWarper(top_k)(None, torch.from_numpy(scores)[None]).softmax(-1)[0]
@@ -125,7 +125,7 @@ def test_top_k_is_transformers(seed: int, top_k: int) -> None:
 
 @settings(deadline=None)
 @given(seed=seeds, top_p=st.floats(0.01, 0.99))
-def test_top_p_is_transformers(seed: int, top_p: float) -> None:
+def test_top_p_equals_that_of_transformers(seed: int, top_p: float) -> None:
     scores = logits_of(seed)
     ours = probabilities(scores, SamplingParams(top_p=top_p))
     theirs = TopPLogitsWarper(top_p)(None, torch.from_numpy(scores)[None].double()).softmax(-1)[0]
@@ -134,7 +134,7 @@ def test_top_p_is_transformers(seed: int, top_p: float) -> None:
 
 @settings(deadline=None)
 @given(seed=seeds, min_p=st.floats(0.01, 0.99))
-def test_min_p_is_transformers(seed: int, min_p: float) -> None:
+def test_min_p_equals_that_of_transformers(seed: int, min_p: float) -> None:
     scores = logits_of(seed)
     ours = probabilities(scores, SamplingParams(min_p=min_p))
     theirs = MinPLogitsWarper(min_p)(None, torch.from_numpy(scores)[None].double()).softmax(-1)[0]
@@ -143,7 +143,7 @@ def test_min_p_is_transformers(seed: int, min_p: float) -> None:
 
 @settings(deadline=None)
 @given(seed=seeds, penalty=st.floats(0.5, 3.0))
-def test_repetition_penalty_is_transformers(seed: int, penalty: float) -> None:
+def test_repetition_penalty_equals_that_of_transformers(seed: int, penalty: float) -> None:
     scores = logits_of(seed)
     prompt, output = [5, 9, 9, 17], [9, 200]
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
@@ -154,7 +154,7 @@ def test_repetition_penalty_is_transformers(seed: int, penalty: float) -> None:
     assert drawn.token == int(theirs.argmax())
 
 
-def test_presence_and_frequency_count_output_tokens_only(vocabulary: Vocabulary) -> None:
+def test_presence_and_frequency_penalties_count_output_tokens_only(vocabulary: Vocabulary) -> None:
     scores = np.zeros(300, dtype=np.float32)
     scores[[7, 8]] = [1.0, 0.9]
     assert (
@@ -168,7 +168,7 @@ def test_presence_and_frequency_count_output_tokens_only(vocabulary: Vocabulary)
     assert frequent.draw(scores, [], [7, 7, 7], 5).token == 8
 
 
-def test_a_draw_depends_on_seed_and_position_alone(vocabulary: Vocabulary) -> None:
+def test_a_draw_depends_only_on_seed_and_position(vocabulary: Vocabulary) -> None:
     scores = logits_of(1)
     first = sampler(vocabulary, seed=5)
     tokens = [first.draw(scores, [1] * 3, [4] * n, 50).token for n in range(40)]
@@ -195,7 +195,7 @@ def test_end_of_text_is_masked_before_min_tokens(vocabulary: Vocabulary) -> None
     assert chosen.draw(scores, [], [9, 9, 9], 5).token == EOS
 
 
-def test_logprobs_are_the_models_own_with_the_drawn_token_first(vocabulary: Vocabulary) -> None:
+def test_logprobs_are_unfiltered_with_the_drawn_token_first(vocabulary: Vocabulary) -> None:
     scores = logits_of(3)
     chosen = sampler(vocabulary, temperature=5.0, top_k=50, seed=1, logprobs=4)
     draw = chosen.draw(scores, [], [], 5)
@@ -211,7 +211,9 @@ def test_logprobs_are_the_models_own_with_the_drawn_token_first(vocabulary: Voca
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 0.01])
-def test_a_tiny_temperature_draws_the_largest(vocabulary: Vocabulary, temperature: float) -> None:
+def test_a_tiny_temperature_draws_the_largest_logit(
+    vocabulary: Vocabulary, temperature: float
+) -> None:
     scores = logits_of(4)
     drawn = probabilities(scores, SamplingParams(temperature=temperature))
     assert drawn[scores.argmax()] == pytest.approx(1.0)
@@ -219,7 +221,7 @@ def test_a_tiny_temperature_draws_the_largest(vocabulary: Vocabulary, temperatur
     assert chosen.draw(scores, [], [], 5).token == int(scores.argmax())
 
 
-def test_a_seed_of_minus_one_is_another_draw_for_every_request(vocabulary: Vocabulary) -> None:
+def test_seed_minus_one_gives_each_request_its_own_draws(vocabulary: Vocabulary) -> None:
     scores = np.zeros(300, dtype=np.float32)
     params = SamplingParams.parse({"seed": -1})
     drawn = {

@@ -1,4 +1,4 @@
-"""Sampling parameters are parsed strictly; a wrong one is named, with what would be right."""
+"""Sampling parameters: strict parsing, and errors that name the key and what it must be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from vlora.errors import InvalidArgument, Unsupported, VLoraError
 from vlora.sampling import (
-    AS_WE_DO,
+    ACCEPTED_VALUES,
     CHOICE_KEYS,
     KNOWN_KEYS,
     MIN_TEMPERATURE,
@@ -19,7 +19,7 @@ from vlora.sampling import (
 )
 
 
-def test_numeric_strings_are_coerced_as_load_tools_send_them() -> None:
+def test_numbers_and_booleans_sent_as_text_are_converted() -> None:
     params = SamplingParams.parse(
         {"max_tokens": "128", "min_tokens": "4", "temperature": "0.5", "ignore_eos": "true"}
     )
@@ -38,27 +38,27 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
 
 
 @pytest.mark.parametrize("key", ["max_tokens", "min_tokens"])
-def test_a_number_of_tokens_beyond_any_is_told_the_bound(key: str) -> None:
+def test_a_number_of_tokens_that_is_too_large_is_refused_with_the_bound(key: str) -> None:
     with pytest.raises(InvalidArgument, match=r"from [01] to 2147483647, not 1000000000000"):
         SamplingParams.parse({key: 10**12})
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-def test_a_known_key_that_is_not_served_is_refused_by_name(key: str) -> None:
-    for value in ("of no use", [3], {"a": 1}, 2):
+def test_an_unsupported_key_of_vllm_is_refused_by_name(key: str) -> None:
+    for value in ("useless", [3], {"a": 1}, 2):
         with pytest.raises(Unsupported, match=f"'{key}'.*{re.escape(REFUSED[key])}"):
             SamplingParams.parse({key: value})
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-def test_a_key_that_says_what_is_done_anyway_is_accepted(key: str) -> None:
-    for value in (None, *AS_WE_DO.get(key, ())):
+def test_an_unsupported_key_is_accepted_at_the_value_that_changes_nothing(key: str) -> None:
+    for value in (None, *ACCEPTED_VALUES.get(key, ())):
         assert SamplingParams.parse({key: value}) == SamplingParams()
         if isinstance(value, bool | int):
             assert SamplingParams.parse({key: str(value)}) == SamplingParams()
 
 
-def test_what_is_done_anyway_is_told_apart_from_what_looks_like_it() -> None:
+def test_an_accepted_value_of_another_type_is_refused() -> None:
     for wrong in ({"best_of": True}, {"use_beam_search": 0}, {"detokenize": 1}, {"n": "one"}):
         with pytest.raises(Unsupported):
             SamplingParams.parse(wrong)
@@ -73,18 +73,18 @@ def test_what_is_done_anyway_is_told_apart_from_what_looks_like_it() -> None:
         {"guided_choice": ["a", "b"]},
     ],
 )
-def test_vllms_choices_are_ours(given: dict[str, object]) -> None:
+def test_choices_under_vllms_names_are_read(given: dict[str, object]) -> None:
     assert SamplingParams.parse(given) == SamplingParams.parse({"choices": ["a", "b"]})
-    with pytest.raises(InvalidArgument, match="gives choices once more"):
+    with pytest.raises(InvalidArgument, match="repeats the choices"):
         SamplingParams.parse({"choices": ["a"], **given})
-    with pytest.raises(InvalidArgument, match="gives choices once more"):
+    with pytest.raises(InvalidArgument, match="repeats the choices"):
         SamplingParams.parse({**given, "choices": ["a"]})
 
 
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        ({"regex": "a+"}, Unsupported, "serves 'choice' alone, not 'regex'"),
+        ({"regex": "a+"}, Unsupported, "supports only 'choice', not 'regex'"),
         ({"choice": ["a"], "json": {}}, Unsupported, "not 'json'"),
         ({}, InvalidArgument, "'choice' of 'structured_outputs' must be a list"),
         ({"choice": "a"}, InvalidArgument, "must be a list of non-empty strings, not 'a'"),
@@ -99,7 +99,7 @@ def test_other_structured_outputs_are_refused_by_name(
         SamplingParams.parse({"structured_outputs": value})
 
 
-def test_seed_minus_one_is_no_seed_and_tiny_temperatures_are_clamped() -> None:
+def test_seed_minus_one_means_no_seed_and_tiny_temperatures_are_raised() -> None:
     assert SamplingParams.parse({"seed": -1}).seed is None
     assert SamplingParams.parse({"seed": "-1"}).seed is None
     assert SamplingParams.parse({"seed": -2}).seed == -2
@@ -118,7 +118,7 @@ KEYS = [*KNOWN_KEYS, *REFUSED, *CHOICE_KEYS, "", "\ud800", "x" * 5000, "tempratu
 
 
 def hostile(rng: random.Random, depth: int = 0) -> object:
-    """Any JSON value, and some that no JSON is."""
+    """Return a random value, which may not be valid JSON."""
     kind = rng.random()
     if depth == 3 or kind < 0.6:
         return rng.choice(SCALARS)
@@ -128,20 +128,20 @@ def hostile(rng: random.Random, depth: int = 0) -> object:
     return {rng.choice(["choice", "json", "\ud800", "a"]): value for value in inner}
 
 
-def test_whatever_a_client_sends_is_read_or_refused_with_an_error_that_can_be_told() -> None:
+def test_any_input_is_read_or_refused_with_a_message_that_can_be_sent() -> None:
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     read = 0
     for _ in range(4000):
         given = {rng.choice(KEYS): hostile(rng) for _ in range(rng.randrange(1, 4))}
-        told = refusal(given)
-        assert told is None or 0 < len(told) < 2000, seed
-        read += told is None
+        message = refusal(given)
+        assert message is None or 0 < len(message) < 2000, seed
+        read += message is None
     assert 20 < read < 3900
 
 
 def refusal(given: dict[str, object]) -> bytes | None:
-    """The message as it goes out; None where the parameters are read, all their text too."""
+    """Return the encoded error message, None if the parameters are valid and can be encoded."""
     try:
         params = SamplingParams.parse(given)
     except VLoraError as error:
@@ -150,18 +150,18 @@ def refusal(given: dict[str, object]) -> bytes | None:
     return None
 
 
-@pytest.mark.parametrize("key", [*KNOWN_KEYS, "n", "best_of", "structured_outputs", "of no use"])
-def test_what_is_too_deep_or_too_long_to_show_is_refused_all_the_same(key: str) -> None:
+@pytest.mark.parametrize("key", [*KNOWN_KEYS, "n", "best_of", "structured_outputs", "useless"])
+def test_a_value_too_deep_or_too_long_to_show_is_refused_with_a_short_message(key: str) -> None:
     deep: list[object] = []
     for _ in range(5000):
         deep = [deep]
     for value in (deep, [deep], {"choice": deep}, 10**5000, [10**5000], "9" * 70_000):
-        told = refusal({key: value})
-        assert told is None or len(told) < 2000
-        assert told or isinstance(value, int | str), key
+        message = refusal({key: value})
+        assert message is None or len(message) < 2000
+        assert message or isinstance(value, int | str), key
 
 
-def test_keys_of_real_time_streams_are_read_with_numbers_as_text() -> None:
+def test_keys_for_real_time_streams_are_read_with_numbers_as_text() -> None:
     given = {"priority": "-3", "deadline_ms": "250", "stream_id": "cam 1", "supersede": "true"}
     params = SamplingParams.parse(given)
     assert (params.priority, params.deadline_ms) == (-3, 250.0)
@@ -170,7 +170,7 @@ def test_keys_of_real_time_streams_are_read_with_numbers_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"priority": 1.5}, "'priority' must be a whole number"),
         ({"deadline_ms": 0}, "'deadline_ms' must be milliseconds above 0"),
@@ -179,10 +179,10 @@ def test_keys_of_real_time_streams_are_read_with_numbers_as_text() -> None:
         ({"supersede": True}, "'supersede' needs 'stream_id'"),
     ],
 )
-def test_keys_of_real_time_streams_that_are_wrong_are_refused(
-    given: dict[str, object], says: str
+def test_wrong_keys_for_real_time_streams_are_refused(
+    given: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=says):
+    with pytest.raises(InvalidArgument, match=message):
         SamplingParams.parse(given)
 
 
@@ -231,7 +231,7 @@ def test_a_value_out_of_range_or_of_the_wrong_type_is_refused(key: str, value: o
         SamplingParams.parse({key: value})
 
 
-def test_more_minimum_than_maximum_is_refused() -> None:
+def test_a_minimum_above_the_maximum_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="'min_tokens' = 20 is above 'max_tokens' = 16"):
         SamplingParams.parse({"min_tokens": 20})
 
@@ -239,17 +239,17 @@ def test_more_minimum_than_maximum_is_refused() -> None:
 @pytest.mark.parametrize(
     "other", [{"stop": "x"}, {"min_tokens": 1}, {"ignore_eos": True}, {"stop_token_ids": [1]}]
 )
-def test_choices_do_not_mix_with_other_ways_to_end(other: dict[str, object]) -> None:
+def test_choices_cannot_be_combined_with_other_ends_of_an_answer(other: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match="'choices' cannot be combined"):
         SamplingParams.parse({"choices": ["a", "b"], **other})
 
 
-def test_choices_set_their_own_token_limit() -> None:
+def test_choices_remove_the_default_token_limit() -> None:
     assert SamplingParams.parse({"choices": ["a"]}).max_tokens is None
     assert SamplingParams.parse({"choices": ["a"], "max_tokens": 9}).max_tokens == 9
 
 
-def test_defaults_are_vllms_and_given_defaults_are_kept() -> None:
+def test_defaults_equal_vllms_and_can_be_replaced() -> None:
     assert SamplingParams.parse({}) == SamplingParams(temperature=1.0, max_tokens=16)
     defaults = SamplingParams(temperature=0.0, max_tokens=48)
     assert SamplingParams.parse({"top_k": 3}, defaults).max_tokens == 48

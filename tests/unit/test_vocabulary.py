@@ -1,4 +1,4 @@
-"""Tokens to text: nothing is lost, split or sent too early."""
+"""Tokens to text: no text is lost, split inside a character or sent too early."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stream_of(
 
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
-def test_the_stream_says_what_the_tokenizer_decodes(
+def test_the_streamed_text_equals_the_tokenizers(
     data: st.DataObject, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
 ) -> None:
     tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
@@ -70,20 +70,20 @@ def test_the_answer_ends_at_the_first_stop_string(
     vocabulary: Vocabulary,
 ) -> None:
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    said = "".join(stream_of(vocabulary, tokens, tuple(stop), include))
-    # The stream sees text token by token, so of several stops the first one *completed* counts.
+    streamed = "".join(stream_of(vocabulary, tokens, tuple(stop), include))
+    # The stream sees text token by token, so the first stop string that is complete counts.
     grown, expected = "", None
     for token in tokens:
         grown += vocabulary.text(token)
-        found = sorted((grown.find(word), word) for word in stop if word in grown)
-        if found:
-            at, word = found[0]
-            expected = grown[: at + len(word) * include]
+        matches = sorted((grown.find(word), word) for word in stop if word in grown)
+        if matches:
+            position, word = matches[0]
+            expected = grown[: position + len(word) * include]
             break
-    assert said == (text if expected is None else expected)
+    assert streamed == (text if expected is None else expected)
 
 
-def test_what_may_begin_a_stop_string_is_held_back(
+def test_text_that_may_begin_a_stop_string_is_held_back(
     tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
 ) -> None:
     stream = TextStream(vocabulary, ("\n\n",))

@@ -116,7 +116,7 @@ class Adapter:
 class Description:
     """What an adapter's files declare, read without their weights: `info` lacks the digest.
     ranks: of each place that it targets, in their order. host_bytes: of its weights in fp32.
-    recipe: how they are read; None for one that is imagined."""
+    recipe: how they are read; None for a simulated adapter."""
 
     info: AdapterInfo
     ranks: Mapping[MatrixId, int]

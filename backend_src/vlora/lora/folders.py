@@ -84,7 +84,7 @@ def folders_in(root: Path) -> Sequence[str]:
     look = _native()
     try:
         if look is not None:
-            return list(map(os.fsdecode, look.inside(os.fsencode(root))))
+            return list(map(os.fsdecode, look.adapter_names(os.fsencode(root))))
         return _folders_in(root)
     except OSError as error:
         raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
@@ -122,7 +122,7 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
     look = _native()
     if look is None:
         return list(map(_stamp_of, folders))
-    found: list[Stamp] = look.stamps(folders)
+    found: list[Stamp] = look.folder_stamps(folders)
     return found
 
 
@@ -152,7 +152,7 @@ def _entry_stamp(entry: os.DirEntry[bytes]) -> bytes:
 def _native() -> Any:
     """Thousands of folders in one call without the interpreter's lock; None: not compiled."""
     try:
-        return native.kernels().folders
+        return native.kernels().folder_scan
     except ImportError:
         return None
 

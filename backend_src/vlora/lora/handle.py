@@ -40,13 +40,6 @@ class AdapterHandle:
     _pins: int = field(default=0, repr=False)
     _holders: int = field(default=0, repr=False)
 
-    @classmethod
-    def imagined(cls, slot: int) -> AdapterHandle | None:
-        """One without files, resident in this slot, for simulations; None for the base."""
-        info = AdapterInfo(f"slot {slot}", "", (), (), (), {}, (), ())
-        handle = cls(info.name, Path(), b"", Description(info, {}, 0), slot=slot)
-        return None if slot < 0 else handle
-
     @property
     def info(self) -> AdapterInfo:
         """With its digest from when it has been loaded."""

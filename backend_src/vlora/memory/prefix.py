@@ -8,15 +8,17 @@ nothing of requests.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from vlora.ids import NO_IMAGE
 from vlora.memory.pool import Moves, PagePool
+
+if TYPE_CHECKING:
+    import torch
 
 
 class BlockKey(NamedTuple):
@@ -97,10 +99,6 @@ class PrefixCache:
             self._pages[key] = page
             self._keys[page] = key
             self._scopes[key.scope].add(page)
-
-    def idle(self) -> Counter[str]:
-        """Scope → cached pages of it."""
-        return Counter(self._keys[page].scope for page in self._idle)
 
     def release(self, pages: Sequence[int]) -> None:
         """One holder less for each; what is known here stays until its room is needed."""

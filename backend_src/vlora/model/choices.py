@@ -1,10 +1,9 @@
-"""Closed answer sets: which tokens keep the answer on its way to one of the choices.
+"""Constrained answers: the tokens that may follow so that the answer is one of some choices.
 
-Works on bytes, not on one fixed tokenisation, so the model may spell a choice with whatever
-tokens it prefers; a leading space is allowed and does not become part of the answer.
+Works on bytes instead of one fixed tokenisation, so the model may spell a choice with any tokens. A
+leading space is allowed and does not become part of the answer.
 
-The work of a set is done once, not once a request or a token: requests with the same choices share
-a `ChoiceSet`, and it remembers what may follow where.
+Requests with the same choices share a `ChoiceSet`, which caches the allowed tokens of each state.
 """
 
 from __future__ import annotations
@@ -19,66 +18,69 @@ from vlora.errors import InvalidArgument, shown
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import IndexArray
 
-KEPT_SETS = 64
-"""Choice sets that are remembered; a server's applications ask with few, again and again."""
+MAX_CACHED_SETS = 64
+"""Maximum number of choice sets in the cache; applications use few sets, but repeatedly."""
 
-KEPT_STATES = 1024
-"""States of one set whose continuations are remembered."""
+MAX_CACHED_STATES = 1024
+"""Maximum number of states of one set whose allowed tokens are cached."""
 
 UNREACHABLE = 1 << 30
-"""In place of a number of tokens, where no tokens spell the rest."""
+"""Number of tokens to the end of a spelling that no tokens can reach."""
 
 AFTER_ALL = b"\xff"
-"""Sorts after every continuation: no UTF-8 text holds this byte."""
+"""Byte that sorts after every continuation: no UTF-8 text contains it."""
 
 
 class ChoiceSet:
-    """The spellings of some choices, sorted, so that those with a common beginning are neighbours.
+    """Spellings of some choices, each with and without a leading space.
 
-    least_tokens: tokens that are needed, at least, for the choice that needs most.
+    spellings: sorted, so that those with a common prefix are adjacent.
+    choices: the choice of each spelling.
+    required_tokens: maximum over the choices of the minimum number of tokens that spell it.
     """
 
     def __init__(self, choices: Sequence[str], vocabulary: Vocabulary) -> None:
         """Raises InvalidArgument for a choice that no tokens spell."""
         self._vocabulary = vocabulary
-        self.least_tokens = 0
+        self.required_tokens = 0
         needed: dict[bytes, list[int]] = {}
         choice_of: dict[bytes, str] = {}
         for choice in choices:
             exact = choice.encode()
             choice_of[exact] = choice
-            needed[exact] = self._needed(exact)
+            needed[exact] = self._tokens_needed(exact)
             if needed[exact][0] >= UNREACHABLE:
                 raise InvalidArgument(f"choice {shown(choice)} cannot be spelled by this model")
-            self.least_tokens = max(self.least_tokens, needed[exact][0])
+            self.required_tokens = max(self.required_tokens, needed[exact][0])
         for choice in choices:
             spaced = b" " + choice.encode()
             choice_of.setdefault(spaced, choice)
             rest = needed[spaced[1:]]
-            needed.setdefault(spaced, [self._fewest(spaced, 0, [0, *rest]), *rest])
+            needed.setdefault(spaced, [self._min_tokens(spaced, 0, [0, *rest]), *rest])
         self.spellings = sorted(choice_of)
         self.choices = [choice_of[spelling] for spelling in self.spellings]
         self._needed_of = [needed[spelling] for spelling in self.spellings]
-        self._next: dict[tuple[int, int, int], tuple[IndexArray, IndexArray]] = {}
+        self._cache: dict[tuple[int, int, int], tuple[IndexArray, IndexArray]] = {}
 
-    def _needed(self, spelling: bytes) -> list[int]:
-        """By offset: the fewest tokens that spell the rest from there."""
+    def _tokens_needed(self, spelling: bytes) -> list[int]:
+        """Return, for each offset, the minimum number of tokens that spell the rest."""
         needed = [0] * (len(spelling) + 1)
         for start in range(len(spelling) - 1, -1, -1):
-            needed[start] = self._fewest(spelling, start, needed)
+            needed[start] = self._min_tokens(spelling, start, needed)
         return needed
 
-    def _fewest(self, spelling: bytes, start: int, needed: list[int]) -> int:
-        least = UNREACHABLE
-        for end in self._ends(spelling, start):
-            if needed[end] < least:
-                least = needed[end]
-        return min(1 + least, UNREACHABLE)
+    def _min_tokens(self, spelling: bytes, start: int, needed: list[int]) -> int:
+        """Return the minimum number of tokens from `start`; needed: the same for later offsets."""
+        minimum = UNREACHABLE
+        for end in self._token_ends(spelling, start):
+            if needed[end] < minimum:
+                minimum = needed[end]
+        return min(1 + minimum, UNREACHABLE)
 
-    def _ends(self, spelling: bytes, start: int) -> Iterator[int]:
-        """Where a token that begins at `start` can end."""
+    def _token_ends(self, spelling: bytes, start: int) -> Iterator[int]:
+        """Yield the offsets at which a token that begins at `start` can end."""
         tokens_of, size = self._vocabulary.tokens_of, len(spelling)
-        for length in self._vocabulary.lengths(spelling[start : start + 2]):
+        for length in self._vocabulary.token_lengths(spelling[start : start + 2]):
             end = start + length
             if end > size:
                 return
@@ -86,66 +88,77 @@ class ChoiceSet:
                 yield end
 
     def following(self, low: int, high: int, done: int) -> tuple[IndexArray, IndexArray]:
-        """Tokens, ascending, that may follow the first `done` bytes of the spellings low … high - 1
-        (alike so far), and the fewest tokens that each of them leaves to be drawn."""
+        """Return the tokens that may follow the first `done` bytes of a range of spellings.
+
+        low, high: range of `spellings` whose first `done` bytes are equal, without `high`.
+        Returns the token ids, ascending, and the minimum number of tokens needed after each.
+        """
         key = (low, high, done)
-        if key not in self._next:
-            if len(self._next) >= KEPT_STATES:
-                self._next.clear()
-            left: dict[int, int] = {}
+        if key not in self._cache:
+            if len(self._cache) >= MAX_CACHED_STATES:
+                self._cache.clear()
+            needed_after: dict[int, int] = {}
             for spelling, needed in zip(
                 self.spellings[low:high], self._needed_of[low:high], strict=True
             ):
-                for end in self._ends(spelling, done):
+                for end in self._token_ends(spelling, done):
                     for token in self._vocabulary.tokens_of[spelling[done:end]]:
-                        left[token] = min(left.get(token, UNREACHABLE), needed[end])
-            tokens = np.array(sorted(left), dtype=np.int64)
-            self._next[key] = tokens, np.array([left[t] for t in tokens.tolist()], dtype=np.int64)
-        return self._next[key]
+                        needed_after[token] = min(needed_after.get(token, UNREACHABLE), needed[end])
+            tokens = np.array(sorted(needed_after), dtype=np.int64)
+            counts = [needed_after[token] for token in tokens.tolist()]
+            self._cache[key] = tokens, np.array(counts, dtype=np.int64)
+        return self._cache[key]
 
 
-@lru_cache(KEPT_SETS)
+@lru_cache(MAX_CACHED_SETS)
 def choice_set(choices: tuple[str, ...], vocabulary: Vocabulary) -> ChoiceSet:
+    """Return the set of some choices, shared by all requests with the same choices."""
     return ChoiceSet(choices, vocabulary)
 
 
 class ChoiceMatcher:
-    """State of one answer: which spellings are still possible and how far they have come.
+    """State of one answer: the spellings that are still possible and the bytes spelled so far.
 
-    least_tokens: as the set's.
+    required_tokens: as in `ChoiceSet`.
     """
 
     def __init__(self, choices: tuple[str, ...], vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._set = choice_set(choices, vocabulary)
-        self.least_tokens = self._set.least_tokens
+        self.required_tokens = self._set.required_tokens
         self._low, self._high = 0, len(self._set.spellings)
         self._done = 0
 
     @property
     def finished(self) -> str | None:
-        """The choice that is spelled out and cannot be continued to another one."""
+        """The choice that is spelled out, if it cannot be continued to another one."""
         return self.complete if self._high - self._low == 1 else None
 
     @property
     def complete(self) -> str | None:
-        """The choice that is spelled out so far, if any: end of text would end the answer here."""
+        """The choice that is spelled out so far, if any; end of text may follow it."""
         shortest = self._set.spellings[self._low]
         return self._set.choices[self._low] if len(shortest) == self._done else None
 
     def allowed(self, eos_tokens: Sequence[int], budget: int) -> IndexArray:
-        """Token ids, ascending, that may come next and leave a choice within `budget` tokens (this
-        one counted); never empty until `finished`, if the budget was `least_tokens` at first."""
-        tokens, left = self._set.following(self._low, self._high, self._done)
-        allowed = tokens[left < budget]
+        """Return the ids, ascending, of the tokens that may come next.
+
+        budget: tokens left for the answer, including this one; tokens after which no choice can be
+            completed within it are excluded.
+
+        The result is not empty until `finished`, if the first budget was at least
+        `required_tokens`.
+        """
+        tokens, needed_after = self._set.following(self._low, self._high, self._done)
+        allowed = tokens[needed_after < budget]
         if self.complete is not None:
             allowed = np.union1d(allowed, np.asarray(eos_tokens, dtype=np.int64))
         return allowed
 
     def advance(self, token: int) -> None:
-        """Takes an allowed token that is not end of text."""
+        """Add an allowed token that is not end of text."""
         spellings = self._set.spellings
-        begun = spellings[self._low][: self._done] + self._vocabulary.bytes_of[token]
-        self._low = bisect_left(spellings, begun, self._low, self._high)
-        self._high = bisect_left(spellings, begun + AFTER_ALL, self._low, self._high)
-        self._done = len(begun)
+        prefix = spellings[self._low][: self._done] + self._vocabulary.bytes_of[token]
+        self._low = bisect_left(spellings, prefix, self._low, self._high)
+        self._high = bisect_left(spellings, prefix + AFTER_ALL, self._low, self._high)
+        self._done = len(prefix)

@@ -1,4 +1,4 @@
-"""Draws the next token of a request from its logits.
+"""Draw the next token of a request from its logits.
 
 Random numbers are counter-based, keyed by (seed, position): batch, preemption and mode never
 change a draw.
@@ -24,25 +24,34 @@ from vlora.request import DoubleArray, FloatArray, IndexArray, TokenLogprob
 from vlora.sampling import SamplingParams
 
 MASKED = np.float32(-np.inf)
-FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
-"""Weights (the largest is 1) from which tokens are tried, one after the other, to hold top-p: of
-152k words few hundred matter, and only these are sorted."""
-LEAST_TEMPERATURE = 1e-30
-"""Of fp32: a lower one draws the largest as this one does."""
-ROUNDING = 1e-9
-"""More than sums of so many weights in different orders can differ by."""
+
+WEIGHT_FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
+"""Minimum weights (the maximum weight is 1) at which the search for the top-p set is tried in turn.
+
+Of a vocabulary of 152k tokens only a few hundred lie above such a floor, and only they are sorted.
+"""
+
+MIN_FP32_TEMPERATURE = 1e-30
+"""Minimum temperature that fp32 can divide by; it already draws the largest logit."""
+
+SUM_TOLERANCE = 1e-9
+"""Upper bound on the relative difference between sums of the same weights in different orders."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A token, and its log probability with the asked-for alternatives (None unless asked)."""
+    """A drawn token and the log probabilities of it and the alternatives, None unless requested."""
 
     token: int
     logprobs: tuple[TokenLogprob, ...] | None
 
 
 class TokenSampler:
-    """The sampling state of one request; survives preemption unchanged."""
+    """Sampling state of one request, which survives preemption unchanged.
+
+    choices: state of a constrained answer, None for a free one.
+    ends: ids of the tokens that end the answer.
+    """
 
     def __init__(
         self,
@@ -59,8 +68,11 @@ class TokenSampler:
         self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
 
     @cached_property
-    def plain(self) -> bool:
-        """The next token depends on the logits as they are, and on nothing that came before."""
+    def batchable(self) -> bool:
+        """Whether the next token depends on the logits alone, so that rows can be drawn together.
+
+        Penalties, `min_tokens`, `choices` and `logprobs` need a separate call of `draw`.
+        """
         params = self._params
         return (
             not params.min_tokens
@@ -73,13 +85,16 @@ class TokenSampler:
 
     @property
     def greedy(self) -> bool:
-        """The next token is the largest of what is allowed."""
+        """Whether the next token is the one with the largest score among those allowed."""
         return self._params.greedy
 
     def draw(
         self, logits: FloatArray, prompt: Sequence[int], output: Sequence[int], budget: int
     ) -> Draw:
-        """logits: [V] fp32 of the position after `output`; budget: tokens the answer has left."""
+        """Draw the token that follows `prompt` and `output`.
+
+        logits: [V] fp32 of that position. budget: number of tokens left for the answer.
+        """
         params = self._params
         scores = _penalised(logits, params, prompt, output)
         if len(output) < params.min_tokens:
@@ -92,17 +107,18 @@ class TokenSampler:
         return Draw(token, self._logprobs(logits, token))
 
     def _pick(self, scores: FloatArray, position: int) -> int:
-        """Index of the drawn one of some tokens' scores, at this position of the sequence."""
+        """Return the index of the score drawn at this position of the sequence."""
         if self._params.greedy:
             return int(scores.argmax())
         return draw(scores, self._params, self._uniform(position))
 
     def _uniform(self, position: int) -> float:
+        """Return the random number in [0, 1) of this position of the sequence."""
         generator = np.random.Philox(key=self._seed, counter=[position, 0, 0, 0])
         return float(np.random.Generator(generator).random())
 
     def _logprobs(self, logits: FloatArray, token: int) -> tuple[TokenLogprob, ...] | None:
-        """The drawn token first, then the best ones, over the model's own distribution."""
+        """Return the log probabilities of `token` and the best tokens, before any filter."""
         if self._params.logprobs is None:
             return None
         wide = logits.astype(np.float64)
@@ -125,11 +141,15 @@ def draw_rows(
     *,
     backend: Backend | None = None,
 ) -> list[int]:
-    """The tokens of several requests in one call, as `draw` has them (weights are fp32, so that one
-    draw in some millions may fall on a neighbour).
+    """Draw the tokens of several requests in one call, as `draw` does for each.
 
-    logits: [T, V] fp32, contiguous. rows: (row, plain sampler that is not greedy, position of the
-    token in its sequence)."""
+    The compiled kernel computes weights in fp32, so that about one draw in some millions gives a
+    token adjacent in the cumulative distribution.
+
+    logits: [T, V] fp32, contiguous.
+    rows: (row of `logits`, sampler, position of the token in its sequence) of each request. The
+        samplers must be batchable and not greedy.
+    """
     if (backend or backends.backend_of("kernels")) == "reference":
         return [
             draw(logits[row].numpy(), sampler._params, sampler._uniform(position))
@@ -139,11 +159,11 @@ def draw_rows(
     for row, sampler, position in rows:
         params = sampler._params
         uniform = sampler._uniform(position)
-        heat = max(params.temperature, LEAST_TEMPERATURE)
-        draws.append((row, params.top_k, heat, params.min_p, params.top_p, uniform))
+        temperature = max(params.temperature, MIN_FP32_TEMPERATURE)
+        draws.append((row, params.top_k, temperature, params.min_p, params.top_p, uniform))
     width, threads = logits.shape[1], torch.get_num_threads()
-    found: list[int] = native.kernels().gemm.sample(logits.data_ptr(), width, draws, threads)
-    return found
+    tokens: list[int] = native.kernels().gemm.sample(logits.data_ptr(), width, draws, threads)
+    return tokens
 
 
 def _seed(seed: int | None, request_id: str) -> int:
@@ -155,13 +175,16 @@ def _seed(seed: int | None, request_id: str) -> int:
 def _penalised(
     logits: FloatArray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> FloatArray:
-    """A copy with repetition (prompt and output), presence and frequency (output) penalties."""
+    """Return a copy of the logits with the penalties applied.
+
+    The repetition penalty counts tokens of prompt and output, the others those of the output.
+    """
     scores = logits.astype(np.float32, copy=True)
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.asarray([*prompt, *output], dtype=np.int64))
-        kept = scores[seen]
+        values = scores[seen]
         penalty = np.float32(params.repetition_penalty)
-        scores[seen] = np.where(kept > 0, kept / penalty, kept * penalty)
+        scores[seen] = np.where(values > 0, values / penalty, values * penalty)
     if output and (params.presence_penalty or params.frequency_penalty):
         tokens, counts = np.unique(np.asarray(output, dtype=np.int64), return_counts=True)
         scores[tokens] -= np.float32(params.presence_penalty)
@@ -170,27 +193,27 @@ def _penalised(
 
 
 def _largest(values: DoubleArray, count: int) -> IndexArray:
-    """Indices of the `count` largest values, best first, the lower index where they are equal."""
-    likely = np.arange(values.size)
+    """Return the indices of the `count` largest values, largest first; equal ones in order."""
+    candidates = np.arange(values.size)
     if 0 < count < values.size:
-        likely = _first(values, count, np.partition(values, -count)[-count])
-    return likely[np.argsort(-values[likely], kind="stable")][:count]
+        candidates = _largest_ascending(values, count, np.partition(values, -count)[-count])
+    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
 
 
 def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
-    """[V] fp32 scores → [V] float64 weights, the largest 1."""
+    """Return exp((scores - maximum) / temperature), [V] float64, for [V] fp32 scores."""
     wide = torch.from_numpy(scores).double()
     weights: DoubleArray = wide.sub_(wide.max()).div_(temperature).exp_().numpy()
     return weights
 
 
 def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
-    """[V] fp32 scores → [V] float64 distribution after temperature, min-p, top-k and top-p.
+    """Return the distribution after temperature, min-p, top-k and top-p, [V] float64.
 
-    The slow twin of `draw`: it sorts the whole vocabulary.
+    scores: [V] fp32. This is the reference of `draw`: it sorts the entire vocabulary.
     """
     weights = weights_of(scores, params.temperature)
-    # Whether numbers too small to be normal come out of the exponential depends on the CPU.
+    # Whether the exponential returns subnormal numbers or zero depends on the CPU.
     weights[weights < max(params.min_p, sys.float_info.min)] = 0.0
     if 0 < params.top_k < weights.size:
         smallest = np.partition(weights, -params.top_k)[-params.top_k]
@@ -198,56 +221,68 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     if params.top_p < 1.0:
         order = np.argsort(-weights, kind="stable")
         mass = np.cumsum(weights[order]) / weights.sum()
-        # The smallest set that holds top_p: a token stays while the mass before it is short.
+        # The smallest set that holds top_p: a token stays while the mass before it is smaller.
         weights[order[1:][mass[:-1] >= params.top_p]] = 0.0
     return np.asarray(weights / weights.sum())
 
 
 def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
-    """The token at `uniform` in [0, 1) of `probabilities(scores, params)`, to the bit, without
-    sorting more of the vocabulary than the answer can depend on."""
+    """Return the token at `uniform` in [0, 1) of the distribution `probabilities(scores, params)`.
+
+    The result is bitwise that of the full distribution, but only those tokens are sorted that the
+    result can depend on. scores: [V] fp32.
+    """
     weights = weights_of(scores, params.temperature)
-    kept = np.flatnonzero(weights >= max(params.min_p, sys.float_info.min))
-    total = _only(weights, kept).sum()
-    if 0 < params.top_k < kept.size:
-        values = weights[kept]
-        kept = kept[values >= np.partition(values, -params.top_k)[-params.top_k]]
-        total = _only(weights, kept).sum()
+    candidates = np.flatnonzero(weights >= max(params.min_p, sys.float_info.min))
+    total = _zero_others(weights, candidates).sum()
+    if 0 < params.top_k < candidates.size:
+        values = weights[candidates]
+        candidates = candidates[values >= np.partition(values, -params.top_k)[-params.top_k]]
+        total = _zero_others(weights, candidates).sum()
     if params.top_p < 1.0:
-        kept = _nucleus(weights, kept, total, params.top_p)
-        total = _only(weights, kept).sum()
-    mass = np.cumsum(weights[kept] / total)
-    at = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
-    return int(kept[min(at, kept.size - 1)])
+        candidates = _nucleus(weights, candidates, total, params.top_p)
+        total = _zero_others(weights, candidates).sum()
+    mass = np.cumsum(weights[candidates] / total)
+    index = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
+    return int(candidates[min(index, candidates.size - 1)])
 
 
-def _nucleus(weights: DoubleArray, kept: IndexArray, total: np.float64, top_p: float) -> IndexArray:
-    """Of the tokens `kept` (ascending) the smallest set that holds `top_p` of their `total`."""
-    values = weights[kept]
-    likely = values
-    for floor in FLOORS:
+def _nucleus(
+    weights: DoubleArray, candidates: IndexArray, total: np.float64, top_p: float
+) -> IndexArray:
+    """Return the smallest set of candidates (ascending) that holds `top_p` of their `total`."""
+    values = weights[candidates]
+    large_values = values
+    for floor in WEIGHT_FLOORS:
         above = values[values >= floor]
-        if above.sum() > top_p * total * (1 + ROUNDING):
-            likely = above
+        if above.sum() > top_p * total * (1 + SUM_TOLERANCE):
+            large_values = above
             break
-    # Only the order of values matters to the sums; of equal ones the first stay.
-    largest = np.sort(likely)[::-1]
-    short = int(np.searchsorted(np.cumsum(largest) / total, top_p, side="left"))
-    return kept if short >= largest.size else kept[_first(values, short + 1, largest[short])]
+    # Only the order of the values matters to the sums; of equal values the first are taken.
+    descending = np.sort(large_values)[::-1]
+    last = int(np.searchsorted(np.cumsum(descending) / total, top_p, side="left"))
+    if last >= descending.size:
+        return candidates
+    return candidates[_largest_ascending(values, last + 1, descending[last])]
 
 
-def _first(values: DoubleArray, count: int, smallest: np.float64) -> IndexArray:
-    """Ascending indices of the `count` largest values, of which `smallest` is the least; of equal
-    ones the lower indices."""
+def _largest_ascending(values: DoubleArray, count: int, smallest: np.float64) -> IndexArray:
+    """Return the indices, ascending, of the `count` largest values.
+
+    smallest: the smallest of these values; of several equal to it the lower indices are taken.
+    """
     above = np.flatnonzero(values > smallest)
     equal = np.flatnonzero(values == smallest)
     return np.sort(np.concatenate((above, equal[: count - above.size])))
 
 
-def _only(weights: DoubleArray, kept: IndexArray) -> DoubleArray:
-    """The weights with zeros for all but `kept`: sums depend on where the zeros are."""
-    if kept.size == weights.size:
+def _zero_others(weights: DoubleArray, candidates: IndexArray) -> DoubleArray:
+    """Return the weights with zeros for all but the candidates.
+
+    A sum over them equals that of the full distribution bitwise, since the zeros stay in position.
+    """
+    if candidates.size == weights.size:
         return weights
-    found = np.zeros_like(weights)
-    found[kept] = weights[kept]
-    return found
+    result = np.zeros_like(weights)
+    result[candidates] = weights[candidates]
+    return result

@@ -1,4 +1,4 @@
-"""What each token stands for as bytes; streaming text out of tokens is made of this."""
+"""Bytes of each token, and the conversion of a stream of tokens to text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte, inverted."""
+    """Return the byte that each of GPT-2's printable characters stands for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
@@ -19,12 +19,15 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class Vocabulary:
-    """Bytes of every token: b"" for special tokens, which never appear in text."""
+    """Bytes of every token.
+
+    bytes_of: bytes by token id; b"" for special tokens, which never appear in text.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.added_tokens_decoder
-        # Byte-level tokenizers spell bytes as printable characters, SentencePiece-like ones mark
-        # a space with "▁" and spell odd bytes as <0x..>. Both are told apart by their decoder.
+        # Byte-level tokenizers write bytes as printable characters. SentencePiece-like ones write a
+        # space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind it is.
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         self._alphabet = _byte_level_alphabet()
         special = set(tokenizer.all_special_ids)
@@ -32,9 +35,10 @@ class Vocabulary:
         for text, token in tokenizer.get_vocab().items():
             if token in special or (token in added and added[token].special):
                 continue
-            self.bytes_of[token] = text.encode() if token in added else self._spell(text)
+            self.bytes_of[token] = text.encode() if token in added else self._to_bytes(text)
 
-    def _spell(self, text: str) -> bytes:
+    def _to_bytes(self, text: str) -> bytes:
+        """Return the bytes of a token from its text in the tokenizer's vocabulary."""
         if self._byte_level:
             return bytes(self._alphabet[character] for character in text)
         if match := _BYTE_TOKEN.match(text):
@@ -43,36 +47,39 @@ class Vocabulary:
 
     @cached_property
     def tokens_of(self) -> dict[bytes, list[int]]:
-        """Tokens by their bytes (several may spell the same), without the silent ones."""
+        """Tokens by their bytes, without tokens of no bytes; several may have the same bytes."""
         index: dict[bytes, list[int]] = {}
-        for token, spelled in enumerate(self.bytes_of):
-            if spelled:
-                index.setdefault(spelled, []).append(token)
+        for token, token_bytes in enumerate(self.bytes_of):
+            if token_bytes:
+                index.setdefault(token_bytes, []).append(token)
         return index
 
-    def lengths(self, beginning: bytes) -> tuple[int, ...]:
-        """Lengths in bytes, ascending, of the tokens that begin with these two bytes, or with the
-        first of them and end there."""
-        return self._lengths.get(beginning, (1,))
+    def token_lengths(self, prefix: bytes) -> tuple[int, ...]:
+        """Return the possible lengths in bytes, ascending, of tokens at the start of some text.
+
+        prefix: first two bytes of the text, or its only byte. Length 1 is always included.
+        """
+        return self._lengths_by_prefix.get(prefix, (1,))
 
     @cached_property
-    def _lengths(self) -> dict[bytes, tuple[int, ...]]:
-        found: dict[bytes, set[int]] = {}
-        for spelled in self.tokens_of:
-            if len(spelled) > 1:
-                found.setdefault(spelled[:2], {1}).add(len(spelled))
-        return {beginning: tuple(sorted(lengths)) for beginning, lengths in found.items()}
+    def _lengths_by_prefix(self) -> dict[bytes, tuple[int, ...]]:
+        lengths: dict[bytes, set[int]] = {}
+        for token_bytes in self.tokens_of:
+            if len(token_bytes) > 1:
+                lengths.setdefault(token_bytes[:2], {1}).add(len(token_bytes))
+        return {prefix: tuple(sorted(found)) for prefix, found in lengths.items()}
 
     def text(self, token: int) -> str:
+        """Return a token's text on its own, with U+FFFD for incomplete characters."""
         return self.bytes_of[token].decode(errors="replace") if token < len(self.bytes_of) else ""
 
 
 class TextStream:
-    """Turns tokens into text deltas, never splitting a character, and stops at stop strings.
+    """Converts tokens to text deltas without splitting characters, and stops at stop strings.
 
-    What could be the beginning of a stop string is held back until it is decided.
-    Together they are `decode`'s text, half a character at the end included (as U+FFFD), which the
-    `DecodeStream` of tokenizers never gives.
+    Text that may begin a stop string is held back until further tokens decide. All deltas together
+    equal the text of the tokenizer's `decode`, including an incomplete character at the end (as
+    U+FFFD), which the `DecodeStream` of tokenizers never returns.
     """
 
     def __init__(
@@ -85,19 +92,22 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int, check_stop: bool = True) -> tuple[str, bool]:
-        """(text that may be sent now, whether a stop string ended the answer)."""
+        """Add a token; return the text to send now and whether a stop string ended the answer.
+
+        check_stop: False sends all text and ignores stop strings.
+        """
         bytes_of = self._vocabulary.bytes_of
         self._held += self._decoder.decode(bytes_of[token] if token < len(bytes_of) else b"")
         if not check_stop:
             return self._release(len(self._held)), False
-        found = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
-        if found:
-            at, stop = min(found)
-            return self._release(at + len(stop) * self._include_stop), True
-        return self._release(len(self._held) - self._undecided()), False
+        matches = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
+        if matches:
+            position, stop = min(matches)
+            return self._release(position + len(stop) * self._include_stop), True
+        return self._release(len(self._held) - self._undecided_length()), False
 
     def flush(self) -> str:
-        """The rest, once the answer has ended for another reason."""
+        """Return the text held back, once the answer has ended for another reason."""
         self._held += self._decoder.decode(b"", final=True)
         return self._release(len(self._held))
 
@@ -105,8 +115,8 @@ class TextStream:
         text, self._held = self._held[:count], self._held[count:]
         return text
 
-    def _undecided(self) -> int:
-        """Length of the longest end of what is held that begins a stop string."""
+    def _undecided_length(self) -> int:
+        """Return the length of the longest suffix of the held text that begins a stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(self._held)), longest, -1):

@@ -1,4 +1,4 @@
-// The operator: segments are cut into blocks of rows, and those shared out among threads.
+// The operator: divides segments into blocks of rows and shares these among threads.
 #include <deque>
 #include <optional>
 #include <vector>
@@ -8,31 +8,35 @@
 #include "runtime/scratch.h"
 #include "runtime/threads.h"
 #include "products.h"
-#include "split.h"
+#include "shared_wave.h"
 
 namespace vlora::atmm {
 namespace {
 
-constexpr double kWorthThreads = 8e-6;
-// Seconds of work below which waking a second thread costs more than it brings.
-constexpr double kHot = 3;
-// How much faster than memory adapters in cache are read, for estimates of work alone.
-constexpr int64_t kLeastBlock = 8;
-// Rows of a block that is cut for balance: a decoding step of 16 rows is two, whose tiles of 4 rows still
-// fill the pipeline.
+// Seconds of work below which waking a second thread costs more than it saves.
+constexpr double kMinParallelSeconds = 8e-6;
+// How much faster adapters are read from cache than from memory; used only to estimate work.
+constexpr double kCachedRate = 3;
+// Minimum rows of a block that is divided for balance: a decode step of 16 rows is then two blocks,
+// whose tiles of 4 rows still fill the pipeline.
+constexpr int64_t kMinBlockRows = 8;
+// Ratio of the longest thread's share to the mean up to which the shares count as balanced.
 constexpr double kBalanced = 1.08;
-// The longest thread's share over the mean from which on it is worth cutting finer.
-constexpr int kMostCuts = 5;
-constexpr int64_t kSplitRows = 24;
-// Rows a thread up to which a wave that cannot be balanced by blocks is split inside its segments.
+// Maximum number of times that blocks are halved for balance.
+constexpr int kMaxHalvings = 5;
+// Maximum blocks per thread whose balance is examined; more are balanced by their number.
+constexpr int64_t kManyBlocks = 32;
+// Rows per thread up to which all threads share the inside of the segments of a wave that blocks of
+// rows do not balance.
+constexpr int64_t kMaxSharedRows = 24;
 
 float* low_scratch(int64_t floats) {
   thread_local runtime::Scratch scratch;
   return scratch.get(floats);
 }
 
-// Both products of a block of rows, all outputs, back to back.
-void whole_block(const Call& c, const TileConfig& config, const Segment& s, int64_t row,
+// Computes both products of a block of rows for all outputs.
+void apply_block(const Call& c, const TileConfig& config, const Segment& s, int64_t row,
                  int64_t rows) {
   float* low[kMaxOutputs];
   int64_t floats = 0;
@@ -56,40 +60,41 @@ void whole_block(const Call& c, const TileConfig& config, const Segment& s, int6
   }
 }
 
-// The longest of the threads' shares, if each takes the next block when it is free.
-double longest_share(const std::vector<Unit>& units, int threads) {
-  thread_local std::vector<double> kept;
-  std::vector<double>& busy = kept;
+// Returns the longest thread's share in seconds if each free thread takes the next block.
+double longest_share(const std::vector<SegmentWork>& segments, int threads) {
+  thread_local std::vector<double> reused;
+  std::vector<double>& busy = reused;
   busy.assign(size_t(threads), 0);
-  for (const Unit& unit : units)
-    for (int64_t i = 0; i < unit.blocks; ++i)
-      *std::min_element(busy.begin(), busy.end()) += unit.block_seconds();
+  for (const SegmentWork& work : segments)
+    for (int64_t i = 0; i < work.blocks; ++i)
+      *std::min_element(busy.begin(), busy.end()) += work.block_seconds();
   return *std::max_element(busy.begin(), busy.end());
 }
 
-// Cuts and orders the blocks so that the threads' shares are even: false if they cannot be.
-bool balance(std::vector<Unit>& units, int threads, double seconds) {
-  const double enough = kBalanced * seconds / threads;
-  for (int cut = 0;; ++cut) {
-    // Large blocks first: the small ones fill what is left.
-    std::sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) {
+// Divides and orders the blocks so that the threads' shares are balanced. Returns false if that is
+// impossible.
+bool balance(std::vector<SegmentWork>& segments, int threads, double seconds) {
+  const double limit = kBalanced * seconds / threads;
+  for (int halvings = 0;; ++halvings) {
+    // Large blocks come first: the small ones then fill the gaps at the end.
+    std::sort(segments.begin(), segments.end(), [](const SegmentWork& a, const SegmentWork& b) {
       const double first = a.block_seconds(), second = b.block_seconds();
       return first != second ? first > second : a.segment < b.segment;
     });
     int64_t blocks = 0;
-    for (const Unit& unit : units) blocks += unit.blocks;
-    if (blocks > 32 * threads || longest_share(units, threads) <= enough) return true;
-    if (cut == kMostCuts) return false;
-    const double largest = units.front().block_seconds();
-    bool finer = false;
-    for (Unit& unit : units) {
-      if (unit.block_seconds() < 0.6 * largest) break;
-      if (unit.segment->length >= 2 * kLeastBlock * unit.blocks) {
-        unit.blocks *= 2;
-        finer = true;
+    for (const SegmentWork& work : segments) blocks += work.blocks;
+    if (blocks > kManyBlocks * threads || longest_share(segments, threads) <= limit) return true;
+    if (halvings == kMaxHalvings) return false;
+    const double largest = segments.front().block_seconds();
+    bool halved = false;
+    for (SegmentWork& work : segments) {
+      if (work.block_seconds() < 0.6 * largest) break;
+      if (work.segment->length >= 2 * kMinBlockRows * work.blocks) {
+        work.blocks *= 2;
+        halved = true;
       }
     }
-    if (!finer) return false;
+    if (!halved) return false;
   }
 }
 
@@ -102,22 +107,25 @@ Shape shape_of(const Call& c, const Segment& s, const SegmentList& segments, int
   return shape;
 }
 
-double seconds_of(const Call& c, const Segment& s) {
-  double elements = 0, columns = double(c.p.d_in);  // of the adapter; of rows, y's read and written
+// Estimates the seconds that a segment takes on one thread: the larger of compute and data movement.
+double estimated_seconds(const Call& c, const Segment& s) {
+  double adapter_elements = 0;
+  double columns = double(c.p.d_in);  // elements moved per row; those of y are read and written
   for (int o = 0; o < c.p.outputs; ++o)
     if (const int32_t rank = c.pair(s, o).rank) {
-      elements += double(rank) * double(c.p.d_in + c.p.output[o].d_out);
+      adapter_elements += double(rank) * double(c.p.d_in + c.p.output[o].d_out);
       columns += 2 * double(c.p.output[o].d_out);
     }
   const runtime::Machine& machine = runtime::machine();
-  const double rate = kHot * machine.memory, rows = double(s.length);
-  const double moved =
-      elements * double(size_of(c.p.dtype)) + rows * columns * double(size_of(c.p.rows_dtype));
-  return std::max(2 * rows * elements / machine.peak[int(c.p.dtype)], moved / rate);
+  const double rate = kCachedRate * machine.memory, rows = double(s.length);
+  const double bytes = adapter_elements * double(size_of(c.p.dtype)) +
+                       rows * columns * double(size_of(c.p.rows_dtype));
+  return std::max(2 * rows * adapter_elements / machine.peak[int(c.p.dtype)], bytes / rate);
 }
 
-// Whether vdpbf16ps, for all that it does at once, is no faster than fp32's multiply-adds: then some rows wait
-// for it and not for memory. One row does not; from kTileUnitRows on there are other ways.
+// Whether vdpbf16ps is no faster than fp32 multiply-adds, although it does more at once. Blocks of a
+// few rows then wait for it and not for memory; a single row does not, and from kMinTileUnitRows on
+// there are other ways.
 bool pairs_are_slow() {
   static const bool slow = !runtime::runs_here(runtime::Isa::kAvx512Bf16) ||
                            runtime::core_peak(runtime::Isa::kAvx512Bf16, Dtype::kBf16) <
@@ -125,44 +133,47 @@ bool pairs_are_slow() {
   return slow;
 }
 
-// Blocks of rows in the order in which they are taken. few: of 2 … kTileUnitRows - 1 rows, or null.
-void blocks_of(const Call& c, const Call* few, const std::vector<Unit>& units, runtime::Pieces& pieces) {
-  size_t at = 0;
+// Computes blocks of rows until none is left. small: the call for blocks of 2 … kMinTileUnitRows - 1
+// rows, or null if they need no kernels of their own.
+void apply_blocks(const Call& c, const Call* small, const std::vector<SegmentWork>& segments,
+                  runtime::Pieces& pieces) {
+  size_t i = 0;
   for (int64_t block; (block = pieces.take()) >= 0;) {
-    while (block >= units[at].first_block + units[at].blocks) ++at;
-    const Unit& unit = units[at];
-    const int64_t i = block - unit.first_block, length = unit.segment->length;
-    const int64_t first = length * i / unit.blocks, rows = length * (i + 1) / unit.blocks - first;
-    const bool by_few = few && rows > 1 && rows < kTileUnitRows;
-    whole_block(by_few ? *few : c, unit.config, *unit.segment, unit.segment->start + first, rows);
+    while (block >= segments[i].first_block + segments[i].blocks) ++i;
+    const SegmentWork& work = segments[i];
+    const int64_t index = block - work.first_block, length = work.segment->length;
+    const int64_t first = length * index / work.blocks;
+    const int64_t rows = length * (index + 1) / work.blocks - first;
+    const bool is_small = small && rows > 1 && rows < kMinTileUnitRows;
+    apply_block(is_small ? *small : c, work.config, *work.segment, work.segment->start + first, rows);
   }
 }
 
 }  // namespace
 
-// Segments that can run side by side: shared out by blocks of rows, or inside the segments.
+// Segments that can run concurrently: shared by blocks of rows, or inside the segments.
 struct Apply::Wave {
-  std::vector<Unit> units;
-  int threads = 1;  // worth it
+  std::vector<SegmentWork> segments;
+  int threads = 1;  // number of threads that its work repays
   std::optional<runtime::Pieces> blocks;
-  std::optional<Split> split;
+  std::optional<SharedWave> shared;
 
-  void plan(const Call& c, int most_threads) {
+  void plan(const Call& c, int max_threads) {
     double seconds = 0;
     int64_t rows = 0, count = 0;
-    for (Unit& unit : units) {
-      unit.blocks = ceil_div(unit.segment->length, std::max(1, unit.config.row_block));
-      seconds += unit.seconds;
-      rows += unit.segment->length;
+    for (SegmentWork& work : segments) {
+      work.blocks = ceil_div(work.segment->length, std::max(1, work.config.row_block));
+      seconds += work.seconds;
+      rows += work.segment->length;
     }
-    threads = seconds < kWorthThreads ? 1 : most_threads;
-    if (threads > 1 && !balance(units, threads, seconds) && rows <= kSplitRows * threads) {
-      split.emplace(c, units, threads);
+    threads = seconds < kMinParallelSeconds ? 1 : max_threads;
+    if (threads > 1 && !balance(segments, threads, seconds) && rows <= kMaxSharedRows * threads) {
+      shared.emplace(c, segments, threads);
       return;
     }
-    for (Unit& unit : units) {
-      unit.first_block = count;
-      count += unit.blocks;
+    for (SegmentWork& work : segments) {
+      work.first_block = count;
+      count += work.blocks;
     }
     threads = int(std::min<int64_t>(threads, count));
     blocks.emplace(count);
@@ -171,39 +182,40 @@ struct Apply::Wave {
 
 struct Apply::Plan {
   Call call;
-  std::optional<Call> few;
+  std::optional<Call> small_blocks;
   std::deque<Wave> waves;
 };
 
 Apply::Apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,
              const Chooser& chooser, int threads)
-    : plan_(new Plan{{kernels, p, chooser.one_order()}, {}, {}}) {
+    : plan_(new Plan{{kernels, p, chooser.fixed_order()}, {}, {}}) {
   const Call& c = plan_->call;
-  if (kernels.few && p.dtype == Dtype::kBf16 && !c.one_order && pairs_are_slow())
-    plan_->few.emplace(Call{*kernels.few, p, false});
+  if (kernels.small_blocks && p.dtype == Dtype::kBf16 && !c.fixed_order && pairs_are_slow())
+    plan_->small_blocks.emplace(Call{*kernels.small_blocks, p, false});
   int64_t floats = 0;
   for (int i = 0; i < segments.waves(); ++i) {
-    std::vector<Unit> units;
-    Shape last{};
+    std::vector<SegmentWork> work;
+    Shape previous{};
     for (const Segment* s = segments.begin(i); s != segments.end(i); ++s) {
       const Shape shape = shape_of(c, *s, segments, threads);
       if (shape.rank == 0) continue;
-      const bool same = !units.empty() && last.rows == shape.rows && last.rank == shape.rank;
-      units.push_back({s, same ? units.back().config : chooser.choose(shape), seconds_of(c, *s)});
-      last = shape;
+      const bool same = !work.empty() && previous.rows == shape.rows && previous.rank == shape.rank;
+      work.push_back(
+          {s, same ? work.back().config : chooser.choose(shape), estimated_seconds(c, *s), 0, 0});
+      previous = shape;
     }
-    if (units.empty()) continue;
+    if (work.empty()) continue;
     Wave& wave = plan_->waves.emplace_back();
-    wave.units = std::move(units);
+    wave.segments = std::move(work);
     wave.plan(c, threads);
     threads_ = std::max(threads_, wave.threads);
-    meets_ = meets_ || wave.split || plan_->waves.size() > 1;
-    if (wave.split) floats = std::max(floats, wave.split->floats());
+    has_barriers_ = has_barriers_ || wave.shared || plan_->waves.size() > 1;
+    if (wave.shared) floats = std::max(floats, wave.shared->floats());
   }
-  thread_local runtime::Scratch kept;
-  float* const memory = floats ? kept.get(floats) : nullptr;
+  thread_local runtime::Scratch scratch;
+  float* const memory = floats ? scratch.get(floats) : nullptr;
   for (Wave& wave : plan_->waves)
-    if (wave.split) wave.split->use(memory);
+    if (wave.shared) wave.shared->use(memory);
 }
 
 Apply::~Apply() = default;
@@ -213,10 +225,11 @@ void Apply::operator()(const runtime::Team& team) const {
   for (Wave& wave : plan_->waves) {
     if (!first) team.wait();
     first = false;
-    if (wave.split)
-      (*wave.split)(team);
+    if (wave.shared)
+      (*wave.shared)(team);
     else
-      blocks_of(plan_->call, plan_->few ? &*plan_->few : nullptr, wave.units, *wave.blocks);
+      apply_blocks(plan_->call, plan_->small_blocks ? &*plan_->small_blocks : nullptr,
+                   wave.segments, *wave.blocks);
   }
   if (const runtime::TileUnit* unit = plan_->call.kernels.tiles) unit->release();
 }
@@ -225,19 +238,19 @@ void apply(const Kernels& kernels, const Problem& p, const SegmentList& segments
            const Chooser& chooser, int threads) {
   const Apply plan(kernels, p, segments, chooser, threads);
   runtime::run_region(
-      plan.threads(), !plan.meets(),
+      plan.threads(), !plan.has_barriers(),
       [](void* context, const runtime::Team& team) { (*static_cast<const Apply*>(context))(team); },
       const_cast<Apply*>(&plan));
 }
 
 void heads(const Kernels& kernels, const Problem& p, const SegmentList& segments) {
   const Call c{kernels, p, true};
-  const TileConfig config{int32_t(kFewRows), 64, 64, 0, 24, false, 0};
+  const TileConfig config{int32_t(kMaxDirectRows), 64, 64, 0, 24, 0};
   for (int wave = 0; wave < segments.waves(); ++wave)
     for (const Segment* s = segments.begin(wave); s != segments.end(wave); ++s) {
       const Pair& pair = c.pair(*s, 0);
-      for (int64_t row = 0; row < s->length; row += kFewRows) {
-        const int64_t rows = std::min(kFewRows, s->length - row);
+      for (int64_t row = 0; row < s->length; row += kMaxDirectRows) {
+        const int64_t rows = std::min(kMaxDirectRows, s->length - row);
         float* low = low_scratch(low_floats(pair, rows));
         over_depth(c, config, s->start + row, rows, 0, p.d_in, [&](const Rows& x) {
           shrink(c, config, pair, rows, x, low);
@@ -246,7 +259,7 @@ void heads(const Kernels& kernels, const Problem& p, const SegmentList& segments
         for (int64_t i = 0; i < rows; ++i) {
           float* y = static_cast<float*>(p.y) + (s->start + row + i) * p.y_stride;
           for (int64_t n = 0; n < pair.rank; ++n)
-            y[n] = low[(n / kRankBlock * rows + i) * kRowStride + n % kRankBlock] + bias[n];
+            y[n] = low[(n / kRankBlock * rows + i) * kScratchStride + n % kRankBlock] + bias[n];
         }
       }
     }

@@ -1,13 +1,15 @@
-// A merge's end for vectors of two registers. Included as tile.h is, which it goes on from.
+// The bf16 merge epilogue for vectors that take two registers. A generated unit includes it instead
+// of tile.h.
 #pragma once
 
 #include "tile.h"
 
 namespace vlora::atmm::VLORA_ISA {
 
-// out = in + sign * tile, of bf16, with panels that have the even ones of their columns first: in a line of
-// `in` and of `out` they are a shift or a mask away, and no lanes are crossed.
-struct AddedApart : Added<uint16_t, false> {
+// out = in + sign * tile in bf16, for panels whose even columns come first: the even and the odd
+// columns of a line of `in` and `out` are then extracted by a shift or a mask, without crossing
+// lanes.
+struct AddedDeinterleaved : Added<uint16_t, false> {
   template <int M, int N>
   static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
     const uint16_t* in = static_cast<const uint16_t*>(t.in) + group * t.group_columns;
@@ -20,15 +22,15 @@ struct AddedApart : Added<uint16_t, false> {
       for (int n = 0; n < N; ++n) {
         const uint16_t* from = in + m * t.in_stride + n * kPanel;
         uint16_t* to = out + m * t.out_stride + n * kPanel;
-        uint16_t some[kPanel] = {};
-        const bool last = n == N - 1 && cut;
-        if (last)
-          for (int i = 0; i < t.tail; ++i) some[i] = from[i];
-        V sum = V::load_apart(last ? some : from);
+        uint16_t tail[kPanel] = {};
+        const bool is_tail = n == N - 1 && cut;
+        if (is_tail)
+          for (int i = 0; i < t.tail; ++i) tail[i] = from[i];
+        V sum = V::load_apart(is_tail ? tail : from);
         sum.add_product(sign, acc[m][n]);
-        sum.store_together(last ? some : to);
-        if (last)
-          for (int i = 0; i < t.tail; ++i) to[i] = some[i];
+        sum.store_together(is_tail ? tail : to);
+        if (is_tail)
+          for (int i = 0; i < t.tail; ++i) to[i] = tail[i];
       }
     }
   }

@@ -1,4 +1,4 @@
-// Copies around the register tiles.
+// Copies between rows, packed panels and the scratch memory of the register tiles.
 #pragma once
 
 #include "atmm/kernels.h"
@@ -15,20 +15,20 @@ constexpr bool kPairs = false;
 
 template <class T>
 void load_row(const T* in, int64_t count, bool pairs, float* out) {
-  const int64_t whole = count / kPanel * kPanel;
-  const int rest = int(count - whole);
+  const int64_t full = count / kPanel * kPanel;  // in whole vectors
+  const int rest = int(count - full);
   if (pairs) {
     uint16_t* to = reinterpret_cast<uint16_t*>(out);
     if constexpr (sizeof(T) == sizeof(*to)) {
       __builtin_memcpy(to, in, size_t(count) * sizeof(T));
     } else {
-      for (int64_t i = 0; i < whole; i += kPanel) V::load(in + i).store(to + i);
-      if (rest) V::load_some(in + whole, rest).store_some(to + whole, rest);
+      for (int64_t i = 0; i < full; i += kPanel) V::load(in + i).store(to + i);
+      if (rest) V::load_some(in + full, rest).store_some(to + full, rest);
     }
     if (count % 2) to[count] = 0;
   } else {
-    for (int64_t i = 0; i < whole; i += kPanel) V::load(in + i).store(out + i);
-    if (rest) V::load_some(in + whole, rest).store_some(out + whole, rest);
+    for (int64_t i = 0; i < full; i += kPanel) V::load(in + i).store(out + i);
+    if (rest) V::load_some(in + full, rest).store_some(out + full, rest);
     if (count % 2) out[count] = 0;
   }
 }
@@ -46,11 +46,11 @@ inline void load_rows(Dtype dtype, bool pairs, const void* x, ptrdiff_t stride, 
 
 inline void round_rows(float* scratch, int64_t rows, int64_t count) {
   for (int64_t row = 0; row < rows; ++row) {
-    float* from = scratch + row * kRowStride;
+    float* from = scratch + row * kScratchStride;
     if (count % 2) from[count] = 0;
     if (!kPairs) continue;
     uint16_t* pairs = reinterpret_cast<uint16_t*>(from);
-    // In place: what is written lies before what is still to be read.
+    // This is safe in place: writes stay behind the reads.
     for (int64_t i = 0; i < count; i += kPanel) V::load(from + i).store(pairs + i);
     if (count % 2) pairs[count] = 0;
   }
@@ -66,7 +66,7 @@ inline void widen_panels(const Tile& t, int columns, float* to) {
     }
 }
 
-inline void split_narrow(const void* lines, int64_t count, void* to) {
+inline void deinterleave_narrow(const void* lines, int64_t count, void* to) {
   auto* from = static_cast<const uint32_t*>(lines);
   auto* out = static_cast<uint32_t*>(to);
   for (int64_t i = 0; i < count; ++i, from += kPanel, out += kPanel)

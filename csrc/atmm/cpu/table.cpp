@@ -1,6 +1,7 @@
+// Choice of tiles: keys, tables and the built-in configuration.
 #include "atmm/table.h"
 
-#include "walk.h"
+#include "tile_loop.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -10,21 +11,22 @@
 namespace vlora::atmm {
 namespace {
 
-uint64_t bucket(int64_t value, int least, int most) {
-  int power = least;
-  while (power < most && (int64_t(1) << power) < value) ++power;
+// Returns the exponent of the smallest power of two that is not below `value`, within [min, max].
+uint64_t bucket(int64_t value, int min, int max) {
+  int power = min;
+  while (power < max && (int64_t(1) << power) < value) ++power;
   return uint64_t(power);
 }
 
-int field(uint64_t word, int at) { return int(word >> (8 * at) & 0xff); }
+int field(uint64_t word, int index) { return int(word >> (8 * index) & 0xff); }
 
 int log2_of(uint64_t value) { return value ? 63 - __builtin_clzll(value) : 0; }
 
-constexpr int64_t kFetchesRows = 2 << 20;
-// L2 of cores that need not be asked for the rows that a merge reads next.
+// Bytes of L2 from which on cores prefetch the rows that a merge reads next by themselves.
+constexpr int64_t kPrefetchingL2 = 2 << 20;
 
-// Octaves apart. Rows and rank decide between streaming and blocking, so they weigh most; a table
-// of another operation or type says nothing.
+// Returns a weighted number of octaves between two keys, or -1 if their operation or type differs.
+// Rows and rank decide between streaming and blocking, so they have the largest weight.
 int distance(const Key& a, const Key& b) {
   if ((a.low ^ b.low) & 0xffff) return -1;
   const auto size = [](const Key& key, int shift) {
@@ -36,22 +38,13 @@ int distance(const Key& a, const Key& b) {
          4 * std::abs(size(a, 0) - size(b, 0)) + 4 * std::abs(size(a, 32) - size(b, 32));
 }
 
-// Of some numbers, ascending, the largest that is not above `wanted` by more than a quarter.
-int nearest(std::initializer_list<int> numbers, double wanted) {
+// Returns the largest of some ascending numbers that exceeds `target` by at most a quarter, or the
+// first one.
+int nearest(std::initializer_list<int> numbers, double target) {
   int best = *numbers.begin();
   for (const int number : numbers)
-    if (number <= 1.25 * wanted) best = number;
+    if (number <= 1.25 * target) best = number;
   return best;
-}
-
-const std::vector<TileConfig>& all_of(Operation operation) {
-  static const std::vector<TileConfig> apply = {
-#include "configurations.inc"
-  };
-  static const std::vector<TileConfig> merge = {
-#include "merge_configurations.inc"
-  };
-  return operation == Operation::kApply ? apply : merge;
 }
 
 }  // namespace
@@ -63,99 +56,109 @@ Key key_of(const Shape& s) {
           uint64_t(uint32_t(s.d_in)) | uint64_t(uint32_t(s.d_out)) << 32};
 }
 
-const std::vector<TileConfig>& configurations(Operation operation) { return all_of(operation); }
+const std::vector<TileConfig>& configurations(Operation operation) {
+  static const std::vector<TileConfig> apply = {
+#include "configurations.inc"
+  };
+  static const std::vector<TileConfig> merge = {
+#include "merge_configurations.inc"
+  };
+  return operation == Operation::kApply ? apply : merge;
+}
 
 std::string name_of(const TileConfig& c) {
   const auto number = [](int32_t value) { return std::to_string(value); };
   if (c.column_block)
     return "merge-n" + number(c.expand_columns) + "-c" + number(c.column_block) + "-p" + number(c.prefetch);
   return "r" + number(c.row_block) + "-s" + number(c.shrink_columns) + "-e" +
-         number(c.expand_columns) + "-d" + number(c.depth_block) + "-p" + number(c.prefetch) +
-         (c.pack_rows ? "-packed" : "");
+         number(c.expand_columns) + "-d" + number(c.depth_block) + "-p" + number(c.prefetch);
 }
 
 TileConfig built_in(const Shape& s, const runtime::Machine& machine, bool widening, bool tiles) {
-  // All panels of a bundle: they lie in one stream. (A tile is never wider than its instruction set's
-  // widest.)
+  // All panels of a bundle, because they are one stream. (A register tile is never wider than its
+  // instruction set's widest.)
   const int columns = kMaxBundle * kPanel;
   if (s.operation == Operation::kMerge) {
-    // Columns of A packed at a time: as many as fill L2, though nothing is left for W. Rows of W are
-    // then streamed in long pieces, which is worth more (1 MiB of L2, rank 64: 0.85 of the limit with
-    // 4096 columns, 0.77 with 1024). One tile of W ahead. Cores with 2 MiB of L2 fetch rows of W into it by
-    // themselves: asked for, these take 2 to 6 % longer (rank 64, bf16), and A leaves them three quarters.
-    const bool fetches = machine.l2 >= kFetchesRows;
-    const double a = double(fetches ? machine.l2 / 4 : machine.l2);
-    const int block = nearest({1024, 2048, 4096}, a / double(4 * std::max<int64_t>(16, s.rank)));
-    return {8, 0, columns, 0, fetches ? 0 : kMaxBundle, true, block};
+    // As many columns of A are packed at a time as fill L2, although that leaves no L2 for W. Rows of
+    // W are then read in long pieces, which is worth more: with 1 MiB of L2 and rank 64, 4096 columns
+    // reach 0.85 of the memory limit and 1024 columns 0.77. One tile of W is prefetched. Cores with
+    // 2 MiB of L2 prefetch rows of W themselves: software prefetch makes them 2 to 6 % slower (rank
+    // 64, bf16), and there A takes only a quarter of L2.
+    const bool hardware_prefetch = machine.l2 >= kPrefetchingL2;
+    const double a_bytes = double(hardware_prefetch ? machine.l2 / 4 : machine.l2);
+    const double column_bytes = double(4 * std::max<int64_t>(16, s.rank));
+    const int block = nearest({1024, 2048, 4096}, a_bytes / column_bytes);
+    return {8, 0, columns, 0, hardware_prefetch ? 0 : kMaxBundle, block};
   }
-  // Adapters are read once and nothing is used twice. Fetched ahead: what a memory latency of 100 ns
-  // holds at the rate of one core.
+  // Few rows: adapters are read once and nothing is reused. The prefetch distance is what one core
+  // reads from memory during a latency of 100 ns.
   if (s.rows <= 8) {
     const int lines = nearest({24, 64, 128}, machine.memory * kLatency / 64);
-    return {8, columns, columns, 0, lines, false, 0};
+    return {8, columns, columns, 0, lines, 0};
   }
-  // Wide tiles: 6 rows by 64 columns fill AVX-512's registers and load least per product (16
-  // columns with AVX2's). Rows are read in place: copying them costs more than their stride does
-  // (160 against 195 GFLOP/s at d = 4096, rank 64). Panels of 64 columns take a quarter of L2 at a
-  // time, a rank-64 intermediate three quarters of L1; where panels are made fp32 for a block of rows,
-  // blocks are twice as long.
+  // Many rows: wide tiles. 6 rows by 64 columns fill the registers of AVX-512 and load least per
+  // product (16 columns with AVX2). Rows are read in place: copying them costs more than their stride
+  // does (160 against 195 GFLOP/s at d = 4096, rank 64). Panels of 64 columns take a quarter of L2 at
+  // a time, and a rank-64 intermediate three quarters of L1. Where panels are converted to fp32 for a
+  // block of rows, blocks are twice as long.
   const int depth = nearest({128, 256, 512, 1024}, double(machine.l2) / 4 / (columns * 4));
   const double rows = double(machine.l1) * 3 / 4 / (64 * 4);
-  // A unit that multiplies tiles waits for its rows: where a segment's fill half of L2, few at a time, as
-  // many streams as the machine's own prefetching follows and as one product takes (one thread, 4 x 256 rows,
-  // d = 4096, rank 64: 96 rows 2.4 ms, 48 2.3, 24 1.9, 32 1.8).
-  const int64_t moved = 2 * s.rows * (s.d_in + s.d_out);
-  if (tiles && 2 * moved >= machine.l2) return {32, columns, columns, depth, 0, false, 0};
-  return {nearest({48, 96, 192}, widening ? 2 * rows : rows), columns, columns, depth, 0, false, 0};
+  // AMX tiles wait for their rows. Where a segment's rows fill half of L2, blocks have 32 rows: as
+  // many streams as the hardware prefetches and as one product takes. Measured on one thread with
+  // 4 x 256 rows, d = 4096, rank 64: 96 rows 2.4 ms, 48 rows 2.3 ms, 24 rows 1.9 ms, 32 rows 1.8 ms.
+  const int64_t row_bytes = 2 * s.rows * (s.d_in + s.d_out);
+  if (tiles && 2 * row_bytes >= machine.l2) return {32, columns, columns, depth, 0, 0};
+  return {nearest({48, 96, 192}, widening ? 2 * rows : rows), columns, columns, depth, 0, 0};
 }
 
 TileConfig built_in(const Shape& shape) {
-  const Kernels& here = kernels(runtime::isa(shape.dtype));
+  const Kernels& current = kernels(runtime::isa(shape.dtype));
   const bool bf16 = shape.dtype == Dtype::kBf16;
-  return built_in(shape, runtime::machine(), bf16 && !here.pairs_in_registers, bf16 && here.tiles);
+  return built_in(shape, runtime::machine(), bf16 && !current.pairs_in_registers,
+                  bf16 && current.tiles);
 }
 
 TileTable::TileTable(const std::vector<Entry>& entries) {
   for (const Entry& entry : entries) {
-    const auto& all = all_of(Operation(entry.key.low & 0xff));
-    const auto found = std::find_if(all.begin(), all.end(), [&](const TileConfig& config) {
+    const auto& all = configurations(Operation(entry.key.low & 0xff));
+    const auto match = std::find_if(all.begin(), all.end(), [&](const TileConfig& config) {
       return name_of(config) == entry.config;
     });
-    if (found == all.end())
+    if (match == all.end())
       throw std::invalid_argument("tile table: no configuration is named '" + entry.config + "'");
-    entries_[entry.key] = &*found;
+    entries_[entry.key] = &*match;
   }
 }
 
 const TileConfig* TileTable::find(const Key& key, bool* exact) const {
-  auto found = entries_.find(key);
-  *exact = found != entries_.end();
-  if (*exact) return found->second;
-  // Of another number of threads, before all others are looked at.
-  for (Key fewer = key; fewer.threads() > 0;) {
+  auto entry = entries_.find(key);
+  *exact = entry != entries_.end();
+  if (*exact) return entry->second;
+  // The same shape with fewer threads comes before all other keys.
+  for (Key fewer = key; fewer.threads_bucket() > 0;) {
     fewer.low -= uint64_t(1) << kThreadsShift;
-    found = entries_.find(fewer);
-    if (found != entries_.end()) return found->second;
+    entry = entries_.find(fewer);
+    if (entry != entries_.end()) return entry->second;
   }
   return nearest_to(key);
 }
 
 const TileConfig* TileTable::nearest_to(const Key& key) const {
-  // A thread's misses repeat from layer to layer: the last few are kept.
-  struct Kept {
+  // A thread's misses repeat from layer to layer, so the last few are cached.
+  struct Cached {
     const TileTable* table;
     Key key;
     const TileConfig* config;
   };
-  thread_local Kept kept[16] = {};
-  Kept& slot = kept[KeyHash{}(key) % 16];
+  thread_local Cached cache[16] = {};
+  Cached& slot = cache[KeyHash{}(key) % 16];
   if (slot.table == this && slot.key == key) return slot.config;
   const TileConfig* best = nullptr;
-  int least = -1;
+  int min_distance = -1;
   for (const auto& [other, config] : entries_) {
-    const int apart = distance(key, other);
-    if (apart >= 0 && (least < 0 || apart < least)) {
-      least = apart;
+    const int octaves = distance(key, other);
+    if (octaves >= 0 && (min_distance < 0 || octaves < min_distance)) {
+      min_distance = octaves;
       best = config;
     }
   }

@@ -1,8 +1,8 @@
-// The register tile, one template for every instruction set, product and storage type.
+// The register tile: one template for every instruction set, product and storage type.
 //
-// Included once per generated translation unit, after the instruction set's vector type; each unit
-// is compiled with its own flags, so nothing here may be shared with another unit: everything is in
-// the instruction set's namespace (kIsaNamespace) and no standard container is used.
+// Each generated translation unit includes it once, after the instruction set's vector type. The units
+// are compiled with different flags, so they must not share code: everything here is in the
+// instruction set's namespace (VLORA_ISA), and no standard container is used.
 #pragma once
 
 #include "atmm/kernels.h"
@@ -13,8 +13,8 @@ using runtime::VLORA_ISA::V;
 
 // fp32 rows times fp32 panels.
 struct Fp32 {
-  static constexpr int kUnits = 1;    // of a row, in one line of a panel
-  static constexpr bool kHalf = false;  // whether a line may be half beyond the depth
+  static constexpr int kWords = 1;              // words of a row for each line of a panel
+  static constexpr bool kTwoStepLines = false;  // whether a line holds two steps (narrow panels)
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panels) {
@@ -30,10 +30,10 @@ struct Fp32 {
   }
 };
 
-// fp32 rows times bf16 panels, made fp32 in registers: two depths a step.
+// fp32 rows times bf16 panels, which are converted to fp32 in registers: two values of depth a step.
 struct Bf16Widened {
-  static constexpr int kUnits = 2;
-  static constexpr bool kHalf = false;
+  static constexpr int kWords = 2;
+  static constexpr bool kTwoStepLines = false;
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panels) {
@@ -53,10 +53,10 @@ struct Bf16Widened {
 };
 
 #ifdef VLORA_HAS_BF16_PRODUCTS
-// Pairs of bf16 times panels of pairs, by the instruction that adds both products to fp32.
+// Pairs of bf16 times panels of pairs, with the instruction that adds both products to an fp32 sum.
 struct Bf16Pairs {
-  static constexpr int kUnits = 1;
-  static constexpr bool kHalf = false;
+  static constexpr int kWords = 1;
+  static constexpr bool kTwoStepLines = false;
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panels) {
@@ -73,11 +73,12 @@ struct Bf16Pairs {
 };
 #endif
 
-// Narrow panels: eight rows, two units of depth side by side. A register then holds eight sums twice,
-// over the even and the odd units; so does scratch, until the last part of the depth adds them.
+// Narrow panels: eight columns, with two steps interleaved in a line. A register then holds two sums
+// for each column, over the even and over the odd steps. So does scratch until the last part of the
+// depth adds them.
 struct NarrowFp32 {
-  static constexpr int kUnits = 2;
-  static constexpr bool kHalf = true;
+  static constexpr int kWords = 2;
+  static constexpr bool kTwoStepLines = true;
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panel) {
@@ -89,8 +90,8 @@ struct NarrowFp32 {
 };
 
 struct NarrowWidened {
-  static constexpr int kUnits = 4;
-  static constexpr bool kHalf = true;
+  static constexpr int kWords = 4;
+  static constexpr bool kTwoStepLines = true;
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panel) {
@@ -106,8 +107,8 @@ struct NarrowWidened {
 
 #ifdef VLORA_HAS_BF16_PRODUCTS
 struct NarrowPairs {
-  static constexpr int kUnits = 2;
-  static constexpr bool kHalf = true;
+  static constexpr int kWords = 2;
+  static constexpr bool kTwoStepLines = true;
   template <int M, int N, int kStride>
   static inline __attribute__((always_inline)) void step(V (&acc)[M][N], const float* x,
                                                          ptrdiff_t stride, const char* panel) {
@@ -119,7 +120,7 @@ struct NarrowPairs {
 };
 #endif
 
-// The tile's end: to scratch.
+// Epilogue of the first product: stores the tile to scratch.
 struct ToScratch {
   template <int M, int N>
   static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
@@ -128,7 +129,7 @@ struct ToScratch {
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n)
-        acc[m][n] = t.first ? V::zero() : V::load(out + m * kRowStride + n * kPanel);
+        acc[m][n] = t.first_part ? V::zero() : V::load(out + m * kScratchStride + n * kPanel);
   }
   template <int M, int N>
   static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
@@ -136,30 +137,31 @@ struct ToScratch {
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) acc[m][n].store(out + m * kRowStride + n * kPanel);
+      for (int n = 0; n < N; ++n) acc[m][n].store(out + m * kScratchStride + n * kPanel);
   }
 };
 
-// The same of a narrow panel, whose even and odd sums the last part of the depth adds.
+// The same for a narrow panel: the last part of the depth adds the sums over even and odd steps.
 struct NarrowToScratch : ToScratch {
   template <int M, int N>
   static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
-    if (!t.last) return ToScratch::end<M, N>(acc, t, group);
+    if (!t.last_part) return ToScratch::end<M, N>(acc, t, group);
     float* out = static_cast<float*>(t.out);
 #pragma GCC unroll 24
-    for (int m = 0; m < M; ++m) acc[m][0].store_sums_of_two(out + m * kRowStride);
+    for (int m = 0; m < M; ++m) acc[m][0].store_sums_of_two(out + m * kScratchStride);
   }
 };
 
-// (A template: not every V joins.)
+// Stores two vectors as one line of bf16. It is a template because not every V has store_joined.
 template <class Vector>
 inline __attribute__((always_inline)) void store_line(uint16_t* to, Vector first, Vector second,
                                                       bool past_caches) {
   Vector::store_joined(to, first, second, past_caches);
 }
 
-// The tile's end: out = in + sign * tile. T is the storage type.
-template <class T, bool kStream>
+// Epilogue of the second product and of the merge: out = in + sign * tile. T is the storage type.
+// kBypass: whether stores bypass the caches.
+template <class T, bool kBypass>
 struct Added {
   template <int M, int N>
   static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
@@ -186,13 +188,13 @@ struct Added {
         const T* from = in + m * t.in_stride + n * kPanel;
         T* to = out + m * t.out_stride + n * kPanel;
         if constexpr (V::kJoins && sizeof(T) == 2 && N % 2 == 0) {
-          // A line at a time: half as many stores.
+          // Store a whole line at a time: half as many stores.
           if (n < N - 2 || !cut) {
             if (n % 2) continue;
             V first = V::load(from), second = V::load(from + kPanel);
             first.add_product(sign, acc[m][n]);
             second.add_product(sign, acc[m][n + 1]);
-            store_line<V>(to, first, second, kStream);
+            store_line<V>(to, first, second, kBypass);
             continue;
           }
         }
@@ -203,7 +205,7 @@ struct Added {
         } else {
           V sum = V::load(from);
           sum.add_product(sign, acc[m][n]);
-          if constexpr (kStream) {
+          if constexpr (kBypass) {
             sum.store_past_caches(to);
           } else {
             sum.store(to);
@@ -214,9 +216,10 @@ struct Added {
   }
 };
 
-// Rows M, panels N, and kChains partial sums over the depth: one chain of dependent multiply-adds
-// per accumulator does not fill the pipeline where M * N is small. kFetch: panels are fetched ahead.
-template <class Product, class End, int M, int N, int kChains, int kStride, bool kFetch>
+// Computes M rows by N panels with kChains partial sums over the depth: where M * N is small, one
+// chain of dependent multiply-adds per accumulator does not fill the pipeline. kStride: words between
+// rows, or 0 for t.x_stride. kPrefetch: whether panels are prefetched.
+template <class Product, class End, int M, int N, int kChains, int kStride, bool kPrefetch>
 void tile(const Tile& t) {
   const char* panels = t.panels;
   for (int64_t group = 0; group < t.groups; ++group, panels += t.group_bytes) {
@@ -232,33 +235,34 @@ void tile(const Tile& t) {
     }
     const float* x = static_cast<const float*>(t.x);
     const char* p = panels;
-    int64_t left = Product::kHalf ? t.steps / 2 : t.steps;  // lines
-    for (; left >= kChains; left -= kChains) {
+    int64_t lines = Product::kTwoStepLines ? t.steps / 2 : t.steps;
+    for (; lines >= kChains; lines -= kChains) {
 #pragma GCC unroll 8
       for (int c = 0; c < kChains; ++c) {
-        if constexpr (kFetch) {
+        if constexpr (kPrefetch) {
 #pragma GCC unroll 4
           for (int n = 0; n < N; ++n) __builtin_prefetch(p + n * 64 + t.prefetch, 0, 3);
         }
-        Product::template step<M, N, kStride>(acc[c], x + c * Product::kUnits, t.x_stride, p);
+        Product::template step<M, N, kStride>(acc[c], x + c * Product::kWords, t.x_stride, p);
         p += t.step_bytes;
       }
-      x += kChains * Product::kUnits;
+      x += kChains * Product::kWords;
     }
     if constexpr (kChains > 1) {
-      for (; left > 0; --left) {
+      for (; lines > 0; --lines) {
         Product::template step<M, N, kStride>(acc[0], x, t.x_stride, p);
-        x += Product::kUnits;
+        x += Product::kWords;
         p += t.step_bytes;
       }
     }
-    if constexpr (Product::kHalf) {
+    if constexpr (Product::kTwoStepLines) {
       if (t.steps % 2) {
-        // The rows may end with the first half: nothing is read past them.
+        // The last line holds one step only. The rows may end there, so they are copied: nothing is
+        // read past their end.
         float last[M][4] = {};
 #pragma GCC unroll 24
         for (int m = 0; m < M; ++m)
-          for (int i = 0; i < Product::kUnits / 2; ++i)
+          for (int i = 0; i < Product::kWords / 2; ++i)
             last[m][i] = x[m * (kStride ? kStride : t.x_stride) + i];
         Product::template step<M, N, 4>(acc[0], &last[0][0], 4, p);
       }

@@ -1,4 +1,4 @@
-// Random steps of attention, products, and what lies between them, against double precision.
+// Checks of attention, matrix products and the elementwise kernels against double precision.
 #include "check_attention.h"
 
 #include <algorithm>
@@ -14,25 +14,16 @@
 
 #include "attention/attention.h"
 #include "gemm/gemm.h"
+#include "random_values.h"
 
 using namespace vlora;
 
 namespace {
 
-std::mt19937_64 random_bits{std::random_device{}()};
-
-int64_t draw(int64_t low, int64_t high) {
-  return std::uniform_int_distribution<int64_t>(low, high)(random_bits);
-}
-
-int64_t any_of(std::initializer_list<int64_t> values) {
-  return values.begin()[draw(0, int64_t(values.size()) - 1)];
-}
-
 std::vector<float> normal(int64_t count) {
   std::normal_distribution<float> one;
   std::vector<float> found(static_cast<size_t>(count));
-  for (float& value : found) value = one(random_bits);
+  for (float& value : found) value = one(random_bits());
   return found;
 }
 
@@ -77,19 +68,19 @@ std::vector<float> turned(const float* x, int64_t dim, const float* cosines, con
 void check_attention(runtime::Isa isa) {
   const Dtype dtype = Dtype(draw(0, 1));
   if (!attention::kernels(isa).attend[int(dtype)]) return;  // a unit for tiles has nothing for fp32
-  const int64_t block = any_of({1, 3, 16, 32, 48}), kv_heads = any_of({1, 2, 3}),
-                group = any_of({1, 2, 4, 7}), dim = any_of({8, 16, 48, 64, 80}), heads = kv_heads * group;
+  const int64_t block = any_of<int64_t>({1, 3, 16, 32, 48}), kv_heads = any_of<int64_t>({1, 2, 3}),
+                group = any_of<int64_t>({1, 2, 4, 7}), dim = any_of<int64_t>({8, 16, 48, 64, 80}), heads = kv_heads * group;
   std::vector<attention::Chunk> chunks;
   int64_t rows = 0, pages = 0;
   for (int64_t i = draw(1, 4); i > 0; --i) {
-    const int64_t length = any_of({1, 1, 1, 5, 50}), start = any_of({0, 15, 16, 33, 150});
+    const int64_t length = any_of<int64_t>({1, 1, 1, 5, 50}), start = any_of<int64_t>({0, 15, 16, 33, 150});
     chunks.push_back({rows, length, start, pages});
     rows += length;
     pages += ceil_div(start + length, block);
   }
   std::vector<int32_t> table(static_cast<size_t>(pages));
   std::iota(table.begin(), table.end(), 0);
-  std::shuffle(table.begin(), table.end(), random_bits);
+  std::shuffle(table.begin(), table.end(), random_bits());
   attention::Layout layout{dtype, block, kv_heads, dim, 0, pages};
   layout.page = 2 * layout.values();
   // Not a number wherever nothing was written; zeros beyond the dim.
@@ -174,8 +165,8 @@ void check_product(runtime::Isa isa) {
   const gemm::Kernels& kernels = gemm::kernels(isa);
   const Dtype dtype = draw(0, 1) ? Dtype::kFp32 : Dtype::kBf16;
   if (!kernels.few[int(dtype)]) return;
-  const int64_t rows = any_of({1, 2, 3, 4, 5, 6, 8, 12, 13, 16, 24, 33, 66}), n = draw(1, 120);
-  const int64_t k = any_of({draw(1, 40), draw(1, 300), 600}), x_stride = k + draw(0, 3), y_stride = n + draw(0, 3);
+  const int64_t rows = any_of<int64_t>({1, 2, 3, 4, 5, 6, 8, 12, 13, 16, 24, 33, 66}), n = draw(1, 120);
+  const int64_t k = any_of<int64_t>({draw(1, 40), draw(1, 300), 600}), x_stride = k + draw(0, 3), y_stride = n + draw(0, 3);
   const std::vector<float> x = normal((rows - 1) * x_stride + k), bias = normal(n);
   std::vector<float> w = normal(n * k), y(size_t((rows - 1) * y_stride + n));
   const std::unique_ptr<char[]> stored(new char[size_t(n * k) * size_of(dtype)]);
@@ -203,7 +194,7 @@ void check_product(runtime::Isa isa) {
     }
 }
 
-void check_between(runtime::Isa isa) {
+void check_elementwise(runtime::Isa isa) {
   const gemm::Kernels& kernels = gemm::kernels(isa);
   if (!kernels.add_norm) return;
   const int64_t rows = draw(0, 5), width = draw(1, 300);

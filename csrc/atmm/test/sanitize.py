@@ -32,7 +32,7 @@ RUNS = {"memory": ("own", "openmp"), "threads": ("own",)}
 def build(folder: Path, sanitize: list[str]) -> Path:
     """The program; objects newer than all sources are kept."""
     compiler = os.environ.get("CXX", "g++")
-    kernels.FEW_TILES = True
+    kernels.REDUCED_TILES = True
     units = [
         *kernels.units(folder),
         *(kernels.Unit(path) for path in sorted((CSRC / "atmm" / "test").glob("*.cpp"))),

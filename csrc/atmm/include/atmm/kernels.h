@@ -1,5 +1,9 @@
-// What an instruction set provides: register-tile kernels, and the copies around them. The loops
-// over blocks, the threads and the choice of tiles are common to all (walk.h, apply.cpp).
+// What an instruction set provides: register-tile kernels, and copies to and from their scratch
+// memory. Loops over blocks, threads and the choice of tiles are common to all instruction sets
+// (cpu/tile_loop.h, cpu/apply.cpp).
+//
+// A step is one unit of the depth in a packed matrix: one fp32 value, or one pair of bf16. A word is
+// 4 bytes: one fp32 value, or one pair of bf16.
 #pragma once
 
 #include "atmm/types.h"
@@ -8,53 +12,59 @@
 
 namespace vlora::atmm {
 
-constexpr int kDepth = 256;
-// Most steps of depth in a packed row block. A step is one fp32 value or one pair of bf16.
-constexpr int kRowStride = kDepth + 16;
-// Units of 4 bytes from row to row of scratch. Known to the compiler, so that a tile's rows need
-// one address register; 17 cache lines, so that rows do not fall on the same cache sets.
-constexpr int kMaxColumns = kMaxBundle;  // panels in registers
-constexpr int kNarrow = kMaxColumns;    // a narrow panel's place among them
-constexpr int kMaxRows = 24;
+// Maximum number of steps in a row of scratch.
+constexpr int kScratchDepth = 256;
+// Words between rows of scratch. It is a constant, so that the rows of a tile need one address
+// register, and it is 17 cache lines, so that rows do not fall on the same cache sets.
+constexpr int kScratchStride = kScratchDepth + 16;
+// Maximum number of panels in a register tile.
+constexpr int kMaxTilePanels = kMaxBundle;
+// Index of narrow panels in arrays that are otherwise indexed by the number of panels less one.
+constexpr int kNarrowIndex = kMaxTilePanels;
+// Maximum number of rows in a register tile.
+constexpr int kMaxTileRows = 24;
 
-// One register tile of neighbouring panels of a bundle, repeated over `groups` bundles.
+// The arguments of a register-tile kernel: neighbouring panels of a bundle, repeated over `groups`
+// bundles.
 struct Tile {
-  const void* x;          // rows of scratch (stride kRowStride), or of the caller (x_stride)
-  ptrdiff_t x_stride;     // units of 4 bytes
-  const char* panels;     // the first panel, at the first depth step
-  ptrdiff_t step_bytes;   // from step to step; the tile's panels are 64 bytes apart
-  ptrdiff_t group_bytes;  // from bundle to bundle
+  const void* x;          // rows in scratch (kScratchStride apart) or of the caller (x_stride)
+  ptrdiff_t x_stride;     // words
+  const char* panels;     // the first panel, at the first step
+  ptrdiff_t step_bytes;   // bytes between steps; the panels of a tile are 64 bytes apart
+  ptrdiff_t group_bytes;  // bytes between bundles
   int64_t steps;
   int64_t groups;
-  void* out;              // shrink: scratch fp32, stride kRowStride; expand: y; merge: M
+  void* out;              // shrink: fp32 scratch, kScratchStride apart; expand: y; merge: M
   ptrdiff_t out_stride;   // elements
-  const void* in;         // expand, merge: what is added to
+  const void* in;         // expand, merge: what the product is added to
   ptrdiff_t in_stride;
-  ptrdiff_t in_ahead;     // elements ahead of a tile's own that are fetched while it is computed
-  int32_t group_columns;  // of `out` and `in`, from bundle to bundle
+  ptrdiff_t in_ahead;     // elements of `in` beyond the tile that are prefetched
+  int32_t group_columns;  // columns of `out` and `in` between bundles
   int32_t tail;           // valid columns in the last panel of the last group
-  bool first, last;       // shrink: start from zero, not from `out`; no more depth comes
+  bool first_part;        // shrink: the sums start from zero, not from `out`
+  bool last_part;         // shrink: no more depth follows
   float sign;
-  ptrdiff_t prefetch;     // bytes ahead in the panels
+  ptrdiff_t prefetch;     // bytes to prefetch ahead in the panels
 };
 
 using TileKernel = void (*)(const Tile&);
 
-// Kernels by [columns in panels - 1, or kNarrow][rows - 1]; null where registers do not suffice.
+// Kernels by [panels - 1, or kNarrowIndex][rows - 1]; null where there are not enough registers.
 struct TileSet {
-  TileKernel packed[kMaxColumns + 1][kMaxRows];  // rows kRowStride apart
-  TileKernel direct[kMaxColumns + 1][kMaxRows];  // rows x_stride apart
-  TileKernel stream[kMaxColumns + 1][kMaxRows];  // direct, panels fetched ahead, several chains of sums
+  TileKernel packed[kMaxTilePanels + 1][kMaxTileRows];       // rows kScratchStride apart
+  TileKernel direct[kMaxTilePanels + 1][kMaxTileRows];       // rows x_stride apart
+  TileKernel prefetching[kMaxTilePanels + 1][kMaxTileRows];  // direct, with software prefetch of the
+                                                             // panels and several chains of sums
 };
 
-// Factors of a merge as limbs of bf16 (merge_limbs.h).
+// Factors of a merge split into bf16 limbs (cpu/merge_limbs.h).
 using runtime::kLimbs;
-constexpr int kLimbDepth = 2 * runtime::kTile;  // values of depth that a tile takes
+constexpr int kLimbDepth = 2 * runtime::kTile;  // values of depth that one tile takes
 constexpr int kLimbRows = runtime::kTileRows;
-constexpr int kLimbColumns = runtime::kTilePanels * kPanel;  // of a block
-constexpr int kLimbGroup = 2;                            // blocks whose sums are added at a time
+constexpr int kLimbColumns = runtime::kTilePanels * kPanel;  // columns of a block
+constexpr int kLimbGroup = 2;  // blocks whose sums are added to W at a time
 
-// out = in + sign * left right, of up to kLimbRows rows.
+// out = in + sign * left right, for up to kLimbRows rows.
 struct LimbRows {
   const uint16_t* left;   // [kLimbs][kLimbRows][depth]
   const uint16_t* right;  // [block of columns][kLimbs][depth][kLimbColumns], tile by tile
@@ -62,9 +72,9 @@ struct LimbRows {
   int rows;
   int64_t columns;
   const void* in;
-  const void* next;  // what `in` will be, fetched meanwhile; or null
+  const void* next;  // the next call's `in`, which is prefetched; or null
   void* out;
-  ptrdiff_t stride;  // elements, of all three
+  ptrdiff_t stride;  // elements between rows of in, next and out
   float sign;
 };
 
@@ -73,38 +83,43 @@ struct Limbs {
   void (*of_columns)(const float* a, ptrdiff_t stride, int64_t rank, int64_t columns, int64_t depth,
                      uint16_t* to);
   void (*merge[kDtypes])(const LimbRows&);
-  void (*merge_streaming[kDtypes])(const LimbRows&);  // the same, stores past the caches
+  void (*merge_streaming[kDtypes])(const LimbRows&);  // with stores that bypass the caches
 };
 
 struct Kernels {
   const char* name;
-  int bundle;  // panels that its tiles like to find interleaved
-  bool pairs_in_registers;  // bf16 rows are multiplied as they are; else rows are made fp32 first
-  int max_rows[kMaxColumns];
-  TileSet shrink[kDtypes];           // by Dtype of the matrices
-  TileSet expand[kDtypes][kDtypes];  // and of y; bf16 is not added to by fp32 matrices
-  TileKernel merge[2][kMaxColumns][kMaxRows];            // rows x_stride apart
-  TileKernel merge_streaming[2][kMaxColumns][kMaxRows];  // the same, stores past the caches
-  TileKernel merge_apart[kMaxColumns][kMaxRows];  // bf16, even columns first in each panel; or null
-  // rows x count elements to scratch: fp32 units, or pairs of bf16; an odd last one with zero.
+  int bundle;               // number of panels its tiles read interleaved
+  bool pairs_in_registers;  // bf16 pairs are multiplied directly; otherwise rows are made fp32 first
+  int max_rows[kMaxTilePanels];      // rows of the tallest tile, by panels - 1
+  TileSet shrink[kDtypes];           // by type of the matrices
+  TileSet expand[kDtypes][kDtypes];  // by type of the matrices and of y; [kFp32][kBf16] is empty
+  TileKernel merge[2][kMaxTilePanels][kMaxTileRows];            // rows x_stride apart
+  TileKernel merge_streaming[2][kMaxTilePanels][kMaxTileRows];  // with stores that bypass the caches;
+                                                                // null where bundle is 1
+  // bf16 merge of panels whose even columns come first; null where a panel is one register.
+  TileKernel merge_deinterleaved[kMaxTilePanels][kMaxTileRows];
+  // Copies rows x count elements to scratch, as fp32 or as pairs of bf16. An odd last element is
+  // padded with zero.
   void (*load_rows)(Dtype, bool pairs, const void* x, ptrdiff_t stride, int64_t rows, int64_t count,
                     void* to, ptrdiff_t to_stride);
-  // fp32 rows of scratch to pairs of bf16, in place; an odd count is padded with zero.
+  // Converts fp32 rows of scratch to pairs of bf16 in place. An odd count is padded with zero.
   void (*round_rows)(float* scratch, int64_t rows, int64_t count);
-  // Panels of pairs of bf16, `columns` of each bundle of a tile, to fp32: two steps for each.
+  // Converts panels of bf16 pairs, `columns` panels of each of a tile's bundles, to fp32: each step
+  // becomes two.
   void (*widen_panels)(const Tile&, int columns, float* to);
-  // Lines of a narrow panel of pairs, whose two steps lie pair by pair in turn, to one step after another.
-  void (*split_narrow)(const void* lines, int64_t count, void* to);
-  const runtime::TileUnit* tiles;  // multiplies tiles of pairs; null: none
-  Limbs limbs;                 // where it does
-  // Of blocks of few rows where pairs are multiplied slowly: panels are made fp32 in registers. Or null.
-  const Kernels* few;
+  // Separates the two steps interleaved in each line of a narrow panel of bf16 pairs.
+  void (*deinterleave_narrow)(const void* lines, int64_t count, void* to);
+  const runtime::TileUnit* tiles;  // multiplies tiles of bf16 pairs; null if there is none
+  Limbs limbs;                     // filled where `tiles` is not null
+  // Kernels for small blocks of rows on CPUs that multiply bf16 pairs slowly: they convert panels to
+  // fp32 in registers. Null if there are none.
+  const Kernels* small_blocks;
   // y += sign * sums.
   void (*add_sums)(Dtype, void* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,
                    int64_t rows, int64_t columns, float sign);
 };
 
-// Those of an instruction set.
+// Returns the kernels of an instruction set.
 const Kernels& kernels(runtime::Isa isa);
 
 }  // namespace vlora::atmm

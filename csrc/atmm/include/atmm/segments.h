@@ -1,4 +1,4 @@
-// The segments of a step in an order in which they can run side by side.
+// The segments of a step, arranged in waves whose segments can run concurrently.
 #pragma once
 
 #include <algorithm>
@@ -10,27 +10,27 @@
 
 namespace vlora::atmm {
 
-// Segments of one wave share no rows; a wave starts when the one before has ended. Where segments
-// overlap (own and -live), their order is kept.
+// Segments of one wave share no rows, and a wave starts after the previous one has ended. Segments
+// that overlap (an adapter's own and the live one's with sign -1) keep their order.
 class SegmentList {
  public:
   explicit SegmentList(std::vector<Segment> segments) {
     std::vector<int> wave(segments.size(), 0);
-    bool apart = true;
+    bool disjoint = true;
     for (size_t i = 0; i < segments.size(); ++i) {
       const Segment& s = segments[i];
       if (s.start < 0 || s.length < 0 || s.slot < 0 || (s.sign != 1 && s.sign != -1))
         throw std::invalid_argument("segment " + text(s) +
-                                    ": start, length and slot must not be negative, the sign +1"
-                                    " or -1");
+                                    ": start, length and slot must not be negative, and the sign"
+                                    " must be +1 or -1");
       if (s.length > INT64_MAX - s.start)
-        throw std::invalid_argument("segment " + text(s) + " ends beyond any row");
-      if (s.start < end_) apart = false;
+        throw std::invalid_argument("segment " + text(s) + " ends beyond the 64-bit range");
+      if (s.start < end_) disjoint = false;
       end_ = std::max(end_, s.start + s.length);
       slots_ = std::max<int64_t>(slots_, s.slot + 1);
     }
     int waves = segments.empty() ? 0 : 1;
-    if (!apart) {
+    if (!disjoint) {
       for (size_t i = 0; i < segments.size(); ++i)
         for (size_t j = 0; j < i; ++j)
           if (segments[j].start < segments[i].start + segments[i].length &&
@@ -50,8 +50,8 @@ class SegmentList {
   const Segment* begin(int wave) const { return segments_.data() + begins_[size_t(wave)]; }
   const Segment* end(int wave) const { return segments_.data() + begins_[size_t(wave) + 1]; }
   int64_t size() const { return int64_t(segments_.size()); }
-  int64_t rows() const { return end_; }    // first row after all segments
-  int64_t slots() const { return slots_; } // first slot after all
+  int64_t rows() const { return end_; }     // first row after all segments
+  int64_t slots() const { return slots_; }  // one more than the highest slot
 
   static std::string text(const Segment& s) {
     return "(start " + std::to_string(s.start) + ", length " + std::to_string(s.length) +
@@ -59,8 +59,8 @@ class SegmentList {
   }
 
  private:
-  std::vector<Segment> segments_;
-  std::vector<size_t> begins_;
+  std::vector<Segment> segments_;  // wave by wave
+  std::vector<size_t> begins_;     // index of each wave's first segment, and the number of all
   int64_t end_ = 0, slots_ = 0;
 };
 

@@ -13,7 +13,7 @@
 
 namespace vlora::atmm {
 
-// What a choice depends on, in the caller's numbers.
+// What the choice of a tile depends on, before it is rounded to buckets.
 struct Shape {
   Operation operation;
   Dtype dtype;
@@ -23,12 +23,13 @@ struct Shape {
 
 constexpr int kThreadsShift = 40;
 
-// 128 bits: (operation, dtype, rows bucket, rank bucket, segments bucket, threads bucket), (d_in, d_out).
+// A shape's buckets in 128 bits. low: operation, dtype, rows, rank, segments and threads, 8 bits
+// each; high: d_in and d_out, 32 bits each.
 struct Key {
   uint64_t low, high;
   bool operator==(const Key& other) const { return low == other.low && high == other.high; }
   int dtype() const { return int(low >> 8 & 0xff); }
-  int threads() const { return int(low >> kThreadsShift & 0xff); }  // the bucket
+  int threads_bucket() const { return int(low >> kThreadsShift & 0xff); }
 };
 
 struct KeyHash {
@@ -39,17 +40,18 @@ struct KeyHash {
   }
 };
 
-// Buckets are powers of two, each named by its upper end: rows 1 … 8192, ranks 8 … 1024,
-// segments 1 … 32, threads 1 … 64; beyond lies the last one.
+// Returns the key of a shape. Buckets are powers of two, named by their upper end: rows 1 … 8192,
+// ranks 8 … 1024, segments 1 … 32, threads 1 … 64. Larger values fall into the last bucket.
 Key key_of(const Shape& shape);
 
 const std::vector<TileConfig>& configurations(Operation operation);
 std::string name_of(const TileConfig& config);
 
-// The choice where no table says otherwise: a function of the shape, the machine, and whether the
-// instruction set makes bf16 panels fp32, or multiplies tiles of bf16. Each number in it carries its reason.
+// Returns the configuration used without a table: a function of the shape, of the machine, and of
+// whether the instruction set converts bf16 panels to fp32 (`widening`) or multiplies tiles of bf16
+// (`tiles`). The reason for each number is given where it is used.
 TileConfig built_in(const Shape& shape, const runtime::Machine& machine, bool widening, bool tiles);
-// Of this machine and the instruction set in use.
+// The same for this machine and the instruction set in use.
 TileConfig built_in(const Shape& shape);
 
 struct Entry {
@@ -57,11 +59,14 @@ struct Entry {
   std::string config;
 };
 
-// One per instruction set. Immutable once published; look-ups are safe from any thread.
+// The table of one instruction set. It does not change once it is published, so any thread may look
+// up in it.
 class TileTable {
  public:
-  explicit TileTable(const std::vector<Entry>& entries);  // throws for an unknown configuration
-  // The entry of the shape's key, or of the nearest one (then `exact` is false); null: none fits.
+  // Throws std::invalid_argument if no configuration has an entry's name.
+  explicit TileTable(const std::vector<Entry>& entries);
+  // Returns the entry of `key`, or of the nearest key (`exact` is then false), or null if the table
+  // has no entry for the key's operation and type.
   const TileConfig* find(const Key& key, bool* exact) const;
 
  private:
@@ -69,6 +74,7 @@ class TileTable {
   std::unordered_map<Key, const TileConfig*, KeyHash> entries_;
 };
 
+// Look-ups: exact hits, misses that took the nearest key's entry, and built-in choices.
 struct Counters {
   std::atomic<uint64_t> hits{0}, misses{0}, defaults{0};
 };

@@ -1,23 +1,24 @@
-// Plain types of the adaptive-tiling matrix operator. No torch, no Python, no ownership: every
-// pointer is the caller's and outlives the call.
+// Plain types of the adaptive-tiling matrix operator (ATMM). They need neither torch nor Python and
+// own nothing: every pointer belongs to the caller and must outlive the call.
 #pragma once
 
 #include "runtime/types.h"
 
 namespace vlora::atmm {
 
+// Rows of a packed matrix that are interleaved: one vector of the kernels.
 constexpr int kPanel = kLanes;
-// Rows of a packed matrix that lie interleaved: a vector of the kernels.
 
+// Maximum number of panels interleaved step by step: a register tile of that many panels reads one
+// stream of memory.
 constexpr int kMaxBundle = 4;
-// Panels that may lie interleaved, step by step: a tile of so many reads one stream of memory.
 
+// Maximum number of projections that share an input. q, k and v are three.
 constexpr int kMaxOutputs = 8;
-// Projections that share an input: q, k, v are three.
 
 enum class Operation : uint8_t { kApply = 0, kMerge = 1 };
 
-// Rows start … start + length - 1 go through adapter `slot`, times `sign` (+1 or -1).
+// Rows start … start + length - 1 go through the adapter in `slot`, multiplied by `sign` (+1 or -1).
 struct Segment {
   int64_t start;
   int64_t length;
@@ -25,8 +26,8 @@ struct Segment {
   int32_t sign;
 };
 
-// One adapter's packed matrices for one projection; rank 0: not targeted.
-// For heads: rank = classes, a = packed weight, b = bias in fp32.
+// One adapter's packed matrices for one projection; rank 0 if the projection is not targeted.
+// For heads: rank is the number of classes, a the packed weight, b the bias in fp32.
 struct Pair {
   int32_t rank;
   const void* a;
@@ -35,29 +36,30 @@ struct Pair {
 
 struct Output {
   int64_t d_out;
-  int64_t column;  // first column in a row of y
+  int64_t column;  // the first of its columns in a row of y
 };
 
 // y[segment, output] += sign * (x A^T) B^T, for all segments and outputs.
 struct Problem {
   Dtype dtype;       // of the matrices
-  Dtype rows_dtype;  // of x and y: the same, or fp32
+  Dtype rows_dtype;  // of x and y: the matrices' type, or fp32
   int64_t rows;
   int64_t d_in;
   const void* x;
-  int64_t x_stride;  // elements from row to row
+  int64_t x_stride;  // elements between rows
   void* y;
   int64_t y_stride;
   int32_t outputs;
   const Output* output;
   int64_t slots;
   const Pair* pairs;  // [slots][outputs]
-  int32_t bundle;     // that they were packed with: a power of two
+  int32_t bundle;     // panels interleaved when the matrices were packed: a power of two
 };
 
-// M = W + sign * B A, one matrix. A: [rank, d_in], B: [d_out, rank], row-major fp32. Rank 0: M = W.
+// M = W + sign * B A for one matrix. A: [rank, d_in] and B: [d_out, rank], row-major fp32. With rank
+// 0, M = W.
 struct Merge {
-  int64_t offset;  // of W and M in their slabs, in elements
+  int64_t offset;  // of W and of M in their slabs, in elements
   int64_t d_out;
   int64_t d_in;
   int64_t rank;
@@ -65,15 +67,14 @@ struct Merge {
   const float* b;
 };
 
-// How a problem is cut. All sizes in rows, columns or depth of the operands.
+// How a problem is divided. All sizes are rows, columns or depth of the operands.
 struct TileConfig {
   int32_t row_block;       // rows whose rank-r intermediate stays in cache between the products
-  int32_t shrink_columns;  // columns of the intermediate held in registers: 16, 32, 48 or 64
-  int32_t expand_columns;  // the same of y
-  int32_t depth_block;     // depth of x A^T done at a time; 0: all (rows are then not packed)
-  int32_t prefetch;        // cache lines ahead in a panel; 0: no software prefetch
-  bool pack_rows;          // copy the row block so that its rows lie a constant stride apart
-  int32_t column_block;    // merge: columns of A packed at a time; 0 elsewhere
+  int32_t shrink_columns;  // columns of the intermediate in a register tile: 16, 32, 48 or 64
+  int32_t expand_columns;  // columns of y in a register tile
+  int32_t depth_block;     // depth of x A^T computed at a time; 0: all of it
+  int32_t prefetch;        // cache lines to prefetch ahead in a panel; 0: no software prefetch
+  int32_t column_block;    // merge: columns of A packed at a time; apply: 0
 };
 
 }  // namespace vlora::atmm

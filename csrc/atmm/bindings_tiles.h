@@ -1,0 +1,32 @@
+// The process-wide choice of tiles: tables, a pinned tile, and the counters of look-ups.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+#include "atmm/operator.h"
+
+namespace vlora::atmm {
+
+// Returns the kernels of the instruction set in use.
+const Kernels& current_kernels(Dtype dtype);
+
+// Chooses tiles in this order: an explicit configuration, the pinned one, the table's, the built-in.
+class TileChooser : public Chooser {
+ public:
+  // config: index into configurations(operation), or -1. Throws std::invalid_argument if it is too
+  // large.
+  TileChooser(Operation operation, int64_t config);
+
+  TileConfig choose(const Shape& shape) const override;
+  bool fixed_order() const override;
+
+ private:
+  const TileConfig* explicit_ = nullptr;
+};
+
+void bind_tiles(pybind11::module_& m);
+
+}  // namespace vlora::atmm
