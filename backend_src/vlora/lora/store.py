@@ -137,11 +137,8 @@ class AdapterStore(AdapterNames):
         return self._slots.bytes_of(ranks)
 
     def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:
-        """Keep packed copies in the pool's pages from now on.
-
-        Packs the loaded adapters now, as far as `pages` pages go; all groups must have been
-        created.
-        """
+        """Keep packed copies in the pool's pages from now on, and pack the loaded adapters as far
+        as `pages` pages go. All groups must have been created."""
         self._pool, self._memory = pool, memory
         pool.evictors.append(self)
         for handle in list(self._current.values()):
@@ -172,8 +169,7 @@ class AdapterStore(AdapterNames):
                     with self._lock:
                         host_bytes_left = self._host.available_bytes
                 host_bytes_left -= handle.description.host_bytes
-                # More copies than the host tier can hold would evict each other before they are
-                # packed.
+                # Copies beyond the host's budget would evict each other before they are packed.
                 prefetch = missing == 1 or (missing <= MAX_PREFETCHED and host_bytes_left >= 0)
                 if not handle.loading and handle.adapter is None and prefetch:
                     handle.loading = True
