@@ -17,13 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.baseline_policies.merge_only import MergeOnly
 from tests.support.engine_client import Collector, request
 from tests.support.polling import until
 from vlora.config import Options
 from vlora.engine import calibration, memory
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
-from vlora.engine.policies.base import MergeOnly, UnmergeOnly
+from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.errors import InvalidArgument, NotFound
 from vlora.lora import folders, weights_reader
 from vlora.lora.weights_reader import WeightsReader
@@ -77,7 +78,7 @@ def finish(engine: Engine, *, check: bool = True) -> dict[str, Output]:
             last[output.request_id] = output
         if engine.stalled:
             engine.adapters.finish()
-            engine.on_news()
+            engine.notify()
         if check:
             engine.memory.check_integrity(engine.scheduler.running)
         if engine.idle:
@@ -169,7 +170,7 @@ def test_keys_and_values_move_out_of_an_adapters_way(
 def test_an_adapter_that_is_always_asked_for_keeps_no_other_out(
     checkpoint: Path, many: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "PATIENCE", 10)
+    monkeypatch.setattr(memory, "PATIENCE_STEPS", 10)
     engine = engine_of(
         checkpoint, many, adapter_pool_bytes=520_000, kv_cache_tokens=128, max_model_len=64
     )
@@ -185,7 +186,7 @@ def test_an_adapter_that_is_always_asked_for_keeps_no_other_out(
                 cold_done = step
         if engine.stalled:
             engine.adapters.finish()
-            engine.on_news()
+            engine.notify()
         if cold_done is not None:
             break
     assert cold_done is not None

@@ -35,7 +35,7 @@ def run(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
         for output in engine.step():
             outputs[output.request_id].append(output)
     engine.check_integrity()
-    assert engine.pool.used == 0
+    assert engine.pool.kv == 0
     return outputs
 
 
@@ -201,7 +201,7 @@ def test_an_engine_that_cannot_go_on_answers_everyone_and_ends_the_process(
 def test_a_client_that_cannot_be_told_does_not_keep_a_failed_engine_alive(
     engine: Engine, ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlora.engine.loop.LAST_WORDS_SECONDS", 0.05)
+    monkeypatch.setattr("vlora.engine.loop.LAST_OUTPUTS_SECONDS", 0.05)
     loop = EngineLoop(engine, max_waiting=16, end_process=ended)
     stuck, released = threading.Event(), threading.Event()
 

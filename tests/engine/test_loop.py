@@ -12,8 +12,7 @@ from tests.support.engine_client import PATIENCE, Collector, endless, request
 from tests.support.polling import until
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
-from vlora.engine.pending_cancels import PATIENCE as PATIENCE_OF_STOPS
-from vlora.engine.pending_cancels import REMEMBERED, PendingCancels
+from vlora.engine.pending_cancels import MAX_IDS, PATIENCE_SECONDS, PendingCancels
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
 from vlora.request import Output, Request, TokenLogprob, coalesce
 from vlora.sampling import SamplingParams
@@ -109,16 +108,16 @@ def test_a_stop_that_comes_before_its_request_ends_it(loop: EngineLoop) -> None:
 def test_a_stop_waits_for_its_request_for_a_while_only() -> None:
     now = [0.0]
     stops = PendingCancels(clock=lambda: now[0])
-    stops.wait("a")
-    now[0] = PATIENCE_OF_STOPS + 1
+    stops.add("a")
+    now[0] = PATIENCE_SECONDS + 1
     assert not stops.take("a")
-    for index in range(2 * REMEMBERED):
-        stops.wait(f"w{index}")
+    for index in range(2 * MAX_IDS):
+        stops.add(f"w{index}")
         stops.ended(f"e{index}")
     assert not stops.take("w0")
-    assert stops.take(f"w{2 * REMEMBERED - 1}")
-    stops.wait(f"e{2 * REMEMBERED - 1}")
-    assert not stops.take(f"e{2 * REMEMBERED - 1}")
+    assert stops.take(f"w{2 * MAX_IDS - 1}")
+    stops.add(f"e{2 * MAX_IDS - 1}")
+    assert not stops.take(f"e{2 * MAX_IDS - 1}")
 
 
 def test_a_second_live_request_with_a_stoppable_id_is_refused(loop: EngineLoop) -> None:

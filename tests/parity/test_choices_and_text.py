@@ -87,7 +87,7 @@ def test_a_sampled_choice_is_always_one_of_the_set(engine: Engine, seed: int) ->
 
 
 def test_a_choice_fits_the_tokens_it_is_given(engine: Engine) -> None:
-    least = len(engine._reader.tokenizer("reddish brown")["input_ids"])
+    least = len(engine.admission.reader.tokenizer("reddish brown")["input_ids"])
     for seed in range(6):
         params = SamplingParams.parse(
             {"temperature": 3.0, "seed": seed, "choices": list(CHOICES), "max_tokens": least + 4}

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import pytest
 
 from tests.unit.test_policy import Costs
-from vlora.engine.policies.base import Candidate, Credit, Policy, UnmergeOnly, ours
+from vlora.engine.policies.base import Candidate, Policy
+from vlora.engine.policies.credit import CreditPolicy, default_credit
 from vlora.engine.policies.predictive import Predictive
+from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.ids import BASE
 
 MAX_WAIT = 2.5
@@ -44,7 +46,7 @@ def arrivals(vacant: int) -> Iterator[tuple[Asked, ...]]:
 
 def after(policy: Policy, here: tuple[Asked, ...], live: int) -> State:
     ready = [
-        Candidate(str(i), one.slot, float(i), float(one.wait), left=one.left - 1)
+        Candidate(str(i), one.slot, float(i), float(one.wait), remaining=one.left - 1)
         for i, one in enumerate(here)
     ]
     choice = policy.choose(ready, live, 0.0)
@@ -61,7 +63,7 @@ def after(policy: Policy, here: tuple[Asked, ...], live: int) -> State:
 
 POLICIES = {
     "unmerge_only": lambda batch: UnmergeOnly(batch, MAX_WAIT),
-    "credit": lambda batch: Credit(ours(batch, 0.5, 4.0, MAX_WAIT), Costs()),
+    "credit": lambda batch: CreditPolicy(default_credit(batch, 0.5, 4.0, MAX_WAIT), Costs()),
     "predictive": lambda batch: Predictive(batch, 100, MAX_WAIT, Costs()),
 }
 

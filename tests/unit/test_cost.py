@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.policies.simulation import fork, without_adapters
 from vlora.engine import calibration
 from vlora.engine.cost import AdapterSize, CostModel, Part, Profile, guess, rows_by_adapter
 from vlora.engine.policies.base import Candidate
@@ -19,15 +20,15 @@ PROFILE = Profile(
     answer=1e-4,
     position=1e-6,
     pair=1e-7,
-    brought=1e-9,
-    applied=1e-11,
-    merged=(2e-3, 1e-12),
+    adapter_element=1e-9,
+    adapter_element_row=1e-11,
+    merge=(2e-3, 1e-12),
 )
 SIZES = {0: AdapterSize(100_000, 10**9), 1: AdapterSize(400_000, 4 * 10**9)}
 
 
 def model(profile: Profile = PROFILE, held: int = BASE) -> CostModel:
-    return CostModel(profile, lambda slot: SIZES[slot], held=lambda: held)
+    return CostModel(profile, lambda slot: SIZES[slot], merged_slot=lambda: held)
 
 
 def test_products_lie_between_what_was_measured_and_go_on_as_they_ended() -> None:
@@ -49,12 +50,12 @@ def test_each_adapter_is_brought_once_and_applied_to_its_rows() -> None:
 
 def test_a_step_with_any_adapter_has_its_calls_once() -> None:
     parts = [Part(0, 4, 0, True), Part(1, 4, 0, True), Part(BASE, 1, 0, True)]
-    plain, calling = model(), model(replace(PROFILE, calls=3e-3))
+    plain, calling = model(), model(replace(PROFILE, lora_calls=3e-3))
     assert calling.predict(parts, BASE) - plain.predict(parts, BASE) == pytest.approx(3e-3)
     for none in (parts[2:], []):
         assert calling.predict(none, BASE) == plain.predict(none, BASE)
     assert calling.predict(parts[:1], 0) == plain.predict(parts[:1], 0), "all are merged"
-    assert calling.without_adapters().predict(parts, BASE) < plain.predict(parts, BASE)
+    assert without_adapters(calling).predict(parts, BASE) < plain.predict(parts, BASE)
 
 
 def test_the_live_adapter_is_taken_out_of_the_rows_of_others_and_nowhere_else() -> None:
@@ -88,7 +89,7 @@ def test_predictions_come_to_what_steps_alike_take_and_the_errors_are_told() -> 
         costs.record(decode, BASE, slow)
     assert costs.predict(decode, BASE) == pytest.approx(slow, rel=1e-3)
     assert costs.predict(prompt, BASE) == pytest.approx(other, rel=1e-3)
-    assert costs.median_error < 0.01 < max(costs.recent_errors)
+    assert costs.median_error < 0.01 < max(costs.corrections.errors)
 
 
 def test_a_machine_that_slows_down_does_so_for_steps_of_all_kinds_at_once() -> None:
@@ -106,24 +107,28 @@ def test_a_machine_that_slows_down_does_so_for_steps_of_all_kinds_at_once() -> N
 
 def test_a_step_is_its_forward_pass_and_what_comes_beside_it_by_requests() -> None:
     costs = model()
-    assert costs.beside(4) == 0.0
+    assert costs.overhead(4) == 0.0
     for turn in range(300):
         parts = [Part(BASE, 1, 10, True)] * (1 + turn % 8)
         costs.record(parts, BASE, 0.01, 1e-3 + 2e-4 * len(parts))
     for count in (1, 4, 8, 16):
-        beside = costs.beside(count) * costs.correction
+        beside = costs.overhead(count) * costs.corrections.pace.factor
         assert beside == pytest.approx(1e-3 + 2e-4 * count, rel=0.01)
     assert costs.predict([Part(BASE, 1, 10, True)] * 8, BASE) == pytest.approx(0.0126, rel=0.02)
-    before = costs.beside(8)
+    before = costs.overhead(8)
     costs.record([Part(BASE, 1, 10, True)] * 8, BASE, 0.01, 5.0)
-    assert costs.beside(8) < 1.25 * before, "the machine was held up once"
+    assert costs.overhead(8) < 1.25 * before, "the machine was held up once"
 
 
 def test_what_comes_beside_steps_of_one_size_is_known_for_all() -> None:
     costs = model()
     for _ in range(30):
         costs.record([Part(BASE, 1, 10, True)] * 4, BASE, 0.01, 3e-3)
-    assert costs.beside(1) == costs.beside(8) == pytest.approx(3e-3 / costs.correction)
+    assert (
+        costs.overhead(1)
+        == costs.overhead(8)
+        == pytest.approx(3e-3 / costs.corrections.pace.factor)
+    )
 
 
 def test_a_model_set_apart_learns_by_itself() -> None:
@@ -131,7 +136,7 @@ def test_a_model_set_apart_learns_by_itself() -> None:
     parts = [Part(0, 4, 0, True)]
     costs.record(parts, BASE, costs.predict(parts, BASE))
     before = costs.predict(parts, BASE)
-    other = costs.apart()
+    other = fork(costs)
     for _ in range(5):
         other.record(parts, BASE, 3 * before)
     assert costs.predict(parts, BASE) == before < other.predict(parts, BASE)
@@ -150,8 +155,8 @@ def test_policies_are_told_what_a_step_of_all_that_is_missing_takes() -> None:
     ready = [Candidate("a", 0, missing=3, context=7), Candidate("b", BASE)]
     parts = [Part(0, 3, 7, True), Part(BASE, 1, 0, True)]
     assert costs.step(ready, BASE) == costs.predict(parts, BASE)
-    assert costs.without_adapters().step(ready, BASE) < costs.step(ready, BASE)
-    assert costs.alone(lambda: 0).switch(BASE, 0) == 0.0
+    assert without_adapters(costs).step(ready, BASE) < costs.step(ready, BASE)
+    assert replace(costs, merged_slot=lambda: 0).switch(BASE, 0) == 0.0
 
 
 def test_a_guess_serves_before_anything_has_been_measured() -> None:
@@ -161,25 +166,25 @@ def test_a_guess_serves_before_anything_has_been_measured() -> None:
 
 
 def test_a_profile_is_measured_once_and_read_the_next_time(tmp_path: Path) -> None:
-    assert calibration.kept(("key",), lambda: PROFILE, tmp_path) == PROFILE
-    again = calibration.kept(("key",), lambda: pytest.fail("measured again"), tmp_path)
+    assert calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path) == PROFILE
+    again = calibration.load_or_measure(("key",), lambda: pytest.fail("measured again"), tmp_path)
     assert again == PROFILE
     moved = replace(PROFILE, answer=2.0)
-    assert calibration.kept(("key",), lambda: moved, tmp_path, anew=True) == moved
-    assert calibration.kept(("key",), lambda: PROFILE, tmp_path) == moved
+    assert calibration.load_or_measure(("key",), lambda: moved, tmp_path, force=True) == moved
+    assert calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path) == moved
     other = replace(PROFILE, answer=5.0)
-    assert calibration.kept(("another",), lambda: other, tmp_path) == other
+    assert calibration.load_or_measure(("another",), lambda: other, tmp_path) == other
 
 
 @pytest.mark.parametrize("broken", ["", "{}", "[1]", json.dumps(asdict(PROFILE) | {"head": "x"})])
 def test_a_kept_profile_that_is_none_is_measured_anew(tmp_path: Path, broken: str) -> None:
-    calibration.kept(("key",), lambda: PROFILE, tmp_path)
+    calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(broken)
     other = replace(PROFILE, answer=5.0)
-    assert calibration.kept(("key",), lambda: other, tmp_path) == other
+    assert calibration.load_or_measure(("key",), lambda: other, tmp_path) == other
 
 
 def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert calibration.kept(("key",), lambda: PROFILE, tmp_path / "file") == PROFILE
+    assert calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path / "file") == PROFILE

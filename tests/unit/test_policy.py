@@ -8,18 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from vlora.engine.policies.base import (
-    Candidate,
-    Choice,
-    Credit,
-    CreditConfig,
-    MergeOnly,
-    Policy,
-    UnmergeOnly,
-    ours,
-)
-from vlora.engine.policies.dlora import DLora
-from vlora.engine.policies.predictive import PORTIONS, Predictive
+from benchmarks.baseline_policies.dlora import DLora
+from benchmarks.baseline_policies.merge_only import MergeOnly
+from vlora.engine.policies.base import Candidate, Choice, Policy
+from vlora.engine.policies.credit import CreditConfig, CreditPolicy, default_credit
+from vlora.engine.policies.predictive import CHUNK_ROWS, Predictive
+from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.ids import BASE
 
 STEP, SWITCH = 0.01, 0.02
@@ -44,19 +38,19 @@ class Costs:
     def products(self, rows: int, answers: int) -> float:
         return 1e-3 * max(8, rows)
 
-    def beside(self, requests: int) -> float:
+    def overhead(self, requests: int) -> float:
         return self.around
 
     def attention(self, rows: int, context: int) -> float:
         return 0.0
 
-    def calls(self) -> float:
+    def lora_calls(self) -> float:
         return self.any
 
-    def adapter(self, slot: int) -> float:
+    def read_adapter(self, slot: int) -> float:
         return 0.0 if slot == BASE else 2e-3
 
-    def lora(self, slot: int, rows: int) -> float:
+    def apply_adapter(self, slot: int, rows: int) -> float:
         return 0.0 if slot == BASE else 1e-4 * rows
 
 
@@ -76,7 +70,7 @@ STARVES = 2.0
 
 
 def choose(rule: CreditConfig, ready: list[Candidate], live: int = BASE) -> tuple[list[str], int]:
-    return said(Credit(rule, Costs()).choose(ready, live, 0.0))
+    return said(CreditPolicy(rule, Costs()).choose(ready, live, 0.0))
 
 
 def test_merged_where_nobody_starves_and_one_adapter_has_over_half() -> None:
@@ -104,7 +98,7 @@ def test_unmerged_where_no_adapter_has_over_half() -> None:
 
 def test_credit_is_wait_and_the_next_step_and_the_switch() -> None:
     ready = requests((1, 0.25), (2, 0.5), (BASE, 0.0))
-    credits = Credit(LITERAL, Costs()).choose(ready, 1, 0.0).credits
+    credits = CreditPolicy(LITERAL, Costs()).choose(ready, 1, 0.0).credits
     assert credits == {"r0": 0.25 + STEP, "r1": 0.5 + STEP + SWITCH, "r2": STEP}
 
 
@@ -131,13 +125,13 @@ def test_whoever_has_waited_as_long_as_the_bound_is_starved_whatever_theta_is() 
 def test_halves_of_what_is_ready_let_low_load_merge() -> None:
     ready = requests((1, 0.0), (1, 0.0))
     assert choose(LITERAL, ready)[1] == BASE
-    assert choose(replace(LITERAL, by_ready=True), ready)[1] == 1
+    assert choose(replace(LITERAL, compare_to_ready=True), ready)[1] == 1
 
 
 def test_starved_requests_of_the_candidate_need_no_delora_and_do_not_count() -> None:
     ready = requests((1, STARVES), (1, STARVES), (1, NOBODY), (2, NOBODY))
     assert choose(LITERAL, ready)[1] == BASE
-    assert choose(replace(LITERAL, own_need_none=True), ready) == (["r0", "r1", "r2"], 1)
+    assert choose(replace(LITERAL, exclude_own_starved=True), ready) == (["r0", "r1", "r2"], 1)
 
 
 def test_ties_keep_the_live_adapter() -> None:
@@ -150,19 +144,19 @@ def test_ties_keep_the_live_adapter() -> None:
 def test_the_base_is_a_candidate_with_nothing_to_merge() -> None:
     ready = requests((BASE, 0.0), (BASE, 0.0), (BASE, 0.0), (1, 0.0))
     assert choose(LITERAL, ready)[0] == ["r0", "r1", "r2", "r3"]
-    assert choose(replace(LITERAL, base_merges=True), ready) == (["r0", "r1", "r2"], BASE)
+    assert choose(replace(LITERAL, base_is_candidate=True), ready) == (["r0", "r1", "r2"], BASE)
 
 
 def test_the_starved_go_by_credit() -> None:
     ready = requests((1, 2.0), (2, 4.0), (3, 3.0))
     assert choose(LITERAL, ready)[0] == ["r0", "r1", "r2"]
-    assert choose(replace(LITERAL, by_credit=True), ready)[0] == ["r1", "r2", "r0"]
+    assert choose(replace(LITERAL, sort_by_credit=True), ready)[0] == ["r1", "r2", "r0"]
 
 
 def test_an_adapter_that_cannot_be_merged_is_no_candidate() -> None:
     costs = Costs()
     costs.unmergeable = frozenset({1})
-    choice = Credit(LITERAL, costs).choose(requests(*[(1, 0.0)] * 4), BASE, 0.0)
+    choice = CreditPolicy(LITERAL, costs).choose(requests(*[(1, 0.0)] * 4), BASE, 0.0)
     assert choice.live == BASE
 
 
@@ -185,7 +179,7 @@ def test_unmerge_only_goes_by_priority_and_lets_nobody_wait_for_ever() -> None:
 
 
 def test_who_has_pages_keeps_them_when_an_older_ones_adapter_comes() -> None:
-    older, runs = Candidate("older", 0), Candidate("runs", 1, arrival=1.0, holds=True)
+    older, runs = Candidate("older", 0), Candidate("runs", 1, arrival=1.0, holds_pages=True)
     assert said(UnmergeOnly(1).choose([older, runs], BASE, 0.0)) == (["runs"], BASE)
     urgent = older._replace(priority=-1)
     assert said(UnmergeOnly(1).choose([urgent, runs], BASE, 0.0)) == (["older"], BASE)
@@ -236,32 +230,32 @@ def test_the_predictive_policy_merges_where_the_work_at_hand_repays_the_switch()
 def test_a_merge_saves_the_calls_of_steps_that_have_nobody_else() -> None:
     costs = Costs()
     policy = Predictive(16, 64, math.inf, costs)
-    answers = [Candidate("a", 1, left=5)]
+    answers = [Candidate("a", 1, remaining=5)]
     assert policy.choose(answers, BASE, 0.0).live == BASE, "12.6 ms of it, for 20 ms"
     costs.any = 2e-3
     assert policy.choose(answers, BASE, 0.0).live == 1
-    assert policy.choose([*answers, Candidate("b", 2, left=5)], BASE, 0.0).live == BASE
+    assert policy.choose([*answers, Candidate("b", 2, remaining=5)], BASE, 0.0).live == BASE
 
 
 def test_short_requests_go_first_and_answers_ride_along() -> None:
-    prompt = Candidate("prompt", BASE, 0.0, missing=50, left=9)
-    short = Candidate("short", BASE, 1.0, missing=3, left=1)
-    answer = Candidate("answer", BASE, 2.0, left=400)
+    prompt = Candidate("prompt", BASE, 0.0, missing=50, remaining=9)
+    short = Candidate("short", BASE, 1.0, missing=3, remaining=1)
+    answer = Candidate("answer", BASE, 2.0, remaining=400)
     choice = predictive().choose([prompt, short, answer], BASE, 0.0)
-    assert choice.rows == {"short": 3, "answer": 1}, "no part of a prompt, nor all of it"
-    assert predictive().choose([prompt], BASE, 0.0).rows == {"prompt": 50}
+    assert choice.max_rows == {"short": 3, "answer": 1}, "no part of a prompt, nor all of it"
+    assert predictive().choose([prompt], BASE, 0.0).max_rows == {"prompt": 50}
 
 
 def test_a_long_prompt_goes_in_parts_that_make_good_use_of_the_machine() -> None:
-    long = Candidate("long", BASE, missing=1000, left=9)
-    rows = Predictive(16, 1024, math.inf, Costs()).choose([long], BASE, 0.0).rows
+    long = Candidate("long", BASE, missing=1000, remaining=9)
+    rows = Predictive(16, 1024, math.inf, Costs()).choose([long], BASE, 0.0).max_rows
     assert rows is not None
-    assert PORTIONS[0] <= rows["long"] < 1000, "whoever comes meanwhile waits for no more"
+    assert CHUNK_ROWS[0] <= rows["long"] < 1000, "whoever comes meanwhile waits for no more"
 
 
 def test_an_adapter_waits_for_company_where_its_bytes_cost_more_than_it_brings() -> None:
-    rows = [Candidate(f"a{i}", 1, left=3) for i in range(7)]
-    lone = Candidate("lone", 2, left=200)
+    rows = [Candidate(f"a{i}", 1, remaining=3) for i in range(7)]
+    lone = Candidate("lone", 2, remaining=200)
     policy = predictive(unmergeable=frozenset({1, 2}))
     choice = policy.choose([*rows, lone], BASE, 0.0)
     assert "lone" not in {r.id for r in choice.order}
@@ -270,16 +264,16 @@ def test_an_adapter_waits_for_company_where_its_bytes_cost_more_than_it_brings()
 
 
 def test_requests_of_an_adapter_share_what_it_costs_to_bring() -> None:
-    mine = [Candidate(f"a{i}", 1, left=3) for i in range(4)]
-    others = [Candidate(f"b{i}", 2, left=10) for i in range(4)]
+    mine = [Candidate(f"a{i}", 1, remaining=3) for i in range(4)]
+    others = [Candidate(f"b{i}", 2, remaining=10) for i in range(4)]
     policy = predictive(unmergeable=frozenset({1, 2}))
     assert {r.slot for r in policy.choose([*mine, others[0]], BASE, 0.0).order} == {1}
     assert len(policy.choose([*mine, *others], BASE, 0.0).order) == 8
 
 
 def test_the_calls_of_a_step_with_adapters_are_borne_by_all_that_have_one() -> None:
-    plain = [Candidate(f"base{i}", BASE, left=3) for i in range(2)]
-    lone, *company = [Candidate(f"a{i}", 1, left=6) for i in range(5)]
+    plain = [Candidate(f"base{i}", BASE, remaining=3) for i in range(2)]
+    lone, *company = [Candidate(f"a{i}", 1, remaining=6) for i in range(5)]
     costs = Costs()
     costs.unmergeable = frozenset({1})
     policy = Predictive(16, 64, math.inf, costs)
@@ -290,11 +284,11 @@ def test_the_calls_of_a_step_with_adapters_are_borne_by_all_that_have_one() -> N
 
 
 def test_what_a_step_costs_beside_its_forward_pass_keeps_requests_together() -> None:
-    rows = [Candidate(f"a{i}", 1, left=3) for i in range(7)]
+    rows = [Candidate(f"a{i}", 1, remaining=3) for i in range(7)]
     costs = Costs()
     costs.unmergeable = frozenset({1, 2})
     policy = Predictive(16, 64, math.inf, costs)
-    ready = [*rows, Candidate("lone", 2, left=60)]
+    ready = [*rows, Candidate("lone", 2, remaining=60)]
     assert "lone" not in {r.id for r in policy.choose(ready, BASE, 0.0).order}
     costs.around = 0.5
     assert "lone" in {r.id for r in policy.choose(ready, BASE, 0.0).order}
@@ -332,7 +326,7 @@ def bound(ready: int) -> float:
 
 
 POLICIES: dict[str, Policy] = {
-    "credit": Credit(ours(BATCH, 0.05, 4.0, MAX_WAIT), Costs()),
+    "credit": CreditPolicy(default_credit(BATCH, 0.05, 4.0, MAX_WAIT), Costs()),
     "predictive": Predictive(BATCH, 1000, MAX_WAIT, Costs()),
 }
 
@@ -351,7 +345,7 @@ def test_everyone_is_served_within_the_bound_under_full_load(policy: Policy, tra
                 trace, made // 60 % 3
             )
             work = WORK if trace != "bursts of long ones" or made % 2 else 1
-            ready.append(Candidate(f"r{made}", slot, now, missing=1, left=work - 1))
+            ready.append(Candidate(f"r{made}", slot, now, missing=1, remaining=work - 1))
             made += 1
         choice = policy.choose(ready, live, now)
         live = choice.live
@@ -364,9 +358,11 @@ def test_everyone_is_served_within_the_bound_under_full_load(policy: Policy, tra
             if r.id not in served:
                 assert r.wait <= bound(LIMIT), (turn, r)
         ready = [
-            r._replace(left=r.left - 1) if r.id in chosen else r._replace(wait=r.wait + STEP)
+            r._replace(remaining=r.remaining - 1)
+            if r.id in chosen
+            else r._replace(wait=r.wait + STEP)
             for r in ready
-            if r.id not in chosen or r.left > 0
+            if r.id not in chosen or r.remaining > 0
         ]
         now += STEP
     assert longest > 0.1, "the load is too low to say anything"

@@ -8,15 +8,16 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.policies.simulation import resident_adapter
 from vlora.config import Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
-from vlora.engine.policies.base import Candidate, Choice, UnmergeOnly
+from vlora.engine.policies.base import Candidate, Choice
 from vlora.engine.policies.registry import make_policy
+from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
-from vlora.lora.handle import AdapterHandle
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.model.inputs import Prompt
@@ -29,9 +30,7 @@ def sequence(
 ) -> Sequence:
     request = Request(id=name, prompt="", sampling=SamplingParams())
     table = BlockTable(pool, block)
-    made = Sequence(
-        request, Prompt.of_text(range(prompt)), AdapterHandle.imagined(slot), 100, table
-    )
+    made = Sequence(request, Prompt.of_text(range(prompt)), resident_adapter(slot), 100, table)
     made.arrival = arrival
     return made
 
@@ -98,7 +97,7 @@ def test_every_sequence_finishes_within_the_budgets(
         if scheduler.idle:
             break
     assert sorted(finished) == sorted(f"s{i}" for i in range(len(prompts)))
-    assert pool.used == 0
+    assert pool.kv == 0
 
 
 def test_rows_that_continue_an_answer_come_before_prompts() -> None:
@@ -205,16 +204,16 @@ class Idle:
         self._pool, self._slot = pool, slot
         self._run = pool.allocate_run(count)
         self.kept = BASE
-        pool.reclaimers.append(self)
+        pool.evictors.append(self)
 
     @property
-    def spare(self) -> int:
+    def evictable_pages(self) -> int:
         return self._run.count if self._run and self.kept != self._slot else 0
 
-    def oldest(self) -> float | None:
-        return 0.0 if self.spare else None
+    def oldest_use(self) -> int | None:
+        return 0 if self.evictable_pages else None
 
-    def give_up(self) -> None:
+    def evict_oldest(self) -> None:
         assert self._run is not None
         self._pool.release_run(self._run)
         self._run = None
@@ -230,7 +229,7 @@ class Always:
 def test_the_adapter_in_the_weights_gives_way_where_nothing_else_could_run() -> None:
     pool = PagePool(4)
     idle = Idle(pool, 3, 3)
-    scheduler = Scheduler(Budgets(4, 100), Always(), keep=partial(setattr, idle, "kept"))
+    scheduler = Scheduler(Budgets(4, 100), Always(), protect=partial(setattr, idle, "kept"))
     scheduler.add(sequence(pool, "big", 3, 1))
     plan = scheduler.schedule()
     assert [chunk.sequence_id for chunk in plan.chunks] == ["big"]
@@ -251,7 +250,7 @@ class Asked:
     batch=st.integers(1, 5),
     pages=st.integers(0, 12),
     max_wait=st.sampled_from([0.5, 3.5, 1e9]),
-    barrier=st.sampled_from([6.0, 1e9]),
+    cutoff=st.sampled_from([6.0, 1e9]),
     unready=st.integers(0, 2),
 )
 def test_who_is_picked_without_being_shown_is_who_would_be_picked_by_the_policy(
@@ -260,10 +259,10 @@ def test_who_is_picked_without_being_shown_is_who_would_be_picked_by_the_policy(
     batch: int,
     pages: int,
     max_wait: float,
-    barrier: float,
+    cutoff: float,
     unready: int,
 ) -> None:
-    """Whatever is preempted, overdue, late to be ready, or behind the barrier for a while."""
+    """Whatever is preempted, overdue, late to be ready, or behind the cutoff for a while."""
     rule = UnmergeOnly(batch, max_wait)
     made = []
     for policy in (rule, Asked(rule)):
@@ -280,7 +279,7 @@ def test_who_is_picked_without_being_shown_is_who_would_be_picked_by_the_policy(
                 scheduler.add(todo.pop(0)[1])
             for adapter in late:
                 adapter.slot = 0 if now > 8 else None
-            plan = scheduler.schedule(now, barrier=barrier if now < 20 else 1e9)
+            plan = scheduler.schedule(now, arrival_cutoff=cutoff if now < 20 else 1e9)
             carry_out(scheduler, plan)
             chunks = [(c.sequence_id, c.length) for c in plan.chunks]
             plans.append((chunks, plan.preempted, scheduler.paused))
