@@ -73,7 +73,8 @@ def _parts_table(result: Capacity) -> Table:
             "- keys and values",
             pool - adapters,
             f"{result.token_bytes:.0f} bytes per token;"
-            f" {result.sequences(result.adapter_pages)} sequences of {result.context_tokens} tokens",
+            f" {result.sequences(result.adapter_pages)} sequences of"
+            f" {result.context_tokens} tokens",
         ),
     ]
     for name, size, contents in rows:
