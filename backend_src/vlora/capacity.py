@@ -102,12 +102,12 @@ def plan(options: Options, names: Mapping[str, str], memory_bytes: int) -> Capac
     )
     for matrices in lora_groups(config.layers):
         store.group(matrices)
-    store.load(find_folders(options.adapters, names), place=False)
+    store.load(find_folders(options.adapters, names), make_resident=False)
     page = page_bytes(config.layers, options.block_size, config.kv_heads, config.head_dim, dtype)
     weights = weights_bytes(config, dtype.itemsize)
     merged = 0
     if options.merging == "out_of_place":
-        merged = _merged_bytes(config, store.places, dtype.itemsize)
+        merged = _merged_bytes(config, store.matrices, dtype.itemsize)
     handles = [store.handle(name) for name in store.names()]
     return Capacity(
         memory_bytes=memory_bytes,
