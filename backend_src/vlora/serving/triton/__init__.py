@@ -2,4 +2,7 @@
 
 It adapts Triton's objects to the services, and makes no decisions of its own: those are the
 services', which run and are tested without Triton.
+
+Attributes of `triton_python_backend_utils` are read inside functions only: Triton sets them after it
+has imported the model's file, before it calls `initialize`.
 """
