@@ -88,7 +88,7 @@ def plan(options: Options, names: Mapping[str, str], memory: int) -> Capacity:
     )
     for places in lora_groups(config.layers):
         store.group(places)
-    store.load(find_folders(options.adapters, names), place=False)
+    store.load(find_folders(options.adapters, names), make_resident=False)
     page = page_bytes(config.layers, options.block_size, config.kv_heads, config.head_dim, dtype)
 
     def cost(name: str, packed: int, host: int) -> AdapterCost:
@@ -106,7 +106,7 @@ def plan(options: Options, names: Mapping[str, str], memory: int) -> Capacity:
             host = sum(rank * sum(shape) * FP32 for shape in shapes)
             kinds.append(cost(f"rank {rank}, {label}", store.bytes_of(ranks), host))
     weights = weights_bytes(config, size)
-    merged = 0 if options.merging != "out_of_place" else _merged_bytes(config, store.places, size)
+    merged = 0 if options.merging != "out_of_place" else _merged_bytes(config, store.matrices, size)
     context = options.max_model_len or config.context
     pages = max(0, memory - weights - merged) // page
     return Capacity(

@@ -35,7 +35,7 @@ def run(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
         for output in engine.step():
             outputs[output.request_id].append(output)
     engine.check_integrity()
-    assert engine.pool.used == 0
+    assert engine.pool.kv == 0
     return outputs
 
 

@@ -78,7 +78,7 @@ def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
         outputs = run(engine, schedule, cases)
     for index, arrival in enumerate(schedule.arrivals):
         check(cases[arrival.case % len(cases)], arrival, outputs[f"r{index}"], tally)
-    assert engine.pool.used == 0
+    assert engine.pool.kv == 0
     assert engine.slab.digest() == base
 
 

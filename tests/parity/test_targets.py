@@ -21,7 +21,7 @@ from tests.support.oracle import Oracle, Question
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
-from vlora.lora.peft_config import PeftConfig, Refusal, read_config
+from vlora.lora.peft_config import ErrorFactory, PeftConfig, read_config
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -71,7 +71,7 @@ by_pattern = st.fixed_dictionaries(
 def read(folder: Path, config: Mapping[str, Any]) -> PeftConfig:
     whole = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config
     (folder / "adapter_config.json").write_text(json.dumps(whole))
-    return read_config(folder, Refusal("x"))
+    return read_config(folder, ErrorFactory("x"))
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))

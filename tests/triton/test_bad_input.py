@@ -101,12 +101,14 @@ BAD = [
     sampling("a negative temperature", "INVALID_ARG", "'temperature' must be", temperature=-1),
     sampling("too many tokens", "INVALID_ARG", "100000.*1024", max_tokens=100000),
     sampling("choices that are none", "INVALID_ARG", "'choices' must be", choices=[]),
-    raw_sampling("a number that is no JSON", "holds NaN, which is no JSON", '{"temperature": NaN}'),
+    raw_sampling(
+        "a number that is not JSON", "has NaN, which is not valid JSON", '{"temperature": NaN}'
+    ),
     raw_sampling("a number beyond any", "holds 1e999", '{"temperature": 1e999}'),
     raw_sampling("5,000 digits", "5000 digits; the limit is 400", '{"seed": ' + "7" * 5000 + "}"),
-    raw_sampling("half a pair in a name", "half a surrogate pair", r'{"lora_name": "\ud800"}'),
-    raw_sampling("half a pair in a key", "half a surrogate pair", r'{"\ud800": 1}'),
-    raw_sampling("half a pair in choices", "half a surrogate pair", r'{"choices": ["a\udc00"]}'),
+    raw_sampling("lone surrogate in a name", "lone surrogate", r'{"lora_name": "\ud800"}'),
+    raw_sampling("lone surrogate in a key", "lone surrogate", r'{"\ud800": 1}'),
+    raw_sampling("lone surrogate in choices", "lone surrogate", r'{"choices": ["a\udc00"]}'),
     Bad("a task that is no text", "INVALID_ARG", "UTF-8", {"task": b"\xed\xa0\x80"}),
     Bad(
         "a task of control marks",
@@ -119,7 +121,7 @@ BAD = [
     Bad("a prompt of 2 MiB", "INVALID_ARG", "2097152 bytes; the limit is 1048576", {}, "x" * 2**21),
     raw_sampling("malformed JSON", "not valid JSON.* at character", '{"temperature": 1'),
     raw_sampling("JSON that is a list", "must be a JSON object", "[1]"),
-    raw_sampling("a key given twice", "'seed' twice", '{"seed": 1, "seed": 2}'),
+    raw_sampling("a duplicate key", "the key 'seed' twice", '{"seed": 1, "seed": 2}'),
     raw_sampling(
         "JSON that is too big", "bytes; the limit is 65536", json.dumps({"x": "y" * 70000})
     ),

@@ -225,21 +225,21 @@ def test_vlora_serve_restarts_what_went_down_and_drains_on_sigterm(folders: list
     http, grpc, metrics = map(str, chosen.values())
     ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
     process = serve(*folders, *ports, "--restart", "--grace", "600")
-    said = said_until(process, "Ctrl-C stops it")
+    said = said_until(process, "Press Ctrl-C to stop")
     assert "ready in" in said
     assert {f"HTTP      localhost:{http}", f"gRPC      localhost:{grpc}"} <= set(said.splitlines())
 
     server, models = processes_of(process)
     models["lmm"].kill()
-    said = said_until(process, "Ctrl-C stops it")
+    said = said_until(process, "Press Ctrl-C to stop")
     assert "the process of model 'lmm' ended with signal SIGKILL; the server is down" in said
-    assert "starting again in 1 s" in said
+    assert "restarting in 1 s" in said
     assert not any(map(is_alive, [server, *models.values()]))
 
     with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
         ask_for_class_results(asker, "lmm_unary")
-    said = said_until(process, "Ctrl-C stops it")
-    assert "the server ended by itself with signal SIGFPE; the server is down" in said
+    said = said_until(process, "Press Ctrl-C to stop")
+    assert "the server ended unexpectedly with signal SIGFPE; the server is down" in said
 
     with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
         assert asker.once("video_analytics", text_input="What?")["result"]
@@ -299,7 +299,9 @@ def test_vlora_serve_names_adapters_that_do_not_load_and_why_it_ended_where_a_mo
     folders: list[str], served_adapters: Path
 ) -> None:
     process = serve(*folders, "--adapters", str(served_adapters), *PORTS_OF_ITS_CHOICE)
-    assert "1 of them do not load: broken (why: the log" in said_until(process, "Ctrl-C stops it")
+    assert "1 adapter failed to load: broken (for the reasons, see the log" in said_until(
+        process, "Press Ctrl-C to stop"
+    )
     server, models = processes_of(process)
     models["vision_encoder"].kill()
     said, _ = process.communicate(timeout=60)
@@ -314,7 +316,7 @@ def test_a_killed_vlora_serve_leaves_nothing_running_and_no_shared_memory(
     folders: list[str],
 ) -> None:
     process = serve(*folders, *PORTS_OF_ITS_CHOICE)
-    said_until(process, "Ctrl-C stops it")
+    said_until(process, "Press Ctrl-C to stop")
     server, models = processes_of(process)
     regions = shared_memory_of(models)
     process.kill()
@@ -327,7 +329,7 @@ def test_vlora_serve_says_that_a_port_is_none(folders: list[str]) -> None:
     process = serve(*folders, "--http-port", "99999")
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert said.startswith("error: --http-port 99999 is no port; choose one from 1 to 65535")
+    assert said.startswith("error: --http-port 99999 is not a port; choose one from 1 to 65535")
 
 
 def test_vlora_serve_says_that_a_port_is_taken(checkpoint: Path, adapters_dir: Path) -> None:
@@ -337,7 +339,7 @@ def test_vlora_serve_says_that_a_port_is_taken(checkpoint: Path, adapters_dir: P
         port = str(holder.getsockname()[1])
         folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
         said, _ = serve(*folders, "--http-port", port).communicate(timeout=60)
-    assert f"error: port {port} is taken; choose another with --http-port N" in said
+    assert f"error: port {port} is already in use; choose another with --http-port N" in said
 
 
 def test_vlora_serve_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:

@@ -141,5 +141,5 @@ def test_keys_without_effect_are_told_in_the_log(small: TritonServer, ask: Asker
 def test_limits_are_keys_of_model_json(ask: Asker) -> None:
     with pytest.raises(Refused, match="'text_input' has 5001 bytes; the limit is 5000"):
         ask.once("video_analytics", text_input="x" * 5001)
-    with pytest.raises(Refused, match=r"the request brings 0\.014 megapixels; the limit .* 0\.01$"):
+    with pytest.raises(Refused, match=r"the request has 0\.014 megapixels; the limit .* 0\.01$"):
         ask.once("video_analytics", text_input="What?", image=[picture()] * 3)

@@ -97,7 +97,7 @@ def test_every_sequence_finishes_within_the_budgets(
         if scheduler.idle:
             break
     assert sorted(finished) == sorted(f"s{i}" for i in range(len(prompts)))
-    assert pool.used == 0
+    assert pool.kv == 0
 
 
 def test_decode_rows_come_before_prompts() -> None:
@@ -206,16 +206,16 @@ class IdleAdapter:
         self._pool, self._slot = pool, slot
         self._run = pool.allocate_run(count)
         self.protected = BASE
-        pool.reclaimers.append(self)
+        pool.evictors.append(self)
 
     @property
-    def spare(self) -> int:
+    def evictable_pages(self) -> int:
         return self._run.count if self._run and self.protected != self._slot else 0
 
-    def oldest(self) -> float | None:
-        return 0.0 if self.spare else None
+    def oldest_use(self) -> int | None:
+        return 0 if self.evictable_pages else None
 
-    def give_up(self) -> None:
+    def evict_oldest(self) -> None:
         assert self._run is not None
         self._pool.release_run(self._run)
         self._run = None
