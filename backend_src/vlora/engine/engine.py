@@ -272,7 +272,7 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """Whether all live requests wait for adapters, without a notification since."""
+        """True if all live requests wait for adapters, without a notification since."""
         return self._stalled_at == self._notifications
 
     @property
