@@ -3,6 +3,6 @@
 It adapts Triton's objects to the services. Decisions are made in the services, which run and are
 tested without Triton.
 
-Attributes of `triton_python_backend_utils` are read inside functions only. Triton sets them after it
-has imported the model's file, before it calls `initialize`.
+Attributes of `triton_python_backend_utils` are read inside functions only, because Triton sets them
+after it has imported the model's file and before it calls `initialize`.
 """
