@@ -126,7 +126,7 @@ class Driver:
         self._after_step = after_step
         self._count = 0
         self._news = threading.Event()
-        engine.adapters.on_news = self._on_news
+        engine.adapters.on_change = self._on_news
 
     def _on_news(self) -> None:
         self.engine.notify()

@@ -90,10 +90,10 @@ class ConcurrentRates:
         """Return the microbenchmarks to interleave with the work, by name."""
         if not is_compiled():
             return {}
-        from vlora.atmm import tiles
+        runtime = native.kernels().runtime
 
         def multiply() -> None:
-            tiles.multiply(self.dtype, self.rounds, torch.get_num_threads())
+            runtime.multiply(self.dtype, self.rounds, torch.get_num_threads())
 
         calls: dict[str, Callable[[], None]] = {}
         if self.read_bytes:
@@ -103,7 +103,7 @@ class ConcurrentRates:
             )
 
             def read() -> None:
-                tiles.read(next(addresses), size, torch.get_num_threads())
+                runtime.read(next(addresses), size, torch.get_num_threads())
 
             calls[READ] = read
         return calls | {MULTIPLY: multiply}
@@ -112,9 +112,8 @@ class ConcurrentRates:
         """Return the medians (bytes/s, flop/s) of the rounds, with None for what was not run."""
         if MULTIPLY not in timings:
             return None, None
-        from vlora.atmm import tiles
-
-        flops = tiles.multiply(self.dtype, self.rounds, torch.get_num_threads())
+        runtime = native.kernels().runtime
+        flops = float(runtime.multiply(self.dtype, self.rounds, torch.get_num_threads()))
         read = self._bytes / timings[READ].median if READ in timings else None
         return read, flops / timings[MULTIPLY].median
 
@@ -153,11 +152,10 @@ class RooflineByThreads:
 def _roofline(threads: int) -> Roofline:
     if not is_compiled():
         return Roofline(_torch_peak, _torch_bandwidth)
-    from vlora.atmm import tiles
-
+    runtime = native.kernels().runtime
     return Roofline(
-        lambda dtype, seconds: float(tiles.peak(dtype, seconds, threads)),
-        lambda size, seconds: float(tiles.bandwidth(size, seconds, threads)),
+        lambda dtype, seconds: float(runtime.peak(dtype, seconds, threads)),
+        lambda size, seconds: float(runtime.bandwidth(size, seconds, threads)),
     )
 
 

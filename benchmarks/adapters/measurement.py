@@ -261,7 +261,7 @@ def tier_figures(engine: Engine) -> dict[str, Any]:
         "misses": round(counters.misses / requests, 3),
         "loads": counters.loads,
         "evictions": counters.evictions,
-        "moved": engine.pool.moved,
+        "moved": engine.pool.pages_moved,
     }
 
 

@@ -27,7 +27,8 @@ from benchmarks.driver import Driver, Outcome
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.sequence import scopes_of
-from vlora.memory.pool import Owner, PagePool, Reclaimer, Run
+from vlora.memory.eviction import Evictor, evict_oldest
+from vlora.memory.pool import Owner, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 
 
@@ -41,36 +42,36 @@ class SplitPool(PagePool):
         super().__init__(wall + above)
         self.wall = wall
 
-    def has_room(self, count: int) -> bool:
+    def can_allocate(self, count: int) -> bool:
         """Return whether `count` pages for keys and values are free or can be."""
         free = self._owner.count(Owner.FREE, self.wall)
-        return count <= free + sum(reclaimer.spare for reclaimer in self._side(runs=False))
+        return count <= free + sum(evictor.evictable_pages for evictor in self._side(runs=False))
 
-    def has_room_for_run(self, count: int, beside: int = 0) -> bool:
-        """Return whether a run of `count` pages fits below the wall; `beside` does not matter."""
+    def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
+        """Return whether a run of `count` pages fits below the wall, for any `kv_pages`."""
         free = self._owner.count(Owner.FREE, 0, self.wall)
-        return count <= free + sum(reclaimer.spare for reclaimer in self._side(runs=True))
+        return count <= free + sum(evictor.evictable_pages for evictor in self._side(runs=True))
 
     def allocate(self, count: int) -> list[int] | None:
-        if not self.has_room(count):
+        if not self.can_allocate(count):
             return None
         while self._owner.count(Owner.FREE, self.wall) < count:
-            self._reclaim(self._side(runs=False))
+            evict_oldest(self._side(runs=False))
         return super().allocate(count)
 
     def allocate_run(self, count: int) -> Run | None:
-        if not self.has_room_for_run(count):
+        if not self.can_allocate_run(count):
             return None
         while (first := self._owner.find(bytes(count), 0, self.wall)) < 0:
-            if not self._reclaim(self._side(runs=True)):
+            if not evict_oldest(self._side(runs=True)):
                 return None
         run = Run(first, count)
         for page in run.pages:
-            self._become(page, Owner.ADAPTER)
+            self._set_owner(page, Owner.ADAPTER)
         return run
 
-    def _side(self, *, runs: bool) -> list[Reclaimer]:
-        return [reclaimer for reclaimer in self.reclaimers if reclaimer.holds_runs == runs]
+    def _side(self, *, runs: bool) -> list[Evictor]:
+        return [evictor for evictor in self.evictors if evictor.holds_runs == runs]
 
     def check_integrity(self) -> None:
         super().check_integrity()
@@ -82,7 +83,7 @@ class SplitPool(PagePool):
 class SplitPrefixCache(PrefixCache):
     """A prefix cache that ignores the eviction of adapters, which the other side manages."""
 
-    def age(self, scope: str) -> None:
+    def evict_first(self, scope: str) -> None:
         """Leave the order of eviction as it is."""
 
 

@@ -18,7 +18,7 @@ from benchmarks.synthetic_model import fill_with_random
 from benchmarks.timing import Timing, interleaved, rounded_mean
 from vlora.atmm.device import Device
 from vlora.backends import Backend
-from vlora.memory.kv_cache import KVStore
+from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.inputs import Prompt
@@ -161,7 +161,7 @@ class SyntheticAttention:
     def __init__(self, cell: AttentionCell) -> None:
         page_counts = [-(-(rows + start) // cell.block) for rows, start in cell.chunks]
         self.layers = max(2, -(-COLD_BYTES // cell.kv_bytes))
-        self.store = KVStore(
+        self.store = KVCache(
             sum(page_counts), self.layers, cell.block, cell.kv_heads, cell.dim, DTYPES[cell.dtype]
         )
         fill_with_random(self.store.cache)

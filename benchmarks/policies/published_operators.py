@@ -67,7 +67,7 @@ POLICY_OF_SYSTEM = {"punica": "unmerge_only", "slora": "unmerge_only", "dlora_ei
 @contextmanager
 def use_operator(apply: Apply) -> Iterator[None]:
     """Use this operator instead of ATMM in all layers within the context."""
-    with patch.object(op, "apply", apply), patch.object(op, "adding", lambda *_: None):
+    with patch.object(op, "apply", apply), patch.object(op, "bind_epilogue", lambda *_: None):
         yield
 
 

@@ -25,7 +25,7 @@ _TIMED_FUNCTIONS: tuple[tuple[object, str, str], ...] = (
     (ops.Matrix, "gated", PRODUCTS),
     (AttentionPlan, "attend", ATTENTION),
     (op, "apply", LORA),
-    (op, "adding", LORA),
+    (op, "bind_epilogue", LORA),
 )
 """All timed functions as (owner, name, part). A partial that one of them returns is timed as well.
 Time inside another part counts for the inner part."""

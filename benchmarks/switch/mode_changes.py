@@ -145,7 +145,7 @@ class RandomAdapters:
     """Random adapters on every matrix of a slab, as the switcher looks them up."""
 
     adapters: Sequence[Adapter]
-    places: frozenset[MatrixId]
+    matrices: frozenset[MatrixId]
 
     @classmethod
     def of(cls, slab: WeightSlab, count: int, rank: int) -> RandomAdapters:

@@ -43,8 +43,8 @@ def test_the_split_refuses_more_than_a_side_has_where_one_pool_does_not() -> Non
         assert allocate(pool) is None
         assert pool.free == 8
         pool.check_integrity()
-    assert SplitPool(4, 4).has_room_for_run(4, beside=4)
-    assert not SplitPool(4, 4).has_room_for_run(5)
+    assert SplitPool(4, 4).can_allocate_run(4, kv_pages=4)
+    assert not SplitPool(4, 4).can_allocate_run(5)
 
 
 def test_each_side_evicts_its_own_pages_even_if_the_other_has_older_ones() -> None:
@@ -54,7 +54,7 @@ def test_each_side_evicts_its_own_pages_even_if_the_other_has_older_ones() -> No
     def cache(scope: str) -> Held:
         held = Held(BlockTable(pool, 2, prefix), scope, [1, 2])
         assert held.table.grow(2)
-        held.table.computed(held.keys)
+        held.table.share(held.keys)
         held.table.clear()
         return held
 
@@ -63,9 +63,9 @@ def test_each_side_evicts_its_own_pages_even_if_the_other_has_older_ones() -> No
         run = pool.allocate_run(2)
         assert run is not None
         idle.add(run)
-        assert [prefix.matches(held.keys) for held in cached] == [1, 1]
+        assert [prefix.count_matching(held.keys) for held in cached] == [1, 1]
     newest = cache("c")  # Newer than the adapter, which stays.
-    assert [prefix.matches(held.keys) for held in (*cached, newest)] == [0, 1, 1]
+    assert [prefix.count_matching(held.keys) for held in (*cached, newest)] == [0, 1, 1]
     assert list(idle.runs) == [run]
     pool.check_integrity()
 
@@ -83,9 +83,9 @@ def test_the_accounting_of_the_split_holds_under_random_use(seed: int) -> None:
         if drawn < 0.35:
             tokens = rng.choices(range(2), k=rng.randint(1, 12))
             held = Held(BlockTable(pool, 2, prefix), rng.choice("ab"), tokens)
-            held.table.begin(held.keys[: (len(tokens) - 1) // 2])
+            held.table.reuse_prefix(held.keys[: (len(tokens) - 1) // 2])
             if held.table.grow(len(tokens)):
-                held.table.computed(held.keys)
+                held.table.share(held.keys)
                 live.append(held)
             else:
                 held.table.clear()
@@ -104,7 +104,7 @@ def test_the_accounting_of_the_split_holds_under_random_use(seed: int) -> None:
             page for page in range(pool.total) if pool.is_held(page)
         }
     assert refused, "no allocation was refused"
-    assert pool.moved == 0
+    assert pool.pages_moved == 0
 
 
 @pytest.mark.parametrize("side", split.SIDES)
@@ -127,7 +127,7 @@ def test_pages_whose_adapter_was_evicted_are_counted(
     unpaired.count(engine)
     handle.unpin()  # Something that is not allowed while a request runs.
     while handle.resident:
-        engine.adapters.give_up()
+        engine.adapters.evict_oldest()
     unpaired.count(engine)
     (running,) = engine.scheduler.running
     assert unpaired.held == [0, len(running.table.pages)]
@@ -136,7 +136,7 @@ def test_pages_whose_adapter_was_evicted_are_counted(
     assert engine.pool.cached > 0
     assert engine.memory.prefix is not None
     # One pool evicts it first. The split does not know about its adapter.
-    assert (engine.memory.prefix.oldest() == 0) == (side != split.SPLIT)
+    assert (engine.memory.prefix.oldest_use() == 0) == (side != split.SPLIT)
     engine.adapters.close()
 
 

@@ -21,7 +21,7 @@ class FakeEncoder:
 
     def __init__(self) -> None:
         self.batches: list[int] = []
-        self.at_once = 16
+        self.images_per_batch = 16
         self.error: Exception | None = None
 
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
@@ -101,7 +101,7 @@ def test_a_batch_with_too_many_pixels_is_encoded_in_parts() -> None:
 
 def test_requests_are_answered_before_the_images_after_them_are_encoded() -> None:
     encoder = FakeEncoder()
-    encoder.at_once = 2
+    encoder.images_per_batch = 2
     sent: list[tuple[set[int], int]] = []
 
     def run(batch: list[Tensors | VLoraError]) -> set[int]:

@@ -74,7 +74,7 @@ class Admission:
         if self._memory.prefix is not None:
             digests = BlockDigests(self._memory.block, prompt.feature_row, prompt.features)
             # Hash the prompt on this thread instead of the engine's.
-            digests.upto(prompt.ids, len(prompt.ids))
+            digests.up_to(prompt.ids, len(prompt.ids))
         sequence = Sequence(
             request,
             prompt,

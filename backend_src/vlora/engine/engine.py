@@ -75,7 +75,7 @@ class Engine:
 
         force: measure even if a profile of this machine is stored.
         """
-        assert self.pool.used == 0, "calibrating writes to pages"
+        assert self.pool.kv == 0, "calibrating writes to pages"
         pages = self.pool.allocate(self.pool.free) or []
         block = self.memory.block
         slots = sorted(self.adapters.resident)
@@ -110,7 +110,7 @@ class Engine:
         self._live.add(state)
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
-            self.adapters.asked(sequence.adapter)
+            self.adapters.count_request(sequence.adapter)
         self._stalled_at = None
         return ended
 
@@ -155,7 +155,7 @@ class Engine:
         sequence = state.sequence
         self.scheduler.remove(sequence)
         if sequence.adapter is not None:
-            sequence.adapter.used = self.pool.tick()
+            sequence.adapter.last_used = self.pool.tick()
         self._live.remove(state)
 
     # -- stepping ----------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """Whether all live requests wait for adapters, without a notification since."""
+        """True if all live requests wait for adapters, without a notification since."""
         return self._stalled_at == self._notifications
 
     @property

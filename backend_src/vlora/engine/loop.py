@@ -78,7 +78,7 @@ class EngineLoop:
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
         self.after_outputs: Callable[[], None] = lambda: None
         """Called on the response thread after each round of outputs."""
-        engine.adapters.on_news = self._on_adapters_changed
+        engine.adapters.on_change = self._on_adapters_changed
         engine.watch.start(engine.adapters.stamps)
         self._responses.start()
         self._steps.start()

@@ -18,7 +18,7 @@ from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.store import AdapterStore
 from vlora.memory.block_table import BlockTable
-from vlora.memory.kv_cache import KVStore, page_bytes
+from vlora.memory.kv_cache import KVCache, page_bytes
 from vlora.memory.pool import Moves, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder import lora_groups
@@ -57,7 +57,7 @@ class EngineMemory:
         self._adapter_pages = self._pages_for_adapters(options)
         kv_pages = options.kv_cache_tokens // self.block
         self.pool = PagePool(kv_pages + self._adapter_pages)
-        self.store = KVStore(self.pool.total, *layout, dtype)
+        self.store = KVCache(self.pool.total, *layout, dtype)
         self.pool.movers.append(self.store.move)
         self.prefix = PrefixCache(self.pool) if options.enable_prefix_caching else None
 
@@ -103,7 +103,7 @@ class EngineMemory:
         running: number of requests that hold pages.
         Returns (request id, reason) of requests whose adapter is gone or does not load.
         """
-        self._adapters.keep = BASE
+        self._adapters.protected_slot = BASE
         failed = list(self._resolve(waiting))
         first_of: dict[AdapterHandle, Sequence] = {}
         for item in waiting:
@@ -139,12 +139,12 @@ class EngineMemory:
         """Make the prefix blocks of an evicted adapter the next to be evicted."""
         if self.prefix is not None:
             for scope in scopes_of(handle):
-                self.prefix.age(scope)
+                self.prefix.evict_first(scope)
 
     def move(self, running: Iterable[Sequence], moves: Moves) -> None:
         """Update the block tables after pages were relocated."""
         for item in running:
-            item.table.moved(moves)
+            item.table.relocate(moves)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the pages add up and belong to running sequences."""

@@ -19,7 +19,7 @@ from vlora.engine.memory import EngineMemory
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.errors import InvalidArgument
-from vlora.lora.folders import Finder, FolderWatch, find_folders
+from vlora.lora.folders import FolderFinder, FolderWatch, find_folders
 from vlora.lora.slab import WeightSlab
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
@@ -78,8 +78,8 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         dtype,
         options.adapter_host_bytes,
     )
-    adapters.load(find_folders(options.adapters, adapter_names), place=False)
-    watch = FolderWatch(Finder(options.adapters, adapter_names), adapters.update)
+    adapters.load(find_folders(options.adapters, adapter_names), make_resident=False)
+    watch = FolderWatch(FolderFinder(options.adapters, adapter_names), adapters.update)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
     memory = EngineMemory(options, config, dtype, adapters)
@@ -97,7 +97,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     scheduler = Scheduler(
         Budgets(options.max_num_seqs, options.max_num_batched_tokens),
         make_policy(options, costs),
-        protect=partial(setattr, adapters, "keep"),
+        protect=partial(setattr, adapters, "protected_slot"),
     )
     memory.pool.movers.append(lambda moves: memory.move(scheduler.running, moves))
     reader = PromptReader(options.model, config)

@@ -88,12 +88,12 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """Whether a step could compute it: its adapter is resident, or it has none."""
+        """True if a step could compute it: its adapter is resident, or it has none."""
         return self.adapter is None or self.adapter.resident
 
     @property
     def holds_adapter(self) -> bool:
-        """Whether it has started with this version of its adapter, and will end with it."""
+        """True if it has started with this version of its adapter, and will end with it."""
         return self._held is not None
 
     def begin(self, live: int = BASE) -> None:
@@ -109,7 +109,7 @@ class Sequence:
                 self._held = self.adapter
         mode = mode_of(self.slot, live, merge_is_lossy=self._merge_is_lossy)
         keys = self._keys(mode, self.known - 1) if mode in SHAREABLE_MODES else []
-        self.cached = self.table.begin(keys)
+        self.cached = self.table.reuse_prefix(keys)
         if self.cached:
             self.computed, self._mode = self.cached, mode
 
@@ -117,8 +117,8 @@ class Sequence:
         """Count computed rows and share the blocks that are full. mode: see `mode_of`."""
         self._mode = mode if self.computed == 0 or self._mode == mode else None
         self.computed += rows
-        if self._mode in SHAREABLE_MODES and self.table.has_news(self.computed):
-            self.table.computed(self._keys(self._mode, self.computed))
+        if self._mode in SHAREABLE_MODES and self.table.has_unshared_block(self.computed):
+            self.table.share(self._keys(self._mode, self.computed))
 
     def leave(self) -> None:
         """Release the pages, and unpin the adapter."""
@@ -132,7 +132,7 @@ class Sequence:
         """Release the pages and this version of the adapter."""
         self.leave()
         if self._held is not None:
-            self._held.let_go()
+            self._held.release()
             self._held = None
 
     def _keys(self, mode: str, length: int) -> list[BlockKey]:
@@ -140,7 +140,7 @@ class Sequence:
         if self._digests is None:
             return []
         scope = _scope(self.adapter, mode)
-        return [BlockKey(scope, digest) for digest in self._digests.upto(self.tokens, length)]
+        return [BlockKey(scope, digest) for digest in self._digests.up_to(self.tokens, length)]
 
     # -- counters ----------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Sequence:
 
     @property
     def started(self) -> bool:
-        """Whether it has ever been scheduled."""
+        """True if it has ever been scheduled."""
         return self._last_scheduled is not None
 
     @property

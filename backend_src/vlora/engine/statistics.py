@@ -75,7 +75,7 @@ class EngineStatistics:
             pages_used=pool.kv,
             pages_cached=pool.cached,
             pages_adapter=pool.adapter,
-            pages_moved=pool.moved,
+            pages_moved=pool.pages_moved,
             adapters_resident=len(adapters.resident),
             adapters_known=len(adapters),
             adapter_host_bytes=adapters.host_bytes,

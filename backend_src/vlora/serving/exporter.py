@@ -18,7 +18,7 @@ from vlora.engine.plan import Mode
 from vlora.metrics import EngineStats, exported_stats
 from vlora.request import Output
 from vlora.serving.registry import Exporter, Level, Metric, Registry
-from vlora.vision.features import Counters
+from vlora.vision.features import EncoderCounters
 
 CATCH_UP_SECONDS = 0.1
 MAX_LORA_LABEL_SETS = 128
@@ -212,7 +212,7 @@ class EncoderExporter(Exporter):
     """Metrics of the vision encoder and its feature cache."""
 
     def __init__(
-        self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], Counters]
+        self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], EncoderCounters]
     ) -> None:
         super().__init__()
         self._read = counters

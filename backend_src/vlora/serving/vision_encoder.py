@@ -26,7 +26,7 @@ class BatchEncoder(Protocol):
     """The part of `vision.features.EncoderService` that is used here."""
 
     @property
-    def at_once(self) -> int:
+    def images_per_batch(self) -> int:
         """Number of images that the tower encodes in one part."""
 
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]: ...
@@ -47,8 +47,8 @@ def encode_batch(
 
     An answer is tensors with a leading batch dimension of 1, or an error; a request of the batch
     that is an error already is its own answer. The inputs have that dimension too, as Triton passes
-    them: image and frames are [1, n]. Each part has about `encoder.at_once` images and, if it has
-    more than one request, at most `limits.max_batch_megapixels`. Requests without images are
+    them: image and frames are [1, n]. Each part has about `encoder.images_per_batch` images and, if
+    it has more than one request, at most `limits.max_batch_megapixels`. Requests without images are
     answered with the next part.
     """
     answers: dict[int, Tensors | VLoraError] = {}
@@ -75,7 +75,7 @@ def encode_batch(
             continue
         size = sum(image.height * image.width for image in request_images)
         too_many = pixels + size > limits.max_batch_megapixels * 1e6
-        if part and (too_many or images >= encoder.at_once):
+        if part and (too_many or images >= encoder.images_per_batch):
             encode_part()
             pixels = images = 0
         part[index] = request_images

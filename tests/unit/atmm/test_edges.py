@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks.step.parts import LORA, PRODUCTS, clocked
-from tests.support.atmm_problems import FP32, check, compiled, expected, group_of
+from tests.support.atmm_problems import FP32, check, compiled, expected, group_of, pinned
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup, LoraGroup, factors
-from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
+from vlora.atmm.types import HeadMatrix, LoraPair, MergeUpdate, Segment
 from vlora.backends import Backend
 from vlora.kernels import ops
 
@@ -54,7 +54,7 @@ def test_tensors_of_another_memory_are_refused() -> None:
     with pytest.raises(ValueError, match="on meta"):
         op.merge(torch.zeros(128), torch.zeros(128), [MergeUpdate(0, pair)], backend="cpu")
     heads = HeadGroup(16)
-    heads.append(Head(torch.randn(3, 16), torch.randn(3)))
+    heads.append(HeadMatrix(torch.randn(3, 16), torch.randn(3)))
     with pytest.raises(ValueError, match="on meta"):
         op.heads(x.to("meta"), segments, heads, backend="cpu")
 
@@ -71,12 +71,12 @@ def test_slots_are_set_and_cleared_for_the_calls_that_follow() -> None:
         got = y.clone()
         op.apply(got, x, segments, group, backend=backend)  # type: ignore[arg-type]
         assert torch.equal(got[4:], y[4:])
-    with pytest.raises(ValueError, match="slot 3 is neither one of the 2 nor the next"):
+    with pytest.raises(ValueError, match="slot 3 is neither one of the 2 slots nor the next"):
         group.put(3, [None, None])
     heads = HeadGroup(64)
     for classes in (3, 5):
-        heads.append(Head(torch.randn(classes, 64), torch.randn(classes)))
-    new = Head(torch.randn(7, 64), torch.randn(7))
+        heads.append(HeadMatrix(torch.randn(classes, 64), torch.randn(classes)))
+    new = HeadMatrix(torch.randn(7, 64), torch.randn(7))
     heads.put(0, new)
     torch.testing.assert_close(
         op.heads(x, [Segment(0, 9, 0)], heads), x @ new.weight.T + new.bias, rtol=1e-4, atol=1e-4
@@ -206,12 +206,12 @@ def test_nested_pins_end_in_their_order() -> None:
         assert torch.equal(alone[0], y[0])
         return y
 
-    with tiles.pinned(names[-1]):
+    with pinned(names[-1]):
         outer = row()
-        with tiles.pinned(names[0]):
+        with pinned(names[0]):
             row()
         assert torch.equal(row(), outer)
-        with pytest.raises(ValueError, match="none such"), tiles.pinned("none such"):
+        with pytest.raises(ValueError, match="none such"), pinned("none such"):
             pass
         assert torch.equal(row(), outer)
     tiles.reset_counters()
@@ -230,9 +230,9 @@ def test_what_a_product_adds_is_what_apply_adds_to_it(dtype: torch.dtype, backen
     want = matrix(x, backend=backend)
     op.apply(want, x, segments, group)
     with clocked() as spent:
-        got = matrix(x, epilogue=op.adding(segments, group), backend=backend)
+        got = matrix(x, epilogue=op.bind_epilogue(segments, group), backend=backend)
     assert torch.equal(got, want)
     assert spent[LORA] > 0
     assert spent[PRODUCTS] > 0
     with pytest.raises(ValueError, match="outside"):
-        matrix(x[:5], epilogue=op.adding(segments, group), backend=backend)
+        matrix(x[:5], epilogue=op.bind_epilogue(segments, group), backend=backend)
