@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tools.tile_search.cuda_build import NoToolchain, emulate
+from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.cuda.library import Library
 from vlora.atmm.groups import LoraGroup
@@ -113,3 +115,17 @@ def check(
     for segment in segments:
         untouched[segment.start : segment.start + segment.length] = False
     assert torch.equal(got[untouched], y[untouched])
+
+
+@contextmanager
+def pinned(name: str | None = None) -> Iterator[None]:
+    """Use one tile for every shape (the built-in one by default) in this context.
+
+    All sums are then in one order, so a row's output is bit-identical in any batch.
+    """
+    core = native.kernels().atmm
+    before = core.pin(name or "default")
+    try:
+        yield
+    finally:
+        core.pin(before)

@@ -194,7 +194,7 @@ def test_a_wrong_shape_is_refused(
 @compiled
 def test_columns_that_do_not_lie_side_by_side_are_refused() -> None:
     group = group_of(16, [8], [4])
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="must be contiguous"):
         op.apply(torch.zeros(8, 4).T, torch.zeros(4, 16), [], group, backend="cpu")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.step.parts import LORA, PRODUCTS, clocked
-from tests.support.atmm_problems import FP32, check, compiled, expected, group_of
+from tests.support.atmm_problems import FP32, check, compiled, expected, group_of, pinned
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup, LoraGroup, factors
@@ -71,7 +71,7 @@ def test_slots_are_set_and_cleared_for_the_calls_that_follow() -> None:
         got = y.clone()
         op.apply(got, x, segments, group, backend=backend)  # type: ignore[arg-type]
         assert torch.equal(got[4:], y[4:])
-    with pytest.raises(ValueError, match="slot 3 is neither one of the 2 nor the next"):
+    with pytest.raises(ValueError, match="slot 3 is neither one of the 2 slots nor the next"):
         group.put(3, [None, None])
     heads = HeadGroup(64)
     for classes in (3, 5):
@@ -206,12 +206,12 @@ def test_nested_pins_end_in_their_order() -> None:
         assert torch.equal(alone[0], y[0])
         return y
 
-    with tiles.pinned(names[-1]):
+    with pinned(names[-1]):
         outer = row()
-        with tiles.pinned(names[0]):
+        with pinned(names[0]):
             row()
         assert torch.equal(row(), outer)
-        with pytest.raises(ValueError, match="none such"), tiles.pinned("none such"):
+        with pytest.raises(ValueError, match="none such"), pinned("none such"):
             pass
         assert torch.equal(row(), outer)
     tiles.reset_counters()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.atmm_problems import BF16, FP32, compiled, each_form, group_of
+from tests.support.atmm_problems import BF16, FP32, compiled, each_form, group_of, pinned
+from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.device import Device
 from vlora.atmm.types import Segment
@@ -30,14 +31,14 @@ def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(
         return part
 
     for isa in tiles.isas():
-        for pinned in (None, tiles.configs("apply", "fp32")[0]["name"]):
-            with tiles.isa(isa), tiles.pinned(pinned):
+        for tile in (None, tiles.configs("apply", "fp32")[0]["name"]):
+            with tiles.isa(isa), pinned(tile):
                 together = run(
                     [Segment(0, 40, 0), Segment(40, 20, 1), Segment(60, 30, 2)], slice(0, 90), 2
                 )
                 for row, slot in ((0, 0), (17, 0), (39, 0), (40, 1), (59, 1), (60, 2), (89, 2)):
                     alone = run([Segment(0, 1, slot)], slice(row, row + 1), 1)
-                    assert torch.equal(alone[0], together[row]), (isa, pinned, row)
+                    assert torch.equal(alone[0], together[row]), (isa, tile, row)
                 some = run([Segment(0, 13, 0)], slice(20, 33), 1)
                 assert torch.equal(some, together[20:33])
 
@@ -117,10 +118,8 @@ def test_built_in_tiles_come_from_the_machines_caches_and_its_memorys_rate(
     l1: int, l2: int, memory: float, widening: bool, few: str, many: str, merge: str
 ) -> None:
     def choice(operation: tiles.Operation, rows: int) -> str:
-        return tiles.built_in_on(
-            operation, "bf16", rows=rows, rank=64, l1=l1 << 10, l2=l2 << 10, memory=memory,
-            widening=widening, multiplies_tiles=tiled,
-        )  # fmt: skip
+        machine = l1 << 10, l2 << 10, memory, widening, tiled
+        return str(native.kernels().atmm.built_in_on(operation, "bf16", rows, 64, *machine))
 
     tiled = False
     assert choice("apply", 4) == f"r8-s64-e64-d0-{few}"
