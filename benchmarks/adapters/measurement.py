@@ -59,7 +59,7 @@ class ManyAdapters:
         handle = engine.adapters.handle(self.names[0])
         self.host_bytes = handle.description.host_bytes
         self.packed_bytes = engine.adapters.packed_bytes(handle)
-        self.pool_bytes = engine.adapters.pages_of(handle) * engine.memory.store.page_bytes
+        self.pool_bytes = engine.adapters.pages_of(handle) * engine.memory.kv_cache.page_bytes
         """Bytes of the pages of one resident adapter."""
 
     def options(self, root: Path, **options: Any) -> Options:

@@ -13,7 +13,7 @@ from benchmarks.adapters import split
 from benchmarks.adapters.measurement import ManyAdapters
 from benchmarks.adapters.split import SplitPool, UnpairedPages
 from tests.support.adapters_grid import SMALL_GRID
-from tests.unit.test_pool import Held, Idle
+from tests.support.pages import BlocksOfTokens, IdleAdapters
 from vlora.config import Options
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool, Run
@@ -49,10 +49,10 @@ def test_the_split_refuses_more_than_a_side_has_where_one_pool_does_not() -> Non
 
 def test_each_side_evicts_its_own_pages_even_if_the_other_has_older_ones() -> None:
     pool = SplitPool(2, 2)
-    prefix, idle = PrefixCache(pool), Idle(pool)
+    prefix, idle = PrefixCache(pool), IdleAdapters(pool)
 
-    def cache(scope: str) -> Held:
-        held = Held(BlockTable(pool, 2, prefix), scope, [1, 2])
+    def cache(scope: str) -> BlocksOfTokens:
+        held = BlocksOfTokens(BlockTable(pool, 2, prefix), scope, [1, 2])
         assert held.table.grow(2)
         held.table.share(held.keys)
         held.table.clear()
@@ -74,15 +74,15 @@ def test_each_side_evicts_its_own_pages_even_if_the_other_has_older_ones() -> No
 def test_the_accounting_of_the_split_holds_under_random_use(seed: int) -> None:
     rng = random.Random(seed)
     pool = SplitPool(9, 11)
-    prefix, idle = PrefixCache(pool), Idle(pool)
-    live: list[Held] = []
+    prefix, idle = PrefixCache(pool), IdleAdapters(pool)
+    live: list[BlocksOfTokens] = []
     busy: list[Run] = []
     refused = 0
     for _ in range(300):
         drawn = rng.random()
         if drawn < 0.35:
             tokens = rng.choices(range(2), k=rng.randint(1, 12))
-            held = Held(BlockTable(pool, 2, prefix), rng.choice("ab"), tokens)
+            held = BlocksOfTokens(BlockTable(pool, 2, prefix), rng.choice("ab"), tokens)
             held.table.reuse_prefix(held.keys[: (len(tokens) - 1) // 2])
             if held.table.grow(len(tokens)):
                 held.table.share(held.keys)
