@@ -1,4 +1,4 @@
-"""Random problems of the operator, and their answers in float64."""
+"""Random problems of the operator, and their results in float64."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ TWIN, EMULATED, CUDA = "twin", "cuda-emulated", "cuda"
 
 
 def implementations() -> list[str]:
-    """The reference, each instruction set of this CPU and AMX's twin, the CUDA kernels run on the
-    host, and those on a GPU where there is one."""
+    """Return the names of all implementations.
+
+    These are the reference, each instruction set of this CPU and AMX's twin, the CUDA kernels
+    emulated on the host, and those on a GPU if there is one.
+    """
     try:
         isas = [*tiles.isas(), TWIN]
     except ImportError:
@@ -39,7 +42,7 @@ def implementations() -> list[str]:
 
 
 def emulation() -> Library:
-    """The CUDA kernels compiled for the host; skips without a C++ compiler."""
+    """Return the CUDA kernels compiled for the host; skip the test without a C++ compiler."""
     try:
         return Library(emulate())
     except NoToolchain as error:
@@ -54,7 +57,7 @@ compiled = pytest.mark.skipif(
 def group_of(
     d_in: int, d_outs: Sequence[int], ranks: Sequence[int | None], dtype: torch.dtype = FP32
 ) -> LoraGroup:
-    """Random pairs that keep values near 1; rank None: not targeted."""
+    """Return a group of random pairs that keep values near 1. A rank of None: not targeted."""
     group = LoraGroup(d_in, d_outs, dtype)
     for rank in ranks:
         group.append(
@@ -74,7 +77,7 @@ def group_of(
 def expected(
     y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
 ) -> torch.Tensor:
-    """The semantics, in float64."""
+    """Return the result by the operator's semantics, in float64."""
     result = y.double().clone()
     column = 0
     for d_out, pairs in zip(group.d_outs, group.pairs, strict=True):
@@ -89,7 +92,7 @@ def expected(
 
 
 def tolerance_of(backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype) -> float:
-    """Of rows of y and matrices of these types."""
+    """Return the tolerance for rows of y and matrices of these types."""
     rounding = backend == "cuda" or (
         backend == "cpu" and tiles.current_isa("bf16") in MULTIPLY_PAIRS
     )
@@ -106,6 +109,7 @@ def check(
     backend: Backend,
     **options: int,
 ) -> None:
+    """Compare `op.apply` with `expected`, and check that rows of no segment are unchanged."""
     want = expected(y, x, segments, group)
     got = y.clone(memory_format=torch.preserve_format)
     op.apply(got, x, segments, group, backend=backend, **options)

@@ -1,4 +1,4 @@
-"""Which tile a shape gets: pinned, from a table, or built in."""
+"""Choice of a shape's tile: pinned, from a table, or built in."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_keys_have_128_bits_and_differ_by_bucket_only() -> None:
 
 
 @compiled
-def test_a_table_of_one_thread_serves_two_and_says_so_in_its_counts() -> None:
+def test_a_table_for_one_thread_serves_two_and_counts_misses() -> None:
     names = [config["name"] for config in tiles.configs("apply", "fp32")]
     shape = {"rows": 64, "d_in": 512, "d_out": 512, "rank": 64, "segments": 1}
     assert tiles.key("apply", "fp32", **shape) == tiles.key("apply", "fp32", **shape, threads=1)
@@ -114,7 +114,7 @@ def test_a_table_of_one_thread_serves_two_and_says_so_in_its_counts() -> None:
         (48, 2048, 13e9, False, "p24", "r96-s64-e64-d1024-p0", "c2048-p0"),  # Sapphire Rapids
     ],
 )
-def test_built_in_tiles_come_from_the_machines_caches_and_its_memorys_rate(
+def test_built_in_tiles_depend_on_cache_sizes_and_memory_bandwidth(
     l1: int, l2: int, memory: float, widening: bool, few: str, many: str, merge: str
 ) -> None:
     def choice(operation: tiles.Operation, rows: int) -> str:
@@ -129,7 +129,7 @@ def test_built_in_tiles_come_from_the_machines_caches_and_its_memorys_rate(
     assert {choice("apply", 4), choice("apply", 64), choice("merge", 1024)} <= names
     tiled = True
     assert choice("apply", 4) == f"r8-s64-e64-d0-{few}"
-    assert choice("apply", l2 // 8 - 1) == many  # a row moves 4 KiB: less than half of L2
+    assert choice("apply", l2 // 8 - 1) == many  # A row moves 4 KiB: less than half of L2.
     assert choice("apply", l2 // 8) == many.replace("r192", "r32").replace("r96", "r32")
     assert choice("apply", l2 // 8) in names
 
@@ -144,7 +144,7 @@ def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
 
 
 @compiled
-def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_left_out(tmp_path: Path) -> None:
+def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_path: Path) -> None:
     name = tiles.configs("apply", "fp32")[0]["name"]
     shape = {"rows": 1, "d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
     start = f"{Device.here().name}-{tiles.isas()[0]}-"
