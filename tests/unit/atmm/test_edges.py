@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks.step.parts import LORA, PRODUCTS, clocked
+from benchmarks.step.parts import LORA, PRODUCTS, timed_parts
 from tests.support.atmm_problems import FP32, check, compiled, expected, group_of, pinned
 from vlora import native
 from vlora.atmm import op, tiles
@@ -229,7 +229,7 @@ def test_an_epilogue_adds_what_apply_adds(dtype: torch.dtype, backend: Backend) 
     x = torch.randn(12, 192)[:, :96]
     want = matrix(x, backend=backend)
     op.apply(want, x, segments, group)
-    with clocked() as spent:
+    with timed_parts() as spent:
         got = matrix(x, epilogue=op.bind_epilogue(segments, group), backend=backend)
     assert torch.equal(got, want)
     assert spent[LORA] > 0
