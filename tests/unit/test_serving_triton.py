@@ -100,6 +100,14 @@ def bls(backend: ModuleType) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.bls")
 
 
+def test_the_package_can_be_imported_before_triton_sets_the_attributes(
+    monkeypatch: pytest.MonkeyPatch, backend: ModuleType
+) -> None:
+    """Triton imports a model's file first, and then sets the attributes of its module."""
+    monkeypatch.setitem(sys.modules, backend.__name__, ModuleType(backend.__name__))
+    assert importlib.import_module(f"{PACKAGE}.process").TritonProcess
+
+
 @pytest.mark.parametrize(
     "text", ["half a pair \ud800", "nothing \x00 here", "\udcff" * 9, "ж" * 100_000, "‮txet"]
 )
