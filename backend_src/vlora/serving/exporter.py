@@ -118,7 +118,7 @@ class EngineExporter(Exporter):
         )
 
     def request(self) -> Callable[[Output], None]:
-        """Return an observer to be called with the outputs of one request in order; never raises."""
+        """Return an observer to call with each output of one request, in order; it never raises."""
         last: float | None = None
 
         def observe(output: Output) -> None:
