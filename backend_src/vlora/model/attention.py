@@ -13,7 +13,7 @@ from vlora.atmm.types import DTYPES
 from vlora.backends import Backend
 from vlora.kernels import ops
 from vlora.memory.kv_cache import KVCache
-from vlora.model import attention_reference
+from vlora.model.attention_reference import ReferencePlan
 from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
@@ -70,8 +70,8 @@ class AttentionPlan:
         )
 
     @cached_property
-    def _reference(self) -> attention_reference.Plan:
-        return attention_reference.Plan(self._chunks, self._kv_cache)
+    def _reference(self) -> ReferencePlan:
+        return ReferencePlan(self._chunks, self._kv_cache)
 
     def attend(
         self, layer: int, qkv: torch.Tensor, rotary: Rotary, out: torch.Tensor | None = None

@@ -13,7 +13,7 @@ from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
 
-class Plan:
+class ReferencePlan:
     """Indices of the pages that the rows of a step write and read.
 
     Chunks of one row are attended together, padded to the longest context; others one by one.
@@ -27,8 +27,8 @@ class Plan:
             for chunk in chunks
             for position in range(chunk.start, chunk.end)
         ]
-        self._page, slots = torch.tensor(rows).unbind(1)
-        self._panel, self._lane = slots // LANES, slots % LANES
+        self._page, offsets = torch.tensor(rows).unbind(1)
+        self._panel, self._lane = offsets // LANES, offsets % LANES
         self._long_chunks = [
             (chunk, torch.tensor(chunk.pages[: -(-chunk.end // block)]), _causal(chunk))
             for chunk in chunks

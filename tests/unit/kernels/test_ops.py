@@ -57,7 +57,7 @@ def test_a_product_equals_the_double_precision_one(
 def test_a_product_larger_than_a_cache_equals_the_double_precision_one(
     backend: Backend, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """Its depth and its rows are split, and its result bypasses the caches."""
+    """Depth and rows of the product are split, and its result bypasses the caches."""
     rows, width, depth = shape
     x, bias = torch.randn(rows, depth), torch.randn(width)
     weight = (torch.randn(width, depth) / depth**0.5).to(dtype)
@@ -311,7 +311,7 @@ def _backend_with(named: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("rows", [1, 2, 16, 33])
 @pytest.mark.parametrize("depth", [64, 65, 90])
 def test_a_tile_unit_multiplies_bf16_from_two_rows_on(rows: int, depth: int) -> None:
-    """It rounds x to bf16, which plain C++ does not; an odd depth is padded."""
+    """The unit rounds x to bf16, which plain C++ does not; an odd depth is padded."""
     if backends.backend_of("kernels") != "cpu":
         pytest.skip("the kernels are not compiled here")
     x, weight = torch.randn(rows, depth), torch.randn(40, depth).bfloat16()
