@@ -65,8 +65,8 @@ class TestBed:
 
     def stage(self, requests: int, length: int, computed: int) -> None:
         """`requests` requests of `length` known tokens, the first `computed` of them done."""
-        for live in self.engine.live_ids:
-            self.engine.abort(live)
+        for request_id in self.engine.request_ids:
+            self.engine.abort(request_id)
         self._staged = []
         params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
         for _ in range(requests):
