@@ -107,7 +107,8 @@ Shape shape_of(const Call& c, const Segment& s, const SegmentList& segments, int
   return shape;
 }
 
-// Estimates the seconds that a segment takes on one thread: the larger of compute and data movement.
+// Estimates the seconds that a segment takes on one thread: the larger of compute and data
+// movement.
 double estimated_seconds(const Call& c, const Segment& s) {
   double adapter_elements = 0;
   double columns = double(c.p.d_in);  // elements moved per row; those of y are read and written
@@ -123,9 +124,9 @@ double estimated_seconds(const Call& c, const Segment& s) {
   return std::max(2 * rows * adapter_elements / machine.peak[int(c.p.dtype)], bytes / rate);
 }
 
-// Whether vdpbf16ps is no faster than fp32 multiply-adds, although it does more at once. Blocks of a
-// few rows then wait for it and not for memory; a single row does not, and from kMinTileUnitRows on
-// there are other ways.
+// Whether vdpbf16ps is no faster than fp32 multiply-adds, although it does more at once. Blocks of
+// a few rows then wait for it and not for memory; a single row does not, and from kMinTileUnitRows
+// on there are other ways.
 bool pairs_are_slow() {
   static const bool slow = !runtime::runs_here(runtime::Isa::kAvx512Bf16) ||
                            runtime::core_peak(runtime::Isa::kAvx512Bf16, Dtype::kBf16) <
@@ -133,8 +134,8 @@ bool pairs_are_slow() {
   return slow;
 }
 
-// Computes blocks of rows until none is left. small: the call for blocks of 2 … kMinTileUnitRows - 1
-// rows, or null if they need no kernels of their own.
+// Computes blocks of rows until all are done. small: the call for blocks of more than one and fewer
+// than kMinTileUnitRows rows, or null if they use the same kernels.
 void apply_blocks(const Call& c, const Call* small, const std::vector<SegmentWork>& segments,
                   runtime::Pieces& pieces) {
   size_t i = 0;
@@ -145,7 +146,8 @@ void apply_blocks(const Call& c, const Call* small, const std::vector<SegmentWor
     const int64_t first = length * index / work.blocks;
     const int64_t rows = length * (index + 1) / work.blocks - first;
     const bool is_small = small && rows > 1 && rows < kMinTileUnitRows;
-    apply_block(is_small ? *small : c, work.config, *work.segment, work.segment->start + first, rows);
+    apply_block(is_small ? *small : c, work.config, *work.segment, work.segment->start + first,
+                rows);
   }
 }
 
