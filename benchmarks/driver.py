@@ -91,10 +91,10 @@ class Driver:
         self._look = look
         self._count = 0
         self._news = threading.Event()
-        engine.adapters.on_news = self._on_news
+        engine.adapters.on_change = self._on_news
 
     def _on_news(self) -> None:
-        self.engine.on_news()
+        self.engine.notify()
         self._news.set()
 
     def close(self) -> None:

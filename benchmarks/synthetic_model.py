@@ -24,7 +24,7 @@ from vlora.request import Request
 from vlora.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from vlora.engine.sequence import Sequence as Live
+    from vlora.engine.sequence import Sequence as EngineSequence
 
 BLOCK = 16
 FILL = 1 << 22
@@ -61,7 +61,7 @@ class TestBed:
         self._handles = dict(zip(self.slots, handles, strict=True))
         fill(self.engine.memory.store.cache)
         self._numbers = itertools.count()
-        self._staged: list[tuple[Live, int, int]] = []
+        self._staged: list[tuple[EngineSequence, int, int]] = []
 
     def stage(self, requests: int, length: int, computed: int) -> None:
         """`requests` requests of `length` known tokens, the first `computed` of them done."""

@@ -22,7 +22,14 @@ ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
 
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", AUTO)
-POLICIES = ("predictive", "credit", "paper", "unmerge_only", "merge_only", "dlora")
+POLICIES: dict[str, str] = {
+    "predictive": "vlora.engine.policies.predictive:make",
+    "credit": "vlora.engine.policies.credit:make_credit",
+    "paper": "vlora.engine.policies.credit:make_paper",
+    "unmerge_only": "vlora.engine.policies.unmerge_only:make",
+}
+"""Values of `policy`, with the function that makes each one ("module:function"). Others are added
+by `vlora.engine.policies.registry.register_policy`."""
 MERGING = ("out_of_place", "in_place", "off")
 Threads = int | Literal["auto"]
 
@@ -67,7 +74,7 @@ class Options:
         that run and are not among them are paused.
     policy: who runs next and which adapter is merged into the weights: "unmerge_only" goes by
         arrival and merges none; "predictive" asks the cost model; "credit" is the paper's Algorithm
-        1 with our departures, "paper" without; "merge_only" and "dlora" are other systems'.
+        1 with our departures, "paper" without.
     theta_min, theta_factor: of "credit" (and the first of "paper"): a request starves beyond a
         credit of so many seconds, and of so many times the median wait.
     max_wait_seconds: whoever has been ready so long without being computed goes first.
@@ -117,6 +124,11 @@ class Options:
     disable_log_stats: bool = False
     limits: Limits = field(default_factory=Limits)
     notes: tuple[str, ...] = ()
+
+    @property
+    def max_step_requests(self) -> int:
+        """Maximum number of requests of one step: the paper's MaxBS."""
+        return self.max_batch_requests or self.max_num_seqs
 
 
 RENAMED: dict[str, str] = {"tokenizer": "model"}
@@ -233,11 +245,7 @@ def parse_options(given: Mapping[str, Any], where: str, folder: Path) -> Options
         raise InvalidArgument(
             f"{where}: 'merging' = '{options.merging}' is unknown; it may be {', '.join(MERGING)}"
         )
-    if options.policy not in POLICIES:
-        raise InvalidArgument(
-            f"{where}: 'policy' = '{options.policy}' is unknown{nearest(options.policy, POLICIES)}"
-            f" It may be {', '.join(POLICIES)}"
-        )
+    check_policy(options.policy, f"{where}: ")
     adapters = options.adapters
     return replace(
         options,
@@ -245,6 +253,18 @@ def parse_options(given: Mapping[str, Any], where: str, folder: Path) -> Options
         model=(folder / options.model).resolve(),
         adapters=None if adapters is None else (folder / adapters).resolve(),
     )
+
+
+def check_policy(name: str, prefix: str = "") -> None:
+    """Raise InvalidArgument, listing the valid names, unless a policy of this name is registered.
+
+    prefix: beginning of the message, e.g. the file that holds the option.
+    """
+    if name not in POLICIES:
+        raise InvalidArgument(
+            f"{prefix}'policy' = '{name}' is unknown{nearest(name, POLICIES)}"
+            f" It may be {', '.join(POLICIES)}"
+        )
 
 
 def _boolean(value: Any) -> Any:

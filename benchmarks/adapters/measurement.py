@@ -321,7 +321,7 @@ def tiers(engine: Engine) -> dict[str, Any]:
         "misses": round(found.misses / asked, 3),
         "loads": found.loads,
         "evictions": found.evictions,
-        "moved": engine.pool.moved,
+        "moved": engine.pool.pages_moved,
     }
 
 

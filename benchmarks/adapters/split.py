@@ -7,19 +7,22 @@ between them. What is counted is what the split leaves behind: keys and values w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.adapters.measurement import BLOCK, TOGETHER, Bench, Row, draw, joined, tiers
 from benchmarks.driver import Driver, Outcome
+from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.engine.memory import EngineMemory
 from vlora.engine.sequence import scopes_of
-from vlora.lora.handle import AdapterHandle
-from vlora.memory.pool import Owner, PagePool, Reclaimer, Run
+from vlora.memory.eviction import Evictor, evict_oldest
+from vlora.memory.pool import Owner, PagePool, Run
+from vlora.memory.prefix import PrefixCache
 
 
 class SplitPool(PagePool):
@@ -30,36 +33,36 @@ class SplitPool(PagePool):
         super().__init__(wall + above)
         self.wall = wall
 
-    def has_room(self, count: int) -> bool:
+    def can_allocate(self, count: int) -> bool:
         """For keys and values."""
         free = self._owner.count(Owner.FREE, self.wall)
-        return count <= free + sum(one.spare for one in self._side(runs=False))
+        return count <= free + sum(one.evictable_pages for one in self._side(runs=False))
 
-    def has_room_for_run(self, count: int, beside: int = 0) -> bool:
+    def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
         """Keys and values have a side of their own, whatever `beside`."""
         free = self._owner.count(Owner.FREE, 0, self.wall)
-        return count <= free + sum(one.spare for one in self._side(runs=True))
+        return count <= free + sum(one.evictable_pages for one in self._side(runs=True))
 
     def allocate(self, count: int) -> list[int] | None:
-        if not self.has_room(count):
+        if not self.can_allocate(count):
             return None
         while self._owner.count(Owner.FREE, self.wall) < count:
-            self._reclaim(self._side(runs=False))
+            evict_oldest(self._side(runs=False))
         return super().allocate(count)
 
     def allocate_run(self, count: int) -> Run | None:
-        if not self.has_room_for_run(count):
+        if not self.can_allocate_run(count):
             return None
         while (first := self._owner.find(bytes(count), 0, self.wall)) < 0:
-            if not self._reclaim(self._side(runs=True)):
+            if not evict_oldest(self._side(runs=True)):
                 return None
         run = Run(first, count)
         for page in run.pages:
-            self._become(page, Owner.ADAPTER)
+            self._set_owner(page, Owner.ADAPTER)
         return run
 
-    def _side(self, *, runs: bool) -> list[Reclaimer]:
-        return [one for one in self.reclaimers if one.holds_runs == runs]
+    def _side(self, *, runs: bool) -> list[Evictor]:
+        return [one for one in self.evictors if one.holds_runs == runs]
 
     def check_integrity(self) -> None:
         super().check_integrity()
@@ -68,18 +71,34 @@ class SplitPool(PagePool):
         assert Owner.ADAPTER not in above, "an adapter above the wall"
 
 
-class SplitMemory(EngineMemory):
-    """A wall where the two budgets meet; cached blocks stay as they are when their adapter goes."""
+class SplitPrefixCache(PrefixCache):
+    """A prefix cache that ignores the eviction of adapters, which the other side manages."""
 
-    def make_pool(self, kv: int, adapters: int) -> PagePool:
-        return SplitPool(adapters, kv)
+    def evict_first(self, scope: str) -> None:
+        """Leave the order of eviction as it is."""
 
-    def evicted(self, handle: AdapterHandle) -> None:
-        """The other side does not hear of it."""
+
+def split_engine(options: Options) -> Engine:
+    """Return an engine whose memory has a wall between KV pages and adapter pages."""
+    kv_pages = options.kv_cache_tokens // options.block_size
+
+    def split_pool(total: int) -> SplitPool:
+        return SplitPool(total - kv_pages, kv_pages)
+
+    with (
+        patch("vlora.engine.memory.PagePool", split_pool),
+        patch("vlora.engine.memory.PrefixCache", SplitPrefixCache),
+    ):
+        return Engine(options)
 
 
 OURS, SPLIT = "one pool", "static split"
-SIDES: Mapping[str, type[EngineMemory]] = {OURS: EngineMemory, SPLIT: SplitMemory}
+SIDES: Mapping[str, Callable[[Options], Engine]] = {OURS: Engine, SPLIT: split_engine}
+
+
+def cached_pages_by_scope(cache: PrefixCache) -> Counter[str]:
+    """Return the number of cached pages that no request holds, by the scope of their blocks."""
+    return Counter(cache._keys[page].scope for page in cache._idle)
 
 
 @dataclass
@@ -99,7 +118,7 @@ class Unpaired:
         without = (s for s in engine.scheduler.running if s.adapter not in resident)
         self.held.append(len({page for sequence in without for page in sequence.table.pages}))
         scopes = {scope for handle in resident for scope in scopes_of(handle)}
-        cached = engine.memory.prefix.idle().items()
+        cached = cached_pages_by_scope(engine.memory.prefix).items()
         pages = sum(count for scope, count in cached if scope not in scopes)
         self.cached.append(pages / max(1, engine.pool.kv + engine.pool.cached))
 
@@ -138,8 +157,8 @@ def _side_by_side(
     )
     counts = {side: Unpaired() for side in SIDES}
     drivers = {
-        side: Driver(Engine(options, memory=memory), counts[side].count)
-        for side, memory in SIDES.items()
+        side: Driver(make_engine(options), counts[side].count)
+        for side, make_engine in SIDES.items()
     }
     found: dict[str, list[Outcome]] = {side: [] for side in SIDES}
     for number, start in enumerate(range(0, len(asked), TOGETHER)):

@@ -18,7 +18,7 @@ from benchmarks.synthetic_model import fill
 from benchmarks.timing import Timing, geometric_mean, interleaved
 from vlora.atmm.device import Device
 from vlora.backends import Backend
-from vlora.memory.kv_cache import KVStore
+from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.inputs import Prompt
@@ -147,7 +147,7 @@ class Bed:
     def __init__(self, cell: Cell) -> None:
         pages_of = [-(-(rows + start) // cell.block) for rows, start in cell.chunks]
         self.layers = max(2, -(-COLD_BYTES // cell.kv_bytes))
-        self.store = KVStore(
+        self.store = KVCache(
             sum(pages_of), self.layers, cell.block, cell.kv_heads, cell.dim, DTYPES[cell.dtype]
         )
         fill(self.store.cache)

@@ -36,7 +36,7 @@ class ClosedLoop:
             model=demo / "checkpoint", adapters=demo / "adapters", enable_prefix_caching=False
         )
         self._engine = Engine(self._options)
-        self._engine.calibrate(anew=True)
+        self._engine.calibrate(force=True)
         self._names = [None, *sorted(self._engine.adapters.names())[: given["adapters"]]]
         self._numbers = itertools.count()
 

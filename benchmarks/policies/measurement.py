@@ -20,6 +20,7 @@ from benchmarks.llava import MODELS, Checkpoint, make
 from benchmarks.policies.closed_loop import ClosedLoop, ratio
 from benchmarks.policies.own_operators import OWN, RULE_OF, operator
 from benchmarks.policies.replay import Replay, measured, simulated
+from benchmarks.policies.simulation import fork, without_adapters
 from benchmarks.policies.source_fingerprint import source_fingerprint
 from benchmarks.policies.traces import Asked, Workload
 from benchmarks.synthetic_model import NAMES
@@ -137,7 +138,7 @@ class Bed:
             model=checkpoint.folder, adapters=checkpoint.adapters, dtype=NAMES[dtype], **more
         )
         self.engine = Engine(self.options)
-        self.engine.calibrate(anew=True)
+        self.engine.calibrate(force=True)
         # As they are while each adapter's slot is its number: a replay may bring them into others.
         slots, costs = range(len(checkpoint.adapter_names)), self.engine.costs
         self._sizes = [costs.sizes(slot) for slot in slots]
@@ -151,7 +152,7 @@ class Bed:
         if name not in OWN:
             return measured(self.engine, self.checkpoint, trace, self.policy(name))
         # What another operator takes says nothing about ours.
-        costs = self.engine.costs.apart()
+        costs = fork(self.engine.costs)
         with operator(OWN[name]), patch.object(self.engine, "costs", costs):
             return measured(self.engine, self.checkpoint, trace, self.policy(name, costs))
 
@@ -164,7 +165,7 @@ class Bed:
             can_merge=self._mergeable.__getitem__,
         )
         if free:
-            costs = costs.without_adapters()
+            costs = without_adapters(costs)
         budgets = Budgets(options.max_num_seqs, options.max_num_batched_tokens)
         pages = options.kv_cache_tokens // options.block_size
         count = len(self.checkpoint.adapter_names)

@@ -9,21 +9,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.llava import Checkpoint, prompt
+from benchmarks.policies.simulation import resident_adapter, without_adapters
 from benchmarks.policies.traces import Asked
 from vlora.engine.cost import CostModel
 from vlora.engine.engine import Engine
 from vlora.engine.policies.base import Policy
 from vlora.engine.scheduler import Budgets, Scheduler
-from vlora.engine.sequence import Sequence as Live
+from vlora.engine.sequence import Sequence as EngineSequence
 from vlora.ids import BASE
-from vlora.lora.handle import AdapterHandle
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.model.inputs import Prompt
@@ -127,7 +127,7 @@ def measured(
         mode: seconds - before.mode_seconds.get(mode, 0.0)
         for mode, seconds in after.mode_seconds.items()
     }
-    found.errors = list(engine.costs.recent_errors)[-found.steps :]
+    found.errors = list(engine.costs.corrections.errors)[-found.steps :]
     return found
 
 
@@ -141,7 +141,8 @@ def simulated(
 ) -> Replay:
     """In the time of the cost model."""
     held = [BASE]
-    mine = costs.alone(lambda: held[0])
+    mine = replace(costs, merged_slot=lambda: held[0])
+    plain = without_adapters(mine)
     pool = PagePool(pages)
     scheduler = Scheduler(budgets, policy(mine))
     found = Replay()
@@ -169,7 +170,7 @@ def simulated(
             held[0] = held[0] if live == BASE else live
         seconds = mine.predict(plan.parts, live)
         now += seconds
-        adapters += mine.adapters(plan.parts, live)
+        adapters += seconds - plain.predict(plan.parts, live)
         found.steps += 1
         mode = plan.mode.value
         found.modes[mode] = found.modes.get(mode, 0.0) + seconds
@@ -189,12 +190,12 @@ def simulated(
     return found
 
 
-def _sequence(name: str, asked: Asked, table: BlockTable) -> Live:
+def _sequence(name: str, asked: Asked, table: BlockTable) -> EngineSequence:
     params = SamplingParams(max_tokens=asked.limit)
-    sequence = Live(
+    sequence = EngineSequence(
         Request(name, "", params),
         Prompt.of_text([0] * asked.prompt),
-        AdapterHandle.imagined(asked.adapter),
+        resident_adapter(asked.adapter),
         asked.limit,
         table,
     )

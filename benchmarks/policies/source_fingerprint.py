@@ -8,19 +8,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.baseline_policies import dlora, merge_only
 from benchmarks.policies.own_operators import RULE_OF
-from vlora.engine import calibration, cost, scheduler
-from vlora.engine.policies import base, dlora, predictive
+from vlora.engine import calibration, corrections, cost, scheduler
+from vlora.engine.policies import credit, predictive, unmerge_only
 
-EVERYONES = (scheduler, cost, calibration)
-OWN_MODULE = {"predictive": predictive, "dlora": dlora}
+EVERYONES = (scheduler, cost, corrections, calibration)
+OWN_MODULE = {
+    "predictive": predictive,
+    "credit": credit,
+    "paper": credit,
+    "unmerge_only": unmerge_only,
+    "merge_only": merge_only,
+    "dlora": dlora,
+}
 
 
 @cache
 def source_fingerprint(name: str) -> str:
     """Of the modules that decide what a policy does and what is predicted; not of the model and its
     kernels, which are as fast for all."""
-    modules = (*EVERYONES, OWN_MODULE.get(RULE_OF.get(name, name), base))
+    modules = (*EVERYONES, OWN_MODULE[RULE_OF.get(name, name)])
     sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return hashlib.sha256(sources).hexdigest()[:12]
 

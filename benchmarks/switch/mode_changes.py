@@ -139,12 +139,12 @@ class Drawn:
     """Random adapters on every matrix of a slab."""
 
     adapters: Sequence[Adapter]
-    places: frozenset[MatrixId]
+    matrices: frozenset[MatrixId]
 
     @classmethod
     def of(cls, slab: WeightSlab, count: int, rank: int) -> Drawn:
         generator = torch.Generator().manual_seed(1)
-        places = frozenset((layer, name) for layer in range(slab.layers) for name in TARGETS)
+        matrices = frozenset((layer, name) for layer in range(slab.layers) for name in TARGETS)
 
         def factors(d_out: int, d_in: int) -> LoraPair:
             a, b = torch.empty(rank, d_in), torch.empty(d_out, rank)
@@ -156,12 +156,12 @@ class Drawn:
         adapters = [
             Adapter(
                 replace(info, digest=str(number)),
-                {place: factors(*slab.shapes[place[1]]) for place in sorted(places)},
+                {matrix: factors(*slab.shapes[matrix[1]]) for matrix in sorted(matrices)},
                 None,
             )
             for number in range(count)
         ]
-        return cls(adapters, places)
+        return cls(adapters, matrices)
 
     def adapter(self, slot: int) -> Adapter:
         return self.adapters[slot]

@@ -1,4 +1,4 @@
-"""The engine of these tests, on one thread."""
+"""Fixtures of the engine tests: an engine on one thread, and its loop."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def loop(engine: Engine) -> Iterator[EngineLoop]:
     yield loop
     loop.shutdown(drain_seconds=0.0)
     engine.check_integrity()
-    assert engine.pool.used == 0
+    assert engine.pool.kv == 0

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vlora.errors import InvalidArgument, NotFound
-from vlora.lora.adapter import ModelShape, load_adapter
+from vlora.lora.adapter import load_adapter
 from vlora.lora.folders import find_folders
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.store import AdapterStore
 
 LAYERS, HIDDEN, MIDDLE, VOCABULARY, RANK = 2, 12, 20, 30, 4
@@ -200,7 +201,7 @@ def test_the_digest_is_the_contents_not_the_names(folder: Path, model: ModelShap
         ({"target_modules": [*TARGETED, "layers.7.mlp.up_proj"]}, "'layers.7.mlp.up_proj'"),
         ({"target_modules": [*TARGETED, "roj"]}, "'roj' in target_modules"),
         ({"target_modules": "("}, "'(', which is no regular expression"),
-        ({"target_modules": "all-linear", "layers_to_transform": [0]}, "beside a 'target_modules'"),
+        ({"target_modules": "all-linear", "layers_to_transform": [0]}, "with a 'target_modules'"),
         ({"layers_pattern": "layers"}, "without 'layers_to_transform'"),
         ({"layers_to_transform": "0"}, "layers_to_transform = '0'"),
         ({"layers_to_transform": [0, None]}, "layers_to_transform = [0, None]"),

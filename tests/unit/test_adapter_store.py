@@ -17,9 +17,10 @@ from vlora.atmm import op
 from vlora.atmm.types import Segment
 from vlora.errors import InvalidArgument
 from vlora.lora import folders, store
-from vlora.lora.adapter import AdapterFiles, ModelShape
+from vlora.lora.adapter import AdapterFiles
 from vlora.lora.folders import FolderWatch, find_folders, stamp_of
 from vlora.lora.handle import AdapterHandle
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.store import AdapterStore
 from vlora.lora.weights_reader import WeightsReader
 from vlora.memory.pool import PagePool
@@ -74,7 +75,7 @@ class Bed:
     def __init__(self, model: ModelShape, root: Path, pages: int, host: int | None) -> None:
         self.store = AdapterStore(model, host_bytes=host)
         self.group = self.store.group([PLACE])
-        self.store.load(find_folders(root, {}), place=False)
+        self.store.load(find_folders(root, {}), make_resident=False)
         self.pool, self.memory = PagePool(pages), Memory(pages)
         self.store.attach(self.pool, self.memory, 0)
 
@@ -146,9 +147,9 @@ def test_what_is_pinned_stays_and_the_longest_unused_goes(beds: Any) -> None:
 def test_the_one_in_the_weights_stays(beds: Any) -> None:
     bed = beds(1)
     bed.want(0)
-    bed.store.keep = bed.handle(0).slot
+    bed.store.protected_slot = bed.handle(0).slot
     assert bed.want(1) is bed.handle(1)
-    bed.store.keep = -1
+    bed.store.protected_slot = -1
     assert bed.want(1) is None
     assert bed.resident() == {"a1"}
 
@@ -178,7 +179,7 @@ def test_host_memory_keeps_its_budget_but_for_what_is_in_use(beds: Any) -> None:
     bed.want(0, 1)
     bed.want(2, 3)
     assert held.adapter is not None
-    held.let_go()
+    held.release()
 
 
 def test_one_load_serves_all_who_wait(beds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +233,7 @@ def test_what_is_in_host_memory_is_packed_while_a_disk_is_slow(
     bed = beds(2, 2 * ONE)
     gate = Gate(monkeypatch)
     packed = threading.Event()
-    bed.store.on_news = packed.set
+    bed.store.on_change = packed.set
     bed.store.advance([bed.handle(5), bed.handle(0)])
     assert packed.wait(10)
     assert bed.resident() == {"a0"}
@@ -273,7 +274,7 @@ def test_a_watch_tells_of_what_has_settled_and_of_nothing_twice(root: Path) -> N
     told: list[dict[str, Any]] = []
     watch = FolderWatch(lambda: find_folders(root, {}), lambda now: told.append(dict(now)))
     known = {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
-    watch._told = dict(known)
+    watch._reported = dict(known)
     watch.look(0.0)
     assert not told
     write(root / "a0", 50)
@@ -320,7 +321,7 @@ def test_a_look_by_the_core_sees_what_a_look_without_it_sees(
 
 
 def test_a_finder_says_the_same_until_something_comes_or_goes(root: Path) -> None:
-    find = folders.Finder(root, {"alias": "a1"})
+    find = folders.FolderFinder(root, {"alias": "a1"})
     first = find()
     assert first == find_folders(root, {"alias": "a1"})
     assert find() is first
@@ -331,7 +332,7 @@ def test_a_finder_says_the_same_until_something_comes_or_goes(root: Path) -> Non
 def test_a_root_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     told: list[Any] = []
     watch = FolderWatch(lambda: find_folders(tmp_path / "gone", {}), told.append)
-    watch._told = {"a": (tmp_path, b"")}
+    watch._reported = {"a": (tmp_path, b"")}
     watch.look(0.0)
     assert not told
 
@@ -351,7 +352,7 @@ def test_a_new_version_is_the_names_and_the_old_one_its_holders(beds: Any, root:
     assert new.resident
     assert new.info.digest != old.info.digest
     old.unpin()
-    old.let_go()
+    old.release()
     bed.want(1)
     assert not old.resident, "nobody can ask for it again"
     assert old.adapter is None
@@ -369,7 +370,7 @@ def test_what_is_large_is_packed_beside_the_steps(
     beds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bed = beds(1)
-    monkeypatch.setattr(store, "AT_ONCE", 0)
+    monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
     packed: list[str] = []
     put = bed.group.put
 

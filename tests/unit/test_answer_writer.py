@@ -1,4 +1,4 @@
-"""Engine outputs to response tensors."""
+"""Conversion of engine outputs to response tensors."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ def outputs() -> list[Output]:
     ]
 
 
-def written(answers: AnswerWriter, given: list[Output]) -> list[Tensors]:
+def responses_to(answers: AnswerWriter, given: list[Output]) -> list[Tensors]:
     return [tensors for output in given if (tensors := answers.write(output)) is not None]
 
 
-def test_not_streaming_collects_everything_behind_the_prompt() -> None:
-    (tensors,) = written(writer(return_num_output_tokens=flag(True)), outputs())
+def test_without_streaming_one_response_has_the_prompt_and_all_text() -> None:
+    (tensors,) = responses_to(writer(return_num_output_tokens=flag(True)), outputs())
     assert first(tensors["text_output"]) == "ask: abc"
     assert tensors["num_output_tokens"].tolist() == [4]
     assert tensors["num_output_tokens"].dtype == np.uint32
 
 
-def test_streaming_gives_what_is_new_each_time() -> None:
-    responses = written(writer(stream=flag(True), return_num_output_tokens=flag(True)), outputs())
+def test_with_streaming_each_response_has_the_new_text_and_tokens() -> None:
+    responses = responses_to(
+        writer(stream=flag(True), return_num_output_tokens=flag(True)), outputs()
+    )
     assert [first(tensors["text_output"]) for tensors in responses] == ["a", "", "bc"]
     assert [tensors["num_output_tokens"].tolist() for tensors in responses] == [[1], [1], [2]]
 
 
-def test_an_ensemble_gets_every_output_in_every_response() -> None:
-    responses = written(writer(**ENSEMBLE, metadata=strings(["m"])), outputs())
+def test_an_ensemble_gets_all_outputs_in_every_response() -> None:
+    responses = responses_to(writer(**ENSEMBLE, metadata=strings(["m"])), outputs())
     wanted = {"text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}
     wanted |= {"metadata", "head_scores", "head_labels"}
     assert all(wanted <= set(tensors) for tensors in responses)
@@ -66,7 +68,7 @@ def test_details_come_with_the_last_response() -> None:
         timings=Timings(queued=0.1, first_token=0.2, total=0.3),
         modes={"merged": 2, "mixture": 1},
     )
-    (tensors,) = written(writer(), [output])
+    (tensors,) = responses_to(writer(), [output])
     assert json.loads(first(tensors["details"])) == {
         "task": "vqa",
         "adapter": {"name": "a", "digest": "d"},
@@ -75,10 +77,10 @@ def test_details_come_with_the_last_response() -> None:
     }
 
 
-def test_a_head_answers_with_its_top_label_as_text() -> None:
+def test_a_heads_text_is_its_best_label() -> None:
     head = HeadScores(("cat", "dog"), (0.25, 0.75))
     given = Output("r", finish_reason="stop", head=head)
-    (tensors,) = written(writer(exclude_input_in_output=flag(True)), [given])
+    (tensors,) = responses_to(writer(exclude_input_in_output=flag(True)), [given])
     assert first(tensors["text_output"]) == "dog"
     assert tensors["head_scores"].tolist() == [0.25, 0.75]
     assert [bytes(label) for label in tensors["head_labels"]] == [b"cat", b"dog"]
@@ -96,7 +98,7 @@ def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> 
         return_cumulative_logprob=flag(True),
         sampling_parameters=strings(['{"logprobs": 1}']),
     )
-    one, two = written(answers, given)
+    one, two = responses_to(answers, given)
     assert json.loads(first(one["logprobs"])) == [
         {
             "7": {"logprob": -0.5, "rank": 2, "decoded_token": "x"},
@@ -107,11 +109,11 @@ def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> 
     assert two["cumulative_logprob"].tolist() == [-1.0]
 
 
-def test_logprobs_that_were_not_asked_for_are_null_though_their_sum_is_given() -> None:
+def test_logprobs_that_were_not_requested_are_null_even_if_their_sum_is() -> None:
     token = (TokenLogprob(7, -0.5, 1, "x"),)
     given = [Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop")]
     answers = writer(return_logprobs=flag(True), return_cumulative_logprob=flag(True))
-    (tensors,) = written(answers, given)
+    (tensors,) = responses_to(answers, given)
     assert first(tensors["logprobs"]) == "null"
     assert tensors["cumulative_logprob"].tolist() == [-0.5]
 
@@ -121,11 +123,11 @@ def one_token(logprob: float) -> list[Output]:
     return [Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop")]
 
 
-def test_json_never_holds_what_is_no_json() -> None:
+def test_logprobs_are_always_valid_json() -> None:
     asked = {"return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
     asked["sampling_parameters"] = strings(['{"logprobs": 0}'])
-    (tensors,) = written(writer(**asked), one_token(-math.inf))
+    (tensors,) = responses_to(writer(**asked), one_token(-math.inf))
     assert json.loads(first(tensors["logprobs"]))[0]["7"]["logprob"] == -9999.0
     assert np.isfinite(tensors["cumulative_logprob"]).all()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        written(writer(**asked), one_token(math.nan))
+        responses_to(writer(**asked), one_token(math.nan))

@@ -1,14 +1,18 @@
-"""Imports point downward only, one package imports Triton, and the models' files are thin."""
+"""Imports point downward without circles, files are short, and one package imports Triton."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2] / "backend_src" / "vlora"
-REPOSITORY = Path(__file__).parents[2] / "model_repository"
+TOP = Path(__file__).parents[2]
+ROOT = TOP / "backend_src" / "vlora"
+REPOSITORY = TOP / "model_repository"
 MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 
 LAYERS = [
@@ -27,7 +31,7 @@ LAYERS = [
     {"memory", "request", "sampling", "config", "cores", "openmp_env"},
     {"lora"},
     {"model"},
-    {"engine", "generation", "vision", "capacity", "capacity_cli"},
+    {"engine", "vision", "capacity"},
     {"launcher"},
     {"serving"},
     {"cli"},
@@ -36,8 +40,17 @@ LAYERS = [
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
+MAX_LINES = 350
+TOO_LONG = {
+    "benchmarks/adapters/measurement.py",
+    "benchmarks/policies/measurement.py",
+    "csrc/attention/attention_vector.h",
+}
+"""Files that are still to be split."""
+
 
 def imports_of(path: Path) -> set[str]:
+    """Return the modules that a file imports anywhere."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -45,6 +58,59 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
     return names
+
+
+def runtime_imports(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports that are executed when the module is imported."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from runtime_imports([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            yield from runtime_imports([*node.body, *node.orelse, *node.finalbody])
+        elif isinstance(node, ast.ClassDef | ast.With):
+            yield from runtime_imports(node.body)
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Return the modules of the package that each module imports at its import."""
+    paths = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names: set[str] = set()
+        for node in runtime_imports(ast.parse(path.read_text()).body):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif node.module:
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= (members & paths.keys()) or {node.module}
+        graph[module] = names & paths.keys() - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or indirectly."""
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            new = graph[todo.pop()] - seen
+            seen |= new
+            todo += new
+        return seen
+
+    reach = {module: reachable(module) for module in graph}
+    groups = {
+        frozenset(other for other in reach[module] if module in reach[other])
+        for module in graph
+        if module in reach[module]
+    }
+    return sorted(sorted(group) for group in groups)
 
 
 def test_imports_point_downward_only() -> None:
@@ -57,6 +123,22 @@ def test_imports_point_downward_only() -> None:
             if name.startswith("vlora.") and LEVEL[name.split(".")[1]] > LEVEL[here]:
                 upward.append(f"{path.relative_to(ROOT)} imports {name}")
     assert upward == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+    assert circles(module_graph()) == []
+
+
+def test_no_source_file_is_longer_than_the_limit() -> None:
+    folders = (TOP / "backend_src", TOP / "benchmarks", TOP / "csrc")
+    lengths = {
+        path.relative_to(TOP).as_posix(): len(path.read_text().splitlines())
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in {".py", ".h", ".cpp", ".cu"}
+    }
+    assert {name for name, lines in lengths.items() if lines > MAX_LINES} <= TOO_LONG
 
 
 def test_only_serving_triton_imports_triton() -> None:
@@ -73,6 +155,12 @@ def test_the_scheduler_is_pure() -> None:
     for module in ("engine/scheduler", "engine/plan", "engine/sequence", "model/chunk"):
         names = imports_of(ROOT / f"{module}.py")
         assert not {"torch", "time", "numpy"} & names, module
+
+
+def test_importing_the_scheduler_does_not_load_torch() -> None:
+    code = "import sys, vlora.engine.scheduler; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.parent.parent.name)

@@ -52,7 +52,7 @@ def test_a_trace_is_its_seeds_alone_and_has_the_rate_and_skew_that_were_asked(
 def costs() -> CostModel:
     """A row a millisecond, eight ride for nothing; an adapter a tenth of a step."""
     knots = ((1, 8e-3), (8, 8e-3), (64, 64e-3))
-    profile = Profile(knots, brought=8e-10, applied=1e-11, merged=(1e-3, 0.0))
+    profile = Profile(knots, adapter_element=8e-10, adapter_element_row=1e-11, merge=(1e-3, 0.0))
     return CostModel(profile, lambda slot: AdapterSize(10**6, 10**9))
 
 

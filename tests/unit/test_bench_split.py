@@ -11,12 +11,10 @@ import torch
 
 from benchmarks.adapters import split
 from benchmarks.adapters.measurement import Bench
-from benchmarks.adapters.split import SplitMemory, SplitPool, Unpaired
+from benchmarks.adapters.split import SplitPool, Unpaired
 from tests.unit.test_bench_tiers import GRID as SMALL
 from tests.unit.test_pool import Held, Idle
 from vlora.config import Options
-from vlora.engine.engine import Engine
-from vlora.engine.memory import EngineMemory
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool, Run
 from vlora.memory.prefix import PrefixCache
@@ -46,8 +44,8 @@ def test_what_one_pool_lends_the_split_refuses() -> None:
         assert take(pool) is None
         assert pool.free == 8
         pool.check_integrity()
-    assert SplitPool(4, 4).has_room_for_run(4, beside=4)
-    assert not SplitPool(4, 4).has_room_for_run(5)
+    assert SplitPool(4, 4).can_allocate_run(4, kv_pages=4)
+    assert not SplitPool(4, 4).can_allocate_run(5)
 
 
 def test_each_side_gives_up_its_own_whatever_is_older() -> None:
@@ -57,7 +55,7 @@ def test_each_side_gives_up_its_own_whatever_is_older() -> None:
     def cache(scope: str) -> Held:
         held = Held(BlockTable(pool, 2, prefix), scope, [1, 2])
         assert held.table.grow(2)
-        held.table.computed(held.keys)
+        held.table.share(held.keys)
         held.table.clear()
         return held
 
@@ -66,9 +64,9 @@ def test_each_side_gives_up_its_own_whatever_is_older() -> None:
         run = pool.allocate_run(2)
         assert run is not None
         idle.add(run)
-        assert [prefix.matches(held.keys) for held in cached] == [1, 1]
+        assert [prefix.count_matching(held.keys) for held in cached] == [1, 1]
     newest = cache("c")  # newer than the adapter, which stays
-    assert [prefix.matches(held.keys) for held in (*cached, newest)] == [0, 1, 1]
+    assert [prefix.count_matching(held.keys) for held in (*cached, newest)] == [0, 1, 1]
     assert list(idle.runs) == [run]
     pool.check_integrity()
 
@@ -86,9 +84,9 @@ def test_the_split_keeps_its_books_whatever_is_asked(seed: int) -> None:
         if drawn < 0.35:
             tokens = rng.choices(range(2), k=rng.randint(1, 12))
             held = Held(BlockTable(pool, 2, prefix), rng.choice("ab"), tokens)
-            held.table.begin(held.keys[: (len(tokens) - 1) // 2])
+            held.table.reuse_prefix(held.keys[: (len(tokens) - 1) // 2])
             if held.table.grow(len(tokens)):
-                held.table.computed(held.keys)
+                held.table.share(held.keys)
                 live.append(held)
             else:
                 held.table.clear()
@@ -107,16 +105,15 @@ def test_the_split_keeps_its_books_whatever_is_asked(seed: int) -> None:
             page for page in range(pool.total) if pool.is_held(page)
         }
     assert refused, "nothing was ever short"
-    assert pool.moved == 0
+    assert pool.pages_moved == 0
 
 
-@pytest.mark.parametrize("memory", split.SIDES.values())
+@pytest.mark.parametrize("side", split.SIDES)
 def test_pages_whose_adapter_is_taken_from_them_are_counted(
-    memory: type[EngineMemory], checkpoint: Path, adapters_dir: Path
+    side: str, checkpoint: Path, adapters_dir: Path
 ) -> None:
-    engine = Engine(
-        Options(model=checkpoint, adapters=adapters_dir, merging="off", kv_cache_tokens=1024),
-        memory=memory,
+    engine = split.SIDES[side](
+        Options(model=checkpoint, adapters=adapters_dir, merging="off", kv_cache_tokens=1024)
     )
     name = engine.adapters.names()[0]
     handle = engine.adapters.handle(name)
@@ -131,7 +128,7 @@ def test_pages_whose_adapter_is_taken_from_them_are_counted(
     counted.count(engine)
     handle.unpin()  # as nobody may while a request runs
     while handle.resident:
-        engine.adapters.give_up()
+        engine.adapters.evict_oldest()
     counted.count(engine)
     (running,) = engine.scheduler.running
     assert counted.held == [0, len(running.table.pages)]
@@ -140,7 +137,7 @@ def test_pages_whose_adapter_is_taken_from_them_are_counted(
     assert engine.pool.cached > 0
     assert engine.memory.prefix is not None
     # One pool gives it up first; the split knows nothing of its adapter.
-    assert (engine.memory.prefix.oldest() == 0) == (memory is not SplitMemory)
+    assert (engine.memory.prefix.oldest_use() == 0) == (side != split.SPLIT)
     engine.adapters.close()
 
 

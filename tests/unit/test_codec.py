@@ -1,4 +1,4 @@
-"""Tensors of the wire to requests: names, defaults and refusals."""
+"""Conversion of a request's tensors to a request of the engine: names, defaults and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keys(**values: Any) -> np.ndarray:
     return strings([json.dumps(values)])
 
 
-def prepared(call: Call, *, info: Any = None) -> Prepared:
+def prepare_call(call: Call, *, info: Any = None) -> Prepared:
     return prepare(call, "id", info, TEMPLATE)
 
 
@@ -37,7 +37,7 @@ def test_a_plain_request_has_the_defaults_of_the_vllm_backend() -> None:
     assert not call.wanted.stream
     assert call.wanted.prepend_input
     assert not call.wanted.finish_reason
-    made = prepared(call)
+    made = prepare_call(call)
     assert (made.task, made.request.prompt) == ("raw", "hello")
     assert (made.request.sampling.temperature, made.request.sampling.max_tokens) == (1.0, 16)
 
@@ -49,21 +49,21 @@ def test_a_request_through_the_encoder_has_the_defaults_of_the_ensembles() -> No
     assert call.wanted.finish_reason
     assert call.wanted.num_input_tokens
     assert call.wanted.num_output_tokens
-    made = prepared(call)
+    made = prepare_call(call)
     assert made.task == "vqa"
     assert made.request.prompt.startswith(TEMPLATE.prefix)
     assert made.request.sampling.temperature == 0.0
     assert made.request.sampling.max_tokens == TASKS["vqa"].max_tokens
 
 
-def test_every_tasks_own_limit_is_the_ensembles_default() -> None:
+def test_the_ensembles_default_max_tokens_is_the_tasks() -> None:
     for task, spec in TASKS.items():
-        made = prepared(read(**THROUGH_ENCODER, task=strings([task])))
+        made = prepare_call(read(**THROUGH_ENCODER, task=strings([task])))
         assert made.request.sampling.max_tokens == spec.max_tokens
 
 
-def test_given_sampling_keys_win_over_the_ensembles_defaults() -> None:
-    made = prepared(read(**THROUGH_ENCODER, sampling_parameters=keys(temperature=0.5)))
+def test_sampling_keys_of_the_request_override_the_ensembles_defaults() -> None:
+    made = prepare_call(read(**THROUGH_ENCODER, sampling_parameters=keys(temperature=0.5)))
     assert made.request.sampling.temperature == 0.5
     assert made.request.sampling.max_tokens == TASKS["vqa"].max_tokens
 
@@ -74,16 +74,16 @@ def test_given_sampling_keys_win_over_the_ensembles_defaults() -> None:
 def test_the_default_task_is_the_adapters_if_it_has_just_one(
     tasks: tuple[str, ...], task: str
 ) -> None:
-    assert prepared(read(**THROUGH_ENCODER), info=adapter("a", tasks)).task == task
-    assert prepared(read(), info=adapter("a", tasks)).task == "raw"
+    assert prepare_call(read(**THROUGH_ENCODER), info=adapter("a", tasks)).task == task
+    assert prepare_call(read(), info=adapter("a", tasks)).task == "raw"
 
 
-def test_a_head_answers_exactly_when_the_task_is_among_its_own() -> None:
+def test_a_head_answers_only_if_the_task_is_one_of_its_tasks() -> None:
     info = adapter("a", ("classify",), head=("classify",))
-    assert prepared(read(**THROUGH_ENCODER), info=info).request.use_head
-    assert not prepared(read(), info=info).request.use_head
+    assert prepare_call(read(**THROUGH_ENCODER), info=info).request.use_head
+    assert not prepare_call(read(), info=info).request.use_head
     given = read(**THROUGH_ENCODER, task=strings(["caption"]))
-    assert not prepared(given, info=info).request.use_head
+    assert not prepare_call(given, info=info).request.use_head
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_the_prompt_is_prepended_as_the_vllm_backend_does(
     assert read(**given).wanted.prepend_input == prepend
 
 
-def test_streaming_with_the_prompt_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="while streaming"):
+def test_streaming_with_the_prompt_in_the_output_is_rejected() -> None:
+    with pytest.raises(InvalidArgument, match="not possible with 'stream' = true"):
         read(stream=flag(True), exclude_input_in_output=flag(False))
 
 
-def test_parameters_are_sampling_keys_except_tritons_own() -> None:
+def test_parameters_are_sampling_keys_except_those_of_triton() -> None:
     parameters = {
         "temperature": 0.5,
         "priority": 3,
@@ -124,11 +124,11 @@ def test_parameters_are_sampling_keys_except_tritons_own() -> None:
         "X-Trace": "a",
     }
     assert sampling_keys(parameters) == {"temperature": 0.5}
-    assert prepared(read(parameters)).request.sampling.temperature == 0.5
+    assert prepare_call(read(parameters)).request.sampling.temperature == 0.5
 
 
 @pytest.mark.parametrize(("given", "near"), [("imag", "image"), ("temperatur", "temperature")])
-def test_an_unknown_parameter_is_told_the_nearest_input_or_sampling_key(
+def test_an_unknown_parameter_is_rejected_with_the_nearest_input_or_sampling_key(
     given: str, near: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"input or .* '{given}'; did you mean '{near}'"):
@@ -137,19 +137,19 @@ def test_an_unknown_parameter_is_told_the_nearest_input_or_sampling_key(
         read({"zzz": 1})
 
 
-def test_sampling_parameters_replace_the_parameters_as_a_whole() -> None:
+def test_sampling_parameters_replace_all_request_parameters() -> None:
     call = read({"temperature": 0.5, "nonsense": 1}, sampling_parameters=keys(max_tokens=3))
-    sampling = prepared(call).request.sampling
+    sampling = prepare_call(call).request.sampling
     assert (sampling.temperature, sampling.max_tokens) == (1.0, 3)
 
 
-def test_the_json_limit_is_an_option_and_is_told() -> None:
+def test_the_limit_of_json_inputs_is_an_option_and_named_in_the_error() -> None:
     given = {"text_input": strings(["x"]), "sampling_parameters": keys(stop=["x" * 100])}
     with pytest.raises(InvalidArgument, match=r"'sampling_parameters' has \d+ bytes.* is 50"):
         read_call(given, {}, "", Limits(max_json_bytes=50))
 
 
-def test_metadata_is_kept_byte_by_byte_up_to_its_limit() -> None:
+def test_metadata_up_to_its_limit_is_not_changed() -> None:
     assert read(metadata=strings([b"\xff\x00 "])).metadata == b"\xff\x00 "
     given = {"text_input": strings(["x"]), "metadata": strings(["12345"])}
     with pytest.raises(InvalidArgument, match="'metadata' has 5 bytes; the limit is 4"):
@@ -160,7 +160,7 @@ def test_images_and_frames_are_counted_from_the_layout() -> None:
     call = read(**features(2, 3, 1, video=[2]))
     assert call.counts == (2, 1)
     assert call.images is not None
-    assert prepared(call).request.prompt.count("<image>") == 3
+    assert prepare_call(call).request.prompt.count("<image>") == 3
 
 
 def test_images_wait_for_the_encoder() -> None:
@@ -170,35 +170,38 @@ def test_images_wait_for_the_encoder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "says"),
+    ("tensors", "message"),
     [
         ({"text_input": strings(["a", "b"])}, r"shape \[2\]; it must be STRING of shape \[1\]"),
         ({"text_input": strings([b"\xff"])}, "not valid UTF-8"),
         ({"stream": np.array([1], np.int32)}, "'stream' must be BOOL"),
-        ({"image_features": np.zeros((1, 4), np.float32)}, "without 'image_layout'"),
-        ({"image_layout": np.ones((1, 6), np.int32)}, "'image_features' is absent"),
+        ({"image_features": np.zeros((1, 4), np.float32)}, "'image_layout' is missing"),
+        (
+            {"image_layout": np.ones((1, 6), np.int32)},
+            "'image_features' is missing; 'image_layout' has 1 image",
+        ),
         ({"image_layout": np.ones((1, 5), np.int32)}, r"must be \[any, 6\]"),
         ({"image_layout": np.ones((1, 6), np.int64)}, "must be int32, not int64"),
-        ({**features(2), "image": strings([b"x"])}, "send images, or the encoder's"),
-        ({**features(2), "image_size": np.ones((2, 2), np.int32)}, "one for each image"),
+        ({**features(2), "image": strings([b"x"])}, "send either images or their features"),
+        ({**features(2), "image_size": np.ones((2, 2), np.int32)}, "send one row per image"),
         ({"sampling_parameters": strings(["[]"])}, "must be a JSON object"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_would(
-    tensors: dict[str, np.ndarray], says: str
+def test_a_wrong_input_is_rejected_with_its_valid_form(
+    tensors: dict[str, np.ndarray], message: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=says):
+    with pytest.raises(InvalidArgument, match=message):
         read(**tensors)
 
 
-def test_a_missing_prompt_is_refused() -> None:
+def test_a_missing_prompt_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="'text_input' is missing"):
         read_call({}, {}, "", Limits())
 
 
-def test_keys_of_real_time_streams_travel_among_the_sampling_parameters() -> None:
+def test_keys_of_real_time_streams_are_read_from_the_sampling_parameters() -> None:
     given = keys(priority=2, deadline_ms=40, stream_id="camera", supersede=True)
-    params = prepared(read(sampling_parameters=given)).request.sampling
+    params = prepare_call(read(sampling_parameters=given)).request.sampling
     assert (params.priority, params.deadline_ms) == (2, 40.0)
     assert (params.stream_id, params.supersede) == ("camera", True)
 
@@ -209,7 +212,7 @@ def test_cancel_needs_no_other_input() -> None:
     assert not is_cancel({})
 
 
-def test_features_outlive_the_tensors_they_came_in() -> None:
+def test_features_do_not_change_with_the_tensors_of_the_request() -> None:
     given = features(2)
     call = read(**given)
     given["image_features"][:] = 7

@@ -150,7 +150,7 @@ def test_types_and_threads_are_taken_as_they_are_named() -> None:
     assert parse(dtype="auto").dtype == "auto"
 
 
-def test_multi_lora_json_is_names_and_folders(tmp_path: Path) -> None:
+def test_multi_lora_json_maps_names_to_folders(tmp_path: Path) -> None:
     path = tmp_path / "multi_lora.json"
     assert load_adapter_names(path) == {}
     path.write_text('{"a": "folder"}')

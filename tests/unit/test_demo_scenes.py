@@ -1,4 +1,4 @@
-"""The demo's scenes, questions and training are what their seeds say, every time."""
+"""Scenes, questions and training of the demo are reproducible from their seeds."""
 
 from functools import partial
 from pathlib import Path
@@ -51,13 +51,13 @@ def test_dense_batches_are_the_same_every_time() -> None:
     assert np.array_equal(one.labels, two.labels)
 
 
-def test_a_scene_drawn_larger_is_the_same_scene() -> None:
+def test_a_scene_drawn_at_a_larger_size_is_the_same_scene() -> None:
     scene = base_scene(rng(), 3)
     large = draw(scene, 256).pixels.reshape(64, 4, 64, 4, 3).mean((1, 3))
     assert np.abs(large - draw(scene).pixels).mean() < 6
 
 
-def test_things_do_not_overlap_and_counts_are_true() -> None:
+def test_objects_do_not_overlap_and_counts_are_correct() -> None:
     for seed in range(20):
         scene = base_scene(rng(seed))
         boxes = [thing.box for thing in scene.things]
@@ -88,7 +88,7 @@ def test_every_answer_word_is_one_token() -> None:
         assert len(tokenizer(word).input_ids) == len(tokenizer(f" {word}").input_ids) == 1
 
 
-def test_branches_restart_after_the_front_and_predict_their_answers() -> None:
+def test_branches_continue_the_shared_prefix_and_predict_their_answers() -> None:
     pack = joint_batch(0).pack
     for row in range(3):
         front = (pack.branches[row] == 0).sum()
@@ -103,13 +103,13 @@ def _double(index: int) -> int:
     return 2 * index
 
 
-def test_batches_come_in_order_from_the_other_process() -> None:
+def test_batches_of_the_worker_process_arrive_in_order() -> None:
     with ahead(partial(_double), 3, 6) as batches:
         assert list(batches) == [6, 8, 10]
 
 
 def _train(state: Path, steps: list[int]) -> Any:
-    """Train a line to a line, stopping after each number of steps; return the weights."""
+    """Train a linear model, stop after each given number of steps, and return the weights."""
     stage = Stage("line", 8, 0.1, state, warmup=2)
     for stop in steps:
         torch.manual_seed(0)
@@ -125,6 +125,6 @@ def _train(state: Path, steps: list[int]) -> Any:
     return line.weight.detach()
 
 
-def test_interrupted_training_resumes_where_it_was(tmp_path: Path) -> None:
+def test_interrupted_training_resumes_where_it_stopped(tmp_path: Path) -> None:
     whole = _train(tmp_path / "whole.pt", [8])
     assert torch.equal(whole, _train(tmp_path / "parts.pt", [3, 8]))

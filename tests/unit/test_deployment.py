@@ -19,7 +19,7 @@ from vlora.launcher.probe import ENSEMBLE, QUESTION, SAMPLING
 from vlora.metrics import EngineStats
 from vlora.serving.error_counts import ErrorCounts, ErrorExporter
 from vlora.serving.exporter import EncoderExporter, EngineExporter
-from vlora.vision.features import Counters
+from vlora.vision.features import EncoderCounters
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -44,7 +44,7 @@ def exported() -> set[str]:
     """The names of all metrics that a server has."""
     registry = FakeRegistry()
     EngineExporter(registry, {}, EngineStats, max_lora=1, max_tokens=100).flush()
-    EncoderExporter(registry, {}, Counters).flush()
+    EncoderExporter(registry, {}, EncoderCounters).flush()
     ErrorExporter(registry, {}, ErrorCounts()).flush()
     return {name for name, _ in registry.metrics}
 

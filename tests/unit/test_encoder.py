@@ -1,4 +1,4 @@
-"""The vision encoder against the stock model, on an untrained checkpoint."""
+"""The vision encoder, compared with the stock model on an untrained checkpoint."""
 
 import json
 import shutil
@@ -23,14 +23,14 @@ def encoder(checkpoint: Path) -> VisionEncoder:
 
 
 def random_images(seed: int, count: int) -> list[DecodedImage]:
-    """Images of random sizes, the odd and the narrow among them."""
+    """Return images of random sizes, including odd and narrow ones."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 150, (count, 2))
     return [DecodedImage(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
 
 
 def copy_of(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint in one file of weights, which the caller then changes."""
+    """Copy a checkpoint into a folder with a single weights file, which the test then changes."""
     shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("model*"))
     weights: dict[str, torch.Tensor] = {}
     for shard in checkpoint.glob("model*.safetensors"):
@@ -45,7 +45,7 @@ def change_weights(folder: Path, change) -> None:
 
 
 def doubling(part: str):
-    """A change that doubles the weights whose name contains `part`."""
+    """Return a change that doubles the weights whose name contains `part`."""
     return lambda weights: {k: w * 2 if part in k else w for k, w in weights.items()}
 
 
@@ -70,7 +70,7 @@ def test_an_image_has_the_same_features_in_every_batch(encoder):
         np.testing.assert_allclose(alone, features, rtol=0, atol=1e-5)
 
 
-def test_no_images_have_no_features(encoder):
+def test_without_images_there_are_no_features(encoder):
     assert encoder.encode([]) == []
 
 
@@ -81,7 +81,7 @@ def test_the_decoder_is_not_loaded(checkpoint, encoder):
     assert ours == sum(weight.numel() for part in parts for weight in part.parameters())
 
 
-def test_the_digest_depends_on_the_tower_and_the_connector_alone(checkpoint, encoder, tmp_path):
+def test_the_digest_depends_only_on_the_tower_and_the_connector(checkpoint, encoder, tmp_path):
     folder = copy_of(checkpoint, tmp_path / "copy")
     assert VisionEncoder(folder, 1).tower_digest == encoder.tower_digest
     change_weights(folder, doubling("language_model"))
@@ -100,7 +100,7 @@ def test_the_digest_depends_on_the_preprocessing(checkpoint, encoder, tmp_path):
 
 
 def test_key_layouts_of_published_checkpoints_load(checkpoint, encoder, tmp_path):
-    """transformers 4 wrote `vision_tower.vision_model...`; the features stay the same."""
+    """Keys of transformers 4, `vision_tower.vision_model...`, give the same features."""
     folder = copy_of(checkpoint, tmp_path / "copy")
 
     def as_published(weights):
@@ -128,7 +128,7 @@ def test_a_folder_without_a_llava_tower_is_refused(checkpoint, tmp_path):
     folder = copy_of(checkpoint, tmp_path / "copy")
     for name in ("preprocessor_config.json", "processor_config.json"):
         (folder / name).rename(tmp_path / name)
-    with pytest.raises(InvalidArgument, match="no vision tower"):
+    with pytest.raises(InvalidArgument, match="no readable vision tower"):
         VisionEncoder(folder, 1)
     for name in ("preprocessor_config.json", "processor_config.json"):
         (tmp_path / name).rename(folder / name)
@@ -138,10 +138,10 @@ def test_a_folder_without_a_llava_tower_is_refused(checkpoint, tmp_path):
         VisionEncoder(folder, 1)
 
 
-def test_an_installed_torchvision_changes_nothing(checkpoint, encoder, monkeypatch):
-    """Without a choice, transformers takes torchvision's processor wherever that is installed."""
+def test_an_installed_torchvision_changes_no_features(checkpoint, encoder, monkeypatch):
+    """By default, transformers uses torchvision's processor wherever it is installed."""
 
-    class OfTorchvision(CLIPImageProcessorPil):
+    class TorchvisionProcessor(CLIPImageProcessorPil):
         backend = "torchvision"
 
     by_name = auto.get_image_processor_class_from_name
@@ -149,7 +149,7 @@ def test_an_installed_torchvision_changes_nothing(checkpoint, encoder, monkeypat
     monkeypatch.setattr(
         auto,
         "get_image_processor_class_from_name",
-        lambda name: OfTorchvision if name == "CLIPImageProcessor" else by_name(name),
+        lambda name: TorchvisionProcessor if name == "CLIPImageProcessor" else by_name(name),
     )
     assert AutoImageProcessor.from_pretrained(checkpoint).backend == "torchvision"
     again = VisionEncoder(checkpoint, threads=1)

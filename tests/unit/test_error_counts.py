@@ -7,7 +7,7 @@ from vlora.errors import BY_CODE, Internal, NotFound
 from vlora.serving.error_counts import ErrorCounts, ErrorExporter
 
 
-def test_errors_are_a_series_a_code_from_the_start() -> None:
+def test_each_code_is_exported_from_the_start() -> None:
     registry = FakeRegistry()
     counts = ErrorCounts()
     exporter = ErrorExporter(registry, {"model": "lmm"}, counts)

@@ -16,7 +16,7 @@ from vlora.serving.exporter import (
     EncoderExporter,
     EngineExporter,
 )
-from vlora.vision.features import Counters
+from vlora.vision.features import EncoderCounters
 
 
 def test_engine_metrics_follow_the_stats() -> None:
@@ -98,10 +98,10 @@ def test_the_lora_metric_names_adapters_and_has_boundedly_many_label_sets() -> N
 
 def test_encoder_metrics_follow_its_counters() -> None:
     registry = FakeRegistry()
-    counters = Counters(images=5, hits=2, misses=3, batches=1)
+    counters = EncoderCounters(images=5, hits=2, misses=3, batches=1)
     exporter = EncoderExporter(registry, {}, lambda: counters)
     exporter.flush()
-    counters = Counters(images=9, hits=6, misses=3, batches=1)
+    counters = EncoderCounters(images=9, hits=6, misses=3, batches=1)
     exporter.flush()
     assert registry["vlora:feature_cache_hits_total"].value == 6
     assert registry["vlora:encoder_batches_total"].value == 1

@@ -1,4 +1,4 @@
-"""The feature cache and the service that fills it, with an encoder that counts its calls."""
+"""The feature cache and the service that fills it, with an encoder that records its calls."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.polling import until
 from vlora.errors import Internal, InvalidArgument
 from vlora.vision import features
-from vlora.vision.features import Counters, EncoderService, FeatureCache
+from vlora.vision.features import EncoderCounters, EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
 
 ROWS, HIDDEN = 4, 3
@@ -19,7 +19,10 @@ ENTRY_BYTES = ROWS * HIDDEN * 4
 
 
 class FakeEncoder:
-    """Features are the mean colour of an image, repeated; every call is recorded."""
+    """Encoder whose features are the mean colour of an image, repeated; it records every call.
+
+    hold: called during each call, to delay it. failures: errors that the next calls raise.
+    """
 
     hidden = HIDDEN
     grid = (2, 2)
@@ -51,17 +54,17 @@ def service(budget=10**6, **options):
     return encoder, EncoderService(encoder, FeatureCache(budget))
 
 
-def test_as_many_are_encoded_at_once_as_take_a_moment(monkeypatch):
+def test_a_batch_holds_the_images_that_the_tower_encodes_in_the_target_time(monkeypatch):
     now = iter([0.0, 0.04, 1.0, 1.2, 2.0, 2.001])
     monkeypatch.setattr(features.time, "monotonic", lambda: next(now))
     _, encoders = service()
-    assert encoders.at_once == 1  # nothing is known
+    assert encoders.images_per_batch == 1  # before the first call
     encoders.run([[picture(1), picture(2)]])
-    assert encoders.at_once == int(features.MOMENT / 0.02)
-    encoders.run([[picture(3)]])  # slower than a moment
-    assert encoders.at_once == 1
+    assert encoders.images_per_batch == int(features.TARGET_BATCH_SECONDS / 0.02)
+    encoders.run([[picture(3)]])  # slower than the target
+    assert encoders.images_per_batch == 1
     encoders.run([[picture(4)]])
-    assert encoders.at_once == 50
+    assert encoders.images_per_batch == 50
 
 
 def test_a_batch_of_requests_is_encoded_in_one_call():
@@ -82,26 +85,26 @@ def test_a_batch_of_requests_is_encoded_in_one_call():
     encoders.check_integrity()
 
 
-def test_no_request_and_requests_without_images_call_no_tower():
+def test_requests_without_images_do_not_call_the_tower():
     encoder, encoders = service()
     assert encoders.run([]) == []
     assert encoders.run([[], []])[1].features.shape == (0, HIDDEN)
     assert encoder.calls == []
 
 
-def test_a_known_image_is_not_encoded_again():
+def test_a_cached_image_is_not_encoded_again():
     encoder, encoders = service()
     first = encoders.run([[picture(1), picture(2)], [picture(1)]])
     again = encoders.run([[picture(2)]])
     assert encoder.calls == [2]
     np.testing.assert_array_equal(again[0].features, first[0].features[4:])
     assert first[0].digests[0] == first[1].digests[0] != first[0].digests[1]
-    held = first[0].features.nbytes
-    assert encoders.counters == Counters(images=4, hits=2, misses=2, batches=1, bytes=held)
+    size = first[0].features.nbytes
+    assert encoders.counters == EncoderCounters(images=4, hits=2, misses=2, batches=1, bytes=size)
     encoders.check_integrity()
 
 
-def test_the_key_is_content_shape_and_tower():
+def test_the_key_depends_on_content_shape_and_tower():
     _, one = service(tower_digest="a")
     _, other = service(tower_digest="b")
     keys = {
@@ -125,23 +128,23 @@ def test_without_a_budget_every_image_is_encoded():
 
 
 def test_many_misses_are_encoded_in_bounded_calls(monkeypatch):
-    monkeypatch.setattr(features, "CHUNK", 4)
+    monkeypatch.setattr(features, "MAX_TOWER_BATCH", 4)
     encoder, encoders = service()
     (answer,) = encoders.run([[picture(i) for i in range(10)]])
     assert encoder.calls == [4, 4, 2]
     np.testing.assert_array_equal(answer.features[::ROWS, 0], np.arange(10, dtype=np.float32))
 
 
-def test_the_least_recently_used_makes_room():
+def test_the_least_recently_used_entry_is_evicted():
     encoder, encoders = service(budget=2 * ENTRY_BYTES)
     for colour in (1, 2, 1, 3, 1, 2):
         encoders.run([[picture(colour)]])
-    assert sum(encoder.calls) == 4  # 1, 2, 3, and 2 again, since 3 took its place
+    assert sum(encoder.calls) == 4  # 1, 2, 3, and again 2, which 3 evicted
     assert encoders.counters.evictions == 2
     encoders.check_integrity()
 
 
-def test_features_larger_than_the_budget_are_answered_but_not_kept():
+def test_features_larger_than_the_budget_are_returned_but_not_cached():
     encoder, encoders = service(budget=ENTRY_BYTES - 1)
     for _ in range(2):
         assert encoders.run([[picture(7)]])[0].features[0, 0] == 7
@@ -149,7 +152,7 @@ def test_features_larger_than_the_budget_are_answered_but_not_kept():
     encoders.check_integrity()
 
 
-def test_an_answer_may_be_changed_without_changing_the_cache():
+def test_changing_an_answer_does_not_change_the_cache():
     _, encoders = service()
     encoders.run([[picture(1)]])[0].features[:] = 99
     assert encoders.run([[picture(1)]])[0].features.max() == 1
@@ -173,7 +176,7 @@ def test_concurrent_misses_of_one_image_encode_it_once():
     encoders.check_integrity()
 
 
-def test_followers_of_a_failed_leader_get_its_typed_error_and_the_next_asks_anew():
+def test_waiters_for_a_failed_encoding_get_its_error_and_the_next_call_retries():
     encoder, encoders = service(failures=[RuntimeError("out of memory")])
     encoder.hold = lambda: until(lambda: encoders.counters.images == 2)
     answers = []
@@ -197,8 +200,8 @@ def test_followers_of_a_failed_leader_get_its_typed_error_and_the_next_asks_anew
     encoders.check_integrity()
 
 
-def test_a_failure_part_way_keeps_what_was_encoded_and_leaves_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(features, "CHUNK", 2)
+def test_a_failure_part_way_keeps_the_encoded_images_and_releases_all_waiters(monkeypatch):
+    monkeypatch.setattr(features, "MAX_TOWER_BATCH", 2)
     encoder, encoders = service()
     encoder.encode_well = encoder.encode
     calls = []
@@ -217,7 +220,7 @@ def test_a_failure_part_way_keeps_what_was_encoded_and_leaves_nobody_waiting(mon
     encoders.check_integrity()
 
 
-def test_an_encoder_that_answers_too_few_fails_for_all():
+def test_an_encoder_that_returns_too_few_features_is_an_error():
     encoder, encoders = service()
     encoder.encode = lambda images: []
     with pytest.raises(Internal):
@@ -228,10 +231,10 @@ def test_an_encoder_that_answers_too_few_fails_for_all():
 @settings(max_examples=60, deadline=None)
 @given(
     batches=st.lists(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=4), max_size=8),
-    room=st.integers(0, 6),
+    entries=st.integers(0, 6),
 )
-def test_answers_never_depend_on_the_cache(batches, room):
-    encoder, encoders = service(budget=room * ENTRY_BYTES)
+def test_answers_never_depend_on_the_cache(batches, entries):
+    encoder, encoders = service(budget=entries * ENTRY_BYTES)
     for batch in batches:
         answers = encoders.run([[picture(colour) for colour in request] for request in batch])
         for request, answer in zip(batch, answers, strict=True):

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from vlora import cli
 from vlora.errors import InvalidArgument
 from vlora.lora import patterns
-from vlora.lora.adapter import ModelShape
 from vlora.lora.folders import find_folders
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.peft_config import USED
 from vlora.lora.store import AdapterStore
 from vlora.model.decoder_config import load_config

@@ -1,4 +1,4 @@
-"""Encoded bytes to RGB: what is accepted, how it is turned into pixels, what is refused and how."""
+"""Decoding of images: accepted formats, conversion to upright RGB, limits and error messages."""
 
 import base64
 import io
@@ -41,7 +41,7 @@ def decode_one(data: bytes, limits: Limits = LIMITS) -> DecodedImage:
 
 
 def png(width: int, height: int, bits: int = 8, rows: bytes = b"") -> bytes:
-    """An RGB PNG of width x height that brings only `rows`: nothing at all, for a bomb."""
+    """Return an RGB PNG of width x height with the pixel data `rows`; none makes a bomb."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         checksum = struct.pack(">I", zlib.crc32(kind + body))
@@ -73,8 +73,8 @@ def test_a_data_url_is_read():
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation_is_applied_before_the_size_is_taken(format, orientation):
-    """Stored pixels are turned as EXIF says: rows 5 to 8 of its table swap the sides."""
+def test_orientation_is_applied_before_the_size_is_read(format, orientation):
+    """EXIF orientations 5 to 8 swap height and width."""
     marks = np.zeros((16, 48, 3), np.uint8)
     marks[:8, :16] = (255, 0, 0)
     exif = Image.Exif()
@@ -96,7 +96,7 @@ def test_orientation_is_applied_before_the_size_is_taken(format, orientation):
     assert np.abs(image.rgb.astype(int) - upright).max() < 12
 
 
-def test_a_broken_exif_block_turns_nothing():
+def test_a_corrupt_exif_block_is_ignored():
     data = encode(random_rgb(3), "PNG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\x7f")
     assert decode_one(data).rgb.shape == (20, 30, 3)
 
@@ -125,7 +125,7 @@ def test_half_transparent_black_becomes_mid_grey():
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
-def test_sixteen_bit_grey_is_scaled_not_clipped(format):
+def test_sixteen_bit_grey_is_scaled_and_not_clipped(format):
     values = np.random.default_rng(4).integers(0, 65536, (9, 7)).astype(np.uint16)
     rgb = decode_one(encode(values, format)).rgb
     np.testing.assert_array_equal(rgb[..., 0], np.rint(values / 257.0).astype(np.uint8))
@@ -153,7 +153,7 @@ def test_thirty_two_bit_samples_are_refused_by_name():
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_an_animated_file_is_no_image_but_a_clip_of_its_frames(format):
+def test_an_animated_file_is_refused_as_an_image_and_read_as_frames(format):
     data = animation(format)
     with pytest.raises(InvalidArgument, match=r"image 0 is animated.*'frames'"):
         decode_one(data)
@@ -166,11 +166,11 @@ def test_an_animated_file_is_no_image_but_a_clip_of_its_frames(format):
 
 def test_frames_of_an_animation_count_against_the_limit():
     limits = replace(LIMITS, max_images=4)
-    with pytest.raises(InvalidArgument, match=r"frame 0 is animated .* more than 4 "):
+    with pytest.raises(InvalidArgument, match=r"the animated frame 0 .* more than 4 "):
         decode_request([], [animation("GIF")], None, limits)
 
 
-def test_a_phones_multi_picture_jpeg_is_its_first_picture():
+def test_a_multi_picture_jpeg_is_its_first_picture():
     pages = [Image.fromarray(np.full((16, 16, 3), v, np.uint8)) for v in (30, 200)]
     data = encode(pages[0], "MPO", save_all=True, append_images=pages[1:])
     assert np.abs(decode_one(data).rgb.astype(int) - 30).max() < 4
@@ -187,7 +187,7 @@ def test_images_come_before_the_clip():
     assert decode_request([], [], np.zeros((0, 0, 0, 3), np.uint8), LIMITS) == []
 
 
-def test_a_clip_given_twice_is_refused():
+def test_a_clip_in_both_inputs_is_refused():
     clip = np.zeros((2, 4, 4, 3), np.uint8)
     with pytest.raises(InvalidArgument, match="'frames' or as 'frames_raw'"):
         decode_request([], [encode(random_rgb(0))], clip, LIMITS)
@@ -207,16 +207,16 @@ def test_raw_frames_of_another_type_or_shape_are_refused(wrong):
         decode_request([], [], wrong, LIMITS)
 
 
-def test_too_many_are_refused_before_any_is_decoded():
-    rubbish = [b"not an image"] * 1000
-    with pytest.raises(InvalidArgument, match=r"brings 1000 .* the limit is 64"):
-        decode_request([], rubbish, None, LIMITS)
-    with pytest.raises(InvalidArgument, match=r"brings 65 .* the limit is 64"):
+def test_too_many_images_are_refused_before_any_is_decoded():
+    invalid = [b"not an image"] * 1000
+    with pytest.raises(InvalidArgument, match=r"has 1000 .* the limit is 64"):
+        decode_request([], invalid, None, LIMITS)
+    with pytest.raises(InvalidArgument, match=r"has 65 .* the limit is 64"):
         decode_request([b"x"] * 33, [], np.zeros((32, 1, 1, 3), np.uint8), LIMITS)
 
 
 @pytest.mark.parametrize("size", [(7000, 7000), (12000, 10000), (60000, 60000)])
-def test_a_decompression_bomb_is_refused_by_its_header(size):
+def test_a_decompression_bomb_is_refused_from_its_header(size):
     megapixels = f"{size[0] * size[1] / 1e6:.1f}"
     with pytest.raises(InvalidArgument, match=f"{megapixels} megapixels; the limit is 40"):
         decode_one(png(*size))
@@ -228,7 +228,7 @@ def test_raw_frames_have_the_same_pixel_limit():
         decode_request([], [], np.zeros((1, 20, 20, 3), np.uint8), limits)
 
 
-def test_the_pixels_of_a_request_are_bounded_together():
+def test_the_total_pixels_of_a_request_are_limited():
     limits = replace(LIMITS, max_request_megapixels=0.03)
     square = encode(random_rgb(0, 100, 100))
     assert len(decode_request([square] * 3, [], None, limits)) == 3
@@ -238,10 +238,10 @@ def test_the_pixels_of_a_request_are_bounded_together():
 
 
 @pytest.mark.parametrize(
-    ("size", "told"), [((8000, 5001), "40.01"), ((40_000_001, 1), "40.000001")]
+    ("size", "shown"), [((8000, 5001), "40.01"), ((40_000_001, 1), "40.000001")]
 )
-def test_pixels_above_a_limit_are_told_so_that_it_shows(size, told):
-    with pytest.raises(InvalidArgument, match=f"= {told} megapixels; the limit is 40$"):
+def test_pixels_above_a_limit_are_shown_with_enough_decimals(size, shown):
+    with pytest.raises(InvalidArgument, match=f"= {shown} megapixels; the limit is 40$"):
         decode_one(png(*size))
 
 
@@ -264,14 +264,14 @@ def test_too_many_bytes_are_refused_with_value_and_limit():
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"aGVsbG8=", b"%PDF-1.7", b"BMx", b"\x89PNG"])
-def test_what_is_no_image_is_refused_by_its_index(data):
+def test_an_element_that_is_not_an_image_is_refused_with_its_index(data):
     with pytest.raises(InvalidArgument, match="image 1 is"):
         decode_request([encode(random_rgb(0)), data], [], None, LIMITS)
     with pytest.raises(InvalidArgument, match="frame 1 is"):
         decode_request([], [encode(random_rgb(0)), data], None, LIMITS)
 
 
-def test_a_format_off_the_list_is_refused():
+def test_another_format_is_refused_with_the_accepted_ones():
     with pytest.raises(InvalidArgument, match="PNG, JPEG, WEBP, GIF, BMP, TIFF"):
         decode_one(encode(random_rgb(0), "PPM"))
 
@@ -283,8 +283,8 @@ def test_a_truncated_file_is_refused(format):
         decode_one(data[: len(data) // 2])
 
 
-def test_an_animation_that_breaks_off_is_refused_as_an_image_too():
-    """Pillow reads past the end here, with an error of Python's own."""
+def test_a_truncated_animation_is_refused_as_an_image():
+    """Pillow reads past the end of this file, which raises one of Python's own errors."""
     data = animation("GIF", 2)
     cut = data[: data.index(b"\x21\xf9", data.index(b"\x2c")) + 1]
     with pytest.raises(InvalidArgument, match="image 0 is corrupt"):
@@ -294,7 +294,7 @@ def test_an_animation_that_breaks_off_is_refused_as_an_image_too():
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), format=st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"]))
-def test_hostile_bytes_give_pixels_or_the_typed_error(data, format):
+def test_hostile_bytes_give_pixels_or_a_typed_error(data, format):
     good = bytearray(animation(format, 2) if format in ("GIF", "TIFF") else encode(random_rgb(7)))
     for _ in range(data.draw(st.integers(1, 8))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))

@@ -1,4 +1,4 @@
-"""The `lmm` model without Triton: life of a request, errors, cancellation."""
+"""The `lmm` model without Triton: answers, errors and cancellation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELLO = {"text_input": strings(["hello"])}
 
 
 class Setting:
-    """A service with a fake on each side."""
+    """A service with fakes of the engine, the encoder and the client."""
 
     def __init__(self) -> None:
         self.engine = FakeEngine(adapter("a"), adapter("h", head=("raw",)))
@@ -75,7 +75,7 @@ def test_an_answer_streams_and_ends_with_the_final_flag(setting: Setting) -> Non
     assert [output.text for output in setting.observed] == ["a", "b"]
 
 
-def test_every_request_has_an_id_of_its_own_beside_the_clients(setting: Setting) -> None:
+def test_every_request_gets_a_new_id_in_addition_to_the_clients(setting: Setting) -> None:
     for _ in range(2):
         setting.ask(client_id="1")
     first, second = setting.engine.requests
@@ -83,7 +83,7 @@ def test_every_request_has_an_id_of_its_own_beside_the_clients(setting: Setting)
     assert first.client_id == second.client_id == "1"
 
 
-def test_refusals_reach_the_client_typed(setting: Setting) -> None:
+def test_typed_errors_of_the_engine_reach_the_client(setting: Setting) -> None:
     for error in (Unavailable("full"), NotFound("who"), InvalidArgument("long")):
         setting.engine.refuse = error
         assert setting.ask().failure is error
@@ -91,11 +91,13 @@ def test_refusals_reach_the_client_typed(setting: Setting) -> None:
 
 
 def test_an_unknown_adapter_is_not_found(setting: Setting) -> None:
-    responder = setting.ask(sampling_parameters=strings(['{"lora_name": "nobody"}']))
+    responder = setting.ask(sampling_parameters=strings(['{"lora_name": "unknown"}']))
     assert isinstance(responder.failure, NotFound)
 
 
-def test_a_fault_of_ours_is_internal_and_tells_no_detail(setting: Setting) -> None:
+def test_an_unexpected_exception_becomes_an_internal_error_without_details(
+    setting: Setting,
+) -> None:
     setting.encode_error = ZeroDivisionError("secret")
     responder = setting.ask(image=strings([b"png"]))
     assert responder.done.wait(5)
@@ -111,7 +113,7 @@ def test_an_error_of_the_engine_ends_the_request(setting: Setting) -> None:
     assert setting.service.live == 0
 
 
-def test_images_go_to_the_encoder_on_another_thread_and_come_back_as_features(
+def test_images_are_encoded_on_another_thread_before_the_request_is_submitted(
     setting: Setting,
 ) -> None:
     setting.ask(image=strings([b"png"]), task=strings(["vqa"]))
@@ -122,14 +124,14 @@ def test_images_go_to_the_encoder_on_another_thread_and_come_back_as_features(
     assert request.images is not None
 
 
-def test_an_error_of_the_encoder_is_the_requests(setting: Setting) -> None:
+def test_an_error_of_the_encoder_fails_the_request(setting: Setting) -> None:
     setting.encode_error = InvalidArgument("image 0 is corrupt")
     responder = setting.ask(image=strings([b"png"]))
     assert responder.done.wait(5)
     assert responder.failure is setting.encode_error
 
 
-def test_a_client_that_goes_away_aborts_its_request(setting: Setting) -> None:
+def test_a_request_is_aborted_when_its_client_disconnects(setting: Setting) -> None:
     responder = setting.ask(stream=flag(True))
     responder.cancelled = True
     until(lambda: setting.engine.aborted)
@@ -145,21 +147,23 @@ def test_a_response_that_cannot_be_sent_aborts_its_request(setting: Setting) -> 
     assert setting.service.live == 0
 
 
-def test_cancel_names_the_client_and_gets_an_empty_final_response(setting: Setting) -> None:
+def test_a_cancel_request_passes_the_client_id_and_gets_an_empty_final_response(
+    setting: Setting,
+) -> None:
     responder = FakeResponder()
     setting.service.handle({"cancel": flag(True)}, {}, "x" * 16, responder)
     assert setting.engine.stopped == ["x" * 16]
     assert responder.sent == [({}, True)]
 
 
-def test_a_cancel_that_the_engine_refuses_is_told(setting: Setting) -> None:
+def test_a_cancel_request_that_the_engine_rejects_gets_the_error(setting: Setting) -> None:
     setting.engine.refuse = InvalidArgument("too short")
     responder = FakeResponder()
     setting.service.handle({"cancel": flag(True)}, {}, "x" * 15, responder)
     assert responder.failure is setting.engine.refuse
 
 
-def test_a_closed_service_is_unavailable(setting: Setting) -> None:
+def test_a_closed_service_rejects_requests_as_unavailable(setting: Setting) -> None:
     setting.service.close()
     assert isinstance(setting.ask().failure, Unavailable)
 
@@ -174,8 +178,8 @@ def test_a_head_request_is_marked_for_the_engine(setting: Setting) -> None:
 IMAGE = {"image": strings([b"png"])}
 
 
-def test_a_full_queue_is_told_before_anything_is_read(setting: Setting) -> None:
-    setting.engine.room = 0
+def test_a_full_queue_rejects_a_request_before_reading_it(setting: Setting) -> None:
+    setting.engine.max_admitted = 0
     responder = setting.ask(stream=np.zeros(7), image_features=np.zeros((3, 3)))
     assert isinstance(responder.failure, Unavailable)
     assert "the queue is full" in responder.failure.message
@@ -183,7 +187,7 @@ def test_a_full_queue_is_told_before_anything_is_read(setting: Setting) -> None:
 
 def test_images_that_wait_for_the_encoder_count_as_waiting(setting: Setting) -> None:
     setting.gate.clear()
-    setting.engine.room = 2
+    setting.engine.max_admitted = 2
     waiting = [setting.ask(**IMAGE) for _ in range(2)]
     refused = setting.ask(**IMAGE)
     assert isinstance(refused.failure, Unavailable)
@@ -194,33 +198,33 @@ def test_images_that_wait_for_the_encoder_count_as_waiting(setting: Setting) -> 
     assert isinstance(setting.ask(**IMAGE).failure, type(None))
 
 
-def test_a_request_that_comes_to_nothing_waits_no_longer(setting: Setting) -> None:
+def test_a_request_that_fails_early_leaves_the_queue(setting: Setting) -> None:
     assert setting.ask(task=strings(["fly"])).failure is not None
-    assert setting.ask(sampling_parameters=strings(['{"lora_name": "nobody"}'])).failure
+    assert setting.ask(sampling_parameters=strings(['{"lora_name": "unknown"}'])).failure
     setting.engine.refuse = InvalidArgument("the prompt is too long")
     assert setting.ask().failure is setting.engine.refuse
     assert not setting.engine.admitted
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["being encoded", "waiting for the encoder"])
-def test_a_request_at_the_encoder_ends_at_once_when_its_client_goes(
-    setting: Setting, place: int
+@pytest.mark.parametrize("index", [0, 1], ids=["being encoded", "waiting for the encoder"])
+def test_a_request_with_the_encoder_ends_at_once_when_its_client_disconnects(
+    setting: Setting, index: int
 ) -> None:
     setting.gate.clear()
     responders = [setting.ask(**IMAGE) for _ in range(2)]
     until(lambda: setting.encoded)
-    responders[place].cancelled = True
-    assert responders[place].done.wait(5)
-    assert isinstance(responders[place].failure, Cancelled)
+    responders[index].cancelled = True
+    assert responders[index].done.wait(5)
+    assert isinstance(responders[index].failure, Cancelled)
     assert len(setting.engine.admitted) == 1
     setting.gate.set()
     until(lambda: setting.engine.requests)
     setting.pool.submit(lambda: None).result()
     assert len(setting.engine.requests) == 1
-    assert len(setting.encoded) == 2 - place
+    assert len(setting.encoded) == 2 - index
 
 
-def test_a_request_at_the_encoder_ends_at_once_when_it_is_cancelled_by_its_id(
+def test_a_request_with_the_encoder_ends_at_once_when_it_is_cancelled_by_its_id(
     setting: Setting,
 ) -> None:
     setting.gate.clear()
@@ -230,19 +234,21 @@ def test_a_request_at_the_encoder_ends_at_once_when_it_is_cancelled_by_its_id(
     assert setting.engine.stopped == [], "a later request of this id is another one"
 
 
-def test_a_cancel_is_passed_on_to_where_the_request_may_still_wait(setting: Setting) -> None:
+def test_a_cancellation_is_passed_on_to_lmm_unary(setting: Setting) -> None:
     setting.service.handle({"cancel": flag(True)}, {}, "x" * 16, FakeResponder())
     until(lambda: setting.passed_on == ["x" * 16])
 
 
-def test_closing_ends_what_waits_for_the_encoder(setting: Setting) -> None:
+def test_closing_ends_requests_that_wait_for_the_encoder(setting: Setting) -> None:
     setting.gate.clear()
     responders = [setting.ask(**IMAGE) for _ in range(3)]
     setting.service.close()
     assert all(isinstance(responder.failure, Unavailable) for responder in responders)
 
 
-def test_text_that_is_no_utf8_is_refused_with_an_image_too(setting: Setting) -> None:
+def test_text_that_is_not_valid_utf8_is_rejected_with_and_without_an_image(
+    setting: Setting,
+) -> None:
     for image in ({}, IMAGE):
         for text in (r'{"lora_name": "\ud800"}', r'{"\ud800": 1}', r'{"choices": ["\ud800"]}'):
             responder = setting.ask(sampling_parameters=strings([text]), **image)

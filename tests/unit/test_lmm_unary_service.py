@@ -1,4 +1,4 @@
-"""`lmm_unary` without Triton: one inner request, its answer or its error."""
+"""The `lmm_unary` model without Triton: one inner request, and its answer or error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER = {"text_output": strings(["answer"])}
 
 
 class Inner:
-    """Plays `lmm`."""
+    """Stands in for `lmm`."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Tensors, str]] = []
@@ -61,8 +61,8 @@ def ask(service: LmmUnaryService, client_id: str = "", **tensors: np.ndarray) ->
     return responder
 
 
-def test_it_relays_the_one_response(service: LmmUnaryService, inner: Inner) -> None:
-    inner.answers = [ANSWER, {}]  # an empty final one does not count
+def test_the_response_of_lmm_is_relayed(service: LmmUnaryService, inner: Inner) -> None:
+    inner.answers = [ANSWER, {}]  # The empty final response is ignored.
     ((tensors, final),) = ask(service).sent
     assert (first(tensors["text_output"]), first(tensors["answer"]), final) == (
         "answer",
@@ -71,17 +71,19 @@ def test_it_relays_the_one_response(service: LmmUnaryService, inner: Inner) -> N
     )
 
 
-def test_it_raises_the_error_that_lmm_gave(service: LmmUnaryService, inner: Inner) -> None:
+def test_an_error_of_lmm_is_relayed(service: LmmUnaryService, inner: Inner) -> None:
     inner.error = NotFound("unknown adapter")
     assert ask(service).failure is inner.error
 
 
-def test_no_response_at_all_is_a_fault_of_ours(service: LmmUnaryService, inner: Inner) -> None:
+def test_a_missing_response_of_lmm_is_an_internal_error(
+    service: LmmUnaryService, inner: Inner
+) -> None:
     inner.answers = []
     assert isinstance(ask(service).failure, Internal)
 
 
-def test_a_long_id_of_the_client_is_the_inner_requests_too(
+def test_the_inner_request_has_the_clients_id_if_that_is_long_enough(
     service: LmmUnaryService, inner: Inner
 ) -> None:
     ask(service, client_id="0123456789abcdef")
@@ -90,7 +92,7 @@ def test_a_long_id_of_the_client_is_the_inner_requests_too(
     assert len(inner.asked[1][1]) >= 16
 
 
-def test_a_client_that_goes_away_cancels_the_inner_request(
+def test_the_inner_request_is_cancelled_when_the_client_disconnects(
     service: LmmUnaryService, inner: Inner
 ) -> None:
     inner.gate.clear()
@@ -114,7 +116,7 @@ def test_sampling_parameters_of_the_client_pass_unchanged() -> None:
     assert first(inner["sampling_parameters"]) == "{}"
 
 
-def test_asking_it_to_stream_is_refused(service: LmmUnaryService) -> None:
+def test_a_streaming_request_is_rejected(service: LmmUnaryService) -> None:
     assert isinstance(ask(service, stream=flag(True)).failure, InvalidArgument)
 
 
@@ -125,19 +127,20 @@ def start(service: LmmUnaryService, client_id: str = "") -> FakeResponder:
 
 
 def fill(service: LmmUnaryService, inner: Inner) -> list[FakeResponder]:
-    """Two requests that `lmm` works on and two that wait."""
+    """Start two requests that `lmm` works on and two that wait."""
     inner.gate.clear()
     running = [start(service) for _ in range(2)]
     until(lambda: len(inner.asked) == 2)
     return running + [start(service, client_id=name * 16) for name in "ab"]
 
 
-def test_a_full_queue_is_told_with_its_length_before_anything_is_copied(
+def test_a_full_queue_rejects_a_request_with_its_length_before_copying_it(
     service: LmmUnaryService, inner: Inner
 ) -> None:
     responders = fill(service, inner)
     refused = FakeResponder()
-    service.handle({"stream": np.zeros(7)}, {}, "", refused)  # would be refused once it is read
+    # Reading this request would fail as well, with another error.
+    service.handle({"stream": np.zeros(7)}, {}, "", refused)
     assert isinstance(refused.failure, Unavailable)
     assert refused.failure.message == "the queue is full: 2 requests are waiting"
     inner.gate.set()
@@ -145,18 +148,18 @@ def test_a_full_queue_is_told_with_its_length_before_anything_is_copied(
     until(lambda: service.live == 0)
 
 
-def test_one_that_waits_ends_at_once_when_its_client_goes(
+def test_a_waiting_request_ends_at_once_when_its_client_disconnects(
     service: LmmUnaryService, inner: Inner
 ) -> None:
     *_, last = fill(service, inner)
     last.cancelled = True
     assert last.done.wait(5)
     assert isinstance(last.failure, Cancelled)
-    assert len(inner.asked) == 2, "`lmm` never heard of it"
+    assert len(inner.asked) == 2, "`lmm` was not called for it"
     assert service.live == 3
 
 
-def test_one_that_waits_ends_at_once_when_its_id_is_cancelled(
+def test_a_waiting_request_ends_at_once_when_its_id_is_cancelled(
     service: LmmUnaryService, inner: Inner
 ) -> None:
     *_, first_waiting, second_waiting = fill(service, inner)
@@ -167,7 +170,7 @@ def test_one_that_waits_ends_at_once_when_its_id_is_cancelled(
     assert not second_waiting.done.is_set()
 
 
-def test_closing_ends_what_waits(service: LmmUnaryService, inner: Inner) -> None:
+def test_closing_ends_waiting_requests(service: LmmUnaryService, inner: Inner) -> None:
     *running, third, fourth = fill(service, inner)
     service.close()
     assert all(isinstance(one.failure, Unavailable) for one in (third, fourth))
@@ -176,9 +179,7 @@ def test_closing_ends_what_waits(service: LmmUnaryService, inner: Inner) -> None
     assert all(responder.done.wait(5) for responder in running)
 
 
-def test_an_ensembles_metadata_must_be_text_before_any_work(
-    service: LmmUnaryService, inner: Inner
-) -> None:
+def test_metadata_of_an_ensemble_must_be_valid_utf8(service: LmmUnaryService, inner: Inner) -> None:
     layout = np.zeros((0, 6), np.int32)
     responder = ask(service, metadata=strings([b"\xff"]), image_layout=layout)
     assert isinstance(responder.failure, InvalidArgument)

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from vlora.ids import NO_IMAGE
 from vlora.memory.block_table import BlockTable
-from vlora.memory.kv_cache import KVStore, page_bytes
+from vlora.memory.kv_cache import KVCache, page_bytes
 from vlora.memory.pool import Moves, PagePool, Run
 from vlora.memory.prefix import BlockDigests, BlockKey, PrefixCache
 
@@ -23,19 +23,19 @@ class Idle:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.runs: dict[Run, int] = {}
-        pool.reclaimers.append(self)
+        pool.evictors.append(self)
 
     def add(self, run: Run) -> None:
         self.runs[run] = self._pool.tick()
 
     @property
-    def spare(self) -> int:
+    def evictable_pages(self) -> int:
         return sum(run.count for run in self.runs)
 
-    def oldest(self) -> float | None:
+    def oldest_use(self) -> int | None:
         return min(self.runs.values(), default=None)
 
-    def give_up(self) -> None:
+    def evict_oldest(self) -> None:
         run = min(self.runs, key=lambda one: self.runs[one])
         del self.runs[run]
         self._pool.release_run(run)
@@ -48,7 +48,7 @@ class Held:
         self.table = table
         self.tokens = tokens
         digests = BlockDigests(2, torch.full((len(tokens),), NO_IMAGE), None)
-        self.keys = [BlockKey(scope, d) for d in digests.upto(tokens, len(tokens))]
+        self.keys = [BlockKey(scope, d) for d in digests.up_to(tokens, len(tokens))]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -63,14 +63,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(24)
         self.prefix = PrefixCache(self.pool)
         self.idle = Idle(self.pool)
-        self.store = KVStore(24, 1, 2, 1, 1)
+        self.store = KVCache(24, 1, 2, 1, 1)
         self.live: list[Held] = []
         self.busy: list[Run] = []
         self.pool.movers += [self.store.move, self._moved]
 
     def _moved(self, moves: Moves) -> None:
         for held in self.live:
-            held.table.moved(moves)
+            held.table.relocate(moves)
 
     def _write(self, held: Held) -> None:
         for key, page in zip(held.keys, held.table.pages, strict=False):
@@ -83,14 +83,14 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def admit(self, scope: str, tokens: list[int]) -> Held:
         held = Held(BlockTable(self.pool, 2, self.prefix), scope, tokens)
-        shared = held.table.begin(held.keys[: (len(tokens) - 1) // 2])
+        shared = held.table.reuse_prefix(held.keys[: (len(tokens) - 1) // 2])
         assert shared < len(tokens)
         for key, page in zip(held.keys, held.table.pages, strict=False):
             assert self.store.cache[page].eq(_mark(key)).all(), "a stale block"
         if held.table.grow(len(tokens)):
             self.live.append(held)
             self._write(held)
-            held.table.computed(held.keys)
+            held.table.share(held.keys)
         else:
             held.table.clear()
         return held
@@ -122,7 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(scope=st.sampled_from(["", "a"]))
     def forget(self, scope: str) -> None:
-        self.prefix.age(scope)
+        self.prefix.evict_first(scope)
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -154,10 +154,10 @@ def test_an_adapter_without_a_run_moves_keys_and_values() -> None:
         assert table.grow(1)
     for table in tables[::2]:
         table.clear()  # every other page is free
-    pool.movers.append(lambda moves: [table.moved(moves) for table in tables])  # type: ignore[arg-type, func-returns-value]
+    pool.movers.append(lambda moves: [table.relocate(moves) for table in tables])  # type: ignore[arg-type, func-returns-value]
     run = pool.allocate_run(4)
     assert run is not None
-    assert pool.moved == 2
+    assert pool.pages_moved == 2
     held = {page for table in tables for page in table.pages}
     assert len(held) == 4
     assert held.isdisjoint(run.pages)
@@ -170,18 +170,18 @@ def test_what_is_longest_unused_goes_first_and_keys_of_an_evicted_adapter_before
     keys = {scope: Held(BlockTable(pool, 2, prefix), scope, [1, 2]) for scope in ("a", "b")}
     for held in keys.values():
         assert held.table.grow(2)
-        held.table.computed(held.keys)
+        held.table.share(held.keys)
         held.table.clear()
     run = pool.allocate_run(1)
     assert run is not None
     idle.add(run)
     assert (pool.free, pool.cached, pool.adapter) == (3, 2, 1)
-    prefix.age("b")
+    prefix.evict_first("b")
     assert pool.allocate(4) is not None
-    assert prefix.matches(keys["a"].keys) == 1
-    assert prefix.matches(keys["b"].keys) == 0
+    assert prefix.count_matching(keys["a"].keys) == 1
+    assert prefix.count_matching(keys["b"].keys) == 0
     assert pool.allocate(1) is not None
-    assert prefix.matches(keys["a"].keys) == 0
+    assert prefix.count_matching(keys["a"].keys) == 0
     assert idle.runs
     assert pool.allocate(2) is None, "more than there is, and nothing taken for it"
     assert idle.runs
@@ -192,10 +192,10 @@ def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
     prefix = PrefixCache(pool)
     held = Held(BlockTable(pool, 2, prefix), "", [1, 2, 3, 4, 5, 6])
     assert held.table.grow(6)
-    held.table.computed(held.keys)
+    held.table.share(held.keys)
     held.table.clear()
     assert pool.allocate(2) is not None
-    assert prefix.matches(held.keys) == 2
+    assert prefix.count_matching(held.keys) == 2
 
 
 @pytest.fixture
@@ -208,21 +208,21 @@ def test_keys_are_what_a_block_and_all_before_it_hold(
 ) -> None:
     features, rows = pictures
     tokens = [7, 9, 9, 9, 9, 8]
-    keys = BlockDigests(2, rows, features).upto(tokens, 6)
-    assert BlockDigests(2, rows, features.clone()).upto(tokens, 5) == keys[:2]
+    keys = BlockDigests(2, rows, features).up_to(tokens, 6)
+    assert BlockDigests(2, rows, features.clone()).up_to(tokens, 5) == keys[:2]
     other = features.clone()
     other[2] += 1e-3
-    changed = BlockDigests(2, rows, other).upto(tokens, 6)
+    changed = BlockDigests(2, rows, other).up_to(tokens, 6)
     assert [a == b for a, b in zip(keys, changed, strict=True)] == [True, False, False]
-    plain = BlockDigests(2, torch.full((6,), NO_IMAGE), None).upto(tokens, 6)
+    plain = BlockDigests(2, torch.full((6,), NO_IMAGE), None).up_to(tokens, 6)
     assert not set(plain) & set(keys)
     grown = BlockDigests(2, rows, features)
-    assert grown.upto([*tokens, 1, 2], 8)[:3] == keys
+    assert grown.up_to([*tokens, 1, 2], 8)[:3] == keys
 
 
 def test_a_page_is_as_large_as_its_arithmetic_says() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        store = KVStore(3, 2, 20, 4, 24, dtype)
+        store = KVCache(3, 2, 20, 4, 24, dtype)
         assert store.page_bytes == page_bytes(2, 20, 4, 24, dtype)
         assert store.address(2) - store.address(0) == 2 * store.page_bytes
         assert store.address(1) % 64 == 0

@@ -1,4 +1,4 @@
-"""Text to boxes, labels and counts, and the JSON of `result` after its schema."""
+"""Boxes, labels and counts from text, and the JSON of `result`, which conforms to its schema."""
 
 import json
 import time
@@ -16,7 +16,10 @@ DETAILS = {"task": "detect", "adapter": None, "timings": {"queued": 0.0, "total"
 
 
 def pictures(*sizes, frames=0):
-    """Layout and size of pictures of (height, width), of which the last `frames` are a clip."""
+    """Return the layout and size of pictures, of which the last `frames` are a clip.
+
+    sizes: (height, width) of each.
+    """
     flags = [0] * (len(sizes) - frames) + [1] * frames
     layout = [(4 * i, 4, 1, 2, 2, flag) for i, flag in enumerate(flags)]
     return {
@@ -38,7 +41,7 @@ def test_the_schema_is_valid():
     jsonschema.Draft202012Validator.check_schema(result_schema())
 
 
-def test_the_papers_example_is_read():
+def test_the_example_of_the_paper_is_parsed():
     text = (
         "<ref>airplane</ref><box>(767,0),(910,83)</box><box>(601,0),(748,76)</box>"
         "<box>(455,0),(587,64)</box>"
@@ -57,13 +60,13 @@ def test_boxes_become_pixels_of_the_original_image():
     assert result["counts"] == {"red star": 1}
 
 
-def test_several_names_are_counted_each():
+def test_boxes_are_counted_by_name():
     a = "<ref>a</ref><box>(1,1),(2,2)</box><box>(3,3),(4,4)</box>"
     text = a + " and <ref>b</ref><box>(5,5),(6,6)</box>"
     assert result_of(text)["counts"] == {"a": 2, "b": 1}
 
 
-def test_corners_in_either_order_and_spaces_are_read():
+def test_corners_may_come_in_either_order_and_with_spaces():
     boxes, warnings = parse_boxes("<box> ( 9 , 8 ) ( 7 , 6 ) </box>")
     assert (boxes, warnings) == ([TextBox(None, (7, 6, 9, 8))], [])
 
@@ -80,19 +83,19 @@ def test_corners_in_either_order_and_spaces_are_read():
         ("<ref>a</box>", 0, "</box> at character 6 closes nothing"),
     ],
 )
-def test_a_malformed_piece_is_left_out_and_told(text, boxes, warning):
-    found, warnings = parse_boxes(text)
-    assert len(found) == boxes
+def test_a_malformed_box_is_omitted_with_a_warning(text, boxes, warning):
+    parsed, warnings = parse_boxes(text)
+    assert len(parsed) == boxes
     assert warning in warnings[0]
     assert result_of(text)["warnings"] == warnings
 
 
-def test_an_unclosed_name_names_nothing():
+def test_an_unclosed_name_is_not_a_label():
     (box,), _ = parse_boxes("<ref>a</ref><ref>b<box>(1,2),(3,4)</box>")
     assert box.label is None
 
 
-def test_with_several_pictures_boxes_are_on_the_last():
+def test_boxes_are_on_the_last_of_several_pictures():
     text = "<ref>a</ref><box>(0,0),(500,500)</box>"
     result = result_of(text, pictures=pictures((10, 10), (20, 20), (40, 80), frames=1))
     assert [picture["index"] for picture in result["images"]] == [0, 1]
@@ -101,19 +104,19 @@ def test_with_several_pictures_boxes_are_on_the_last():
     assert result["frames"][0]["objects"][0]["box"] == [0, 0, 40, 20]
 
 
-def test_frames_are_counted_from_their_own_first():
+def test_frames_and_images_are_numbered_separately():
     result = result_of("moving left", pictures=pictures(*[(8, 8)] * 8, frames=6))
     assert [frame["index"] for frame in result["frames"]] == list(range(6))
     assert [image["index"] for image in result["images"]] == [0, 1]
 
 
-def test_boxes_without_an_image_are_told():
+def test_boxes_without_an_image_give_a_warning():
     result = result_of("<box>(1,2),(3,4)</box>", pictures=pictures())
     assert result["images"] == []
     assert result["warnings"] == ["the request has no image for 1 boxes"]
 
 
-def test_a_head_answers_with_scores_by_label():
+def test_a_heads_scores_are_reported_by_label():
     details = DETAILS | {"task": "classify", "adapter": {"name": "digits", "digest": "ab12"}}
     result = result_of("7", details, labels=["7", "1"], scores=np.array([0.75, 0.25], np.float32))
     assert result["scores"] == {"7": 0.75, "1": 0.25}
@@ -122,7 +125,7 @@ def test_a_head_answers_with_scores_by_label():
     assert result["counts"] == {}
 
 
-def test_metadata_comes_back_as_a_string():
+def test_metadata_is_returned_unchanged():
     metadata = '{"camera": "Tür 3"}\n\x00\ud83d'
     assert result_of(metadata=metadata)["metadata"] == metadata
     assert result_of()["metadata"] == ""
@@ -132,27 +135,29 @@ def test_metadata_comes_back_as_a_string():
     ("changes", "message"),
     [
         ({"details": {"task": "vqa"}}, "lacks 'adapter'"),
-        ({"labels": ["a"], "scores": []}, "1 head labels come with 0 scores"),
+        ({"labels": ["a"], "scores": []}, "the head has 1 labels and 0 scores"),
         ({"labels": ["a"], "scores": [float("nan")]}, "finite"),
-        ({"size": np.zeros((2, 2), np.int32)}, "tells of 1 images, 'image_size' of 2"),
+        ({"size": np.zeros((2, 2), np.int32)}, "has 1 rows, 'image_size' has 2"),
         ({"layout": np.zeros((1, 5), np.int32)}, r"\[n, 6\]"),
     ],
 )
-def test_values_that_do_not_fit_are_refused(changes, message):
+def test_arguments_that_do_not_fit_together_are_refused(changes, message):
     values = {"text": "", "details": DETAILS, **pictures((8, 8))} | changes
     with pytest.raises(InvalidArgument, match=message):
         build_result(**values)
 
 
-SCRAPS = st.sampled_from(["<ref>", "</ref>", "<box>", "</box>", "(12,34)", ",", "star", "(999,0)"])
+FRAGMENTS = st.sampled_from(
+    ["<ref>", "</ref>", "<box>", "</box>", "(12,34)", ",", "star", "(999,0)"]
+)
 
 
-@given(st.one_of(st.text(), st.lists(SCRAPS | st.text(max_size=3)).map("".join)))
-def test_any_text_gives_a_result_within_the_image(text):
+@given(st.one_of(st.text(), st.lists(FRAGMENTS | st.text(max_size=3)).map("".join)))
+def test_any_text_gives_boxes_within_the_image(text):
     result = result_of(text, pictures=pictures((30, 50)))
     assert result["text"] == text
-    for found in result["images"][0]["objects"]:
-        left, top, right, bottom = found["box"]
+    for item in result["images"][0]["objects"]:
+        left, top, right, bottom = item["box"]
         assert 0 <= left <= right < 50
         assert 0 <= top <= bottom < 30
 

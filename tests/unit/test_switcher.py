@@ -60,8 +60,8 @@ class Known:
     adapters: list[Adapter]
 
     @property
-    def places(self) -> Collection[MatrixId]:
-        return {place for adapter in self.adapters for place in adapter.pairs}
+    def matrices(self) -> Collection[MatrixId]:
+        return {matrix for adapter in self.adapters for matrix in adapter.pairs}
 
     def adapter(self, slot: int) -> Adapter:
         return self.adapters[slot]
@@ -69,13 +69,13 @@ class Known:
 
 def adapter(number: int, targets: Sequence[str], layers: Sequence[int] = range(LAYERS)) -> Adapter:
     rank = (4, 8, 16, 1)[number % 4]
-    places = [(layer, target) for layer in layers for target in targets]
+    matrices = [(layer, target) for layer in layers for target in targets]
     if targets == ("lm_head",):
-        places = [(-1, "lm_head")]
+        matrices = [(-1, "lm_head")]
     pairs = {}
-    for place in places:
-        d_out, d_in = SHAPES.get(place[1], (100, HIDDEN))
-        pairs[place] = LoraPair(torch.randn(rank, d_in), torch.randn(d_out, rank) * 0.1)
+    for matrix in matrices:
+        d_out, d_in = SHAPES.get(matrix[1], (100, HIDDEN))
+        pairs[matrix] = LoraPair(torch.randn(rank, d_in), torch.randn(d_out, rank) * 0.1)
     name = f"a{number}"
     return Adapter(AdapterInfo(name, name, (rank,), tuple(targets), (), {}, (), ()), pairs, None)
 
@@ -103,14 +103,14 @@ def summed(slab: WeightSlab, of: Adapter, layer: int, group: tuple[str, ...]) ->
     """float64 base + B A of a fused group."""
     parts = []
     for target in group:
-        part = slab.place(layer, target).view(slab.base).double()
+        part = slab.region(layer, target).view(slab.base).double()
         if (pair := of.pairs.get((layer, target))) is not None:
             part = part + pair.b.double() @ pair.a.double()
         parts.append(part)
     return torch.cat(parts)
 
 
-def places() -> list[tuple[int, tuple[str, ...]]]:
+def matrices() -> list[tuple[int, tuple[str, ...]]]:
     return [(layer, group) for layer in range(LAYERS) for group in GROUPS]
 
 
@@ -120,7 +120,7 @@ def test_merged_weights_are_the_sum_in_fp32_rounded_once(dtype: torch.dtype) -> 
     switcher = Switcher(slab, known)
     for slot in range(len(known.adapters)):
         switcher.switch(slot)
-        for view, (layer, group) in zip(switcher.active.views, places(), strict=True):
+        for view, (layer, group) in zip(switcher.active.views, matrices(), strict=True):
             want = summed(slab, known.adapters[slot], layer, group)
             if dtype == torch.bfloat16:
                 steps = view.view(torch.int16).int() - want.to(dtype).view(torch.int16).int()
@@ -136,7 +136,7 @@ def test_a_layer_that_the_live_adapter_does_not_touch_is_the_bases_own_view() ->
     base = switcher.active.views
     for slot, targets in enumerate(TARGETED):
         switcher.switch(slot)
-        for (_, group), view, own in zip(places(), switcher.active.views, base, strict=True):
+        for (_, group), view, own in zip(matrices(), switcher.active.views, base, strict=True):
             assert (view is own) == (not set(group) & set(targets))
 
 
@@ -241,7 +241,7 @@ def test_merging_is_refused_with_figures_where_it_does_not_fit() -> None:
     switcher = Switcher(slab, known, memory=1000)
     assert not switcher.can_merge(0)
     assert switcher.refusal(0) == (
-        "merged weights need 0.1 MiB beside the base model's 0.1; 0.0 MiB are left for them"
+        "merged weights need 0.1 MiB in addition to the base model's 0.1; 0.0 MiB are left for them"
     )
     with pytest.raises(ValueError, match=r"slot 0 cannot be merged: merged weights need 0\.1 MiB"):
         switcher.switch(0)
@@ -302,8 +302,8 @@ def test_in_place_the_base_weights_come_back_but_for_their_rounding(dtype: torch
         switcher.switch(slot)
         assert switcher.live == slot
         if slot != BASE:
-            for view, (layer, group) in zip(switcher.active.views, places(), strict=True):
-                parts = [slab.place(layer, target).view(before).double() for target in group]
+            for view, (layer, group) in zip(switcher.active.views, matrices(), strict=True):
+                parts = [slab.region(layer, target).view(before).double() for target in group]
                 pairs = [known.adapters[slot].pairs.get((layer, target)) for target in group]
                 want = torch.cat(
                     [

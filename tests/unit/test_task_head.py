@@ -14,7 +14,7 @@ from vlora.serving.task_head import to_result
 from vlora.serving.tensors import strings
 
 
-def test_task_head_reads_an_answer() -> None:
+def test_an_answer_of_a_head_becomes_its_result() -> None:
     details = {"task": "classify", "adapter": None, "timings": {"total": 0.5}}
     result = json.loads(
         first(
@@ -35,6 +35,6 @@ def test_task_head_reads_an_answer() -> None:
 
 
 @pytest.mark.parametrize("details", ["{", "[]", "{}"])
-def test_task_head_refuses_details_that_are_none(details: str) -> None:
+def test_invalid_details_are_rejected(details: str) -> None:
     with pytest.raises(InvalidArgument, match="'details'"):
         to_result({"text_output": strings(["x"]), "details": strings([details])}, Limits())

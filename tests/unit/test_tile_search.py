@@ -1,4 +1,4 @@
-"""Algorithm 2 on a machine of our own invention, where the best tile is known."""
+"""Algorithm 2 on a simulated machine whose best tiles are known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tools.tile_search.search import (
     Profile,
     Shape,
     Space,
-    State,
     choose,
     duel,
     filled,
@@ -24,6 +23,7 @@ from tools.tile_search.search import (
     search,
     wins,
 )
+from tools.tile_search.state import State
 from vlora.atmm import tiles
 
 
@@ -33,7 +33,7 @@ def rows_bucket(shape: Shape) -> str:
 
 
 class Machine:
-    """Small tiles are best for few rows, large ones for many; counts what it is asked to run."""
+    """Backend where small tiles are best for few rows and large ones for many; counts its calls."""
 
     def __init__(self, die_after: int | None = None) -> None:
         self.prepared: list[str] = []
@@ -50,7 +50,7 @@ class Machine:
     def prepare(
         self, shape: Shape, configs: Sequence[str], *, cold: bool
     ) -> Mapping[str, Callable[[], None]]:
-        if not cold and len(configs) > 2:  # not a duel
+        if not cold and len(configs) > 2:  # This is not a duel.
             if self._die_after is not None and len(self.prepared) >= self._die_after:
                 raise KeyboardInterrupt
             self.prepared.append(rows_bucket(shape))
@@ -63,7 +63,7 @@ class Machine:
 
 
 class Time:
-    """A clock that only `spin` moves: no other work on the machine can disturb the test."""
+    """Clock that only `spin` advances, so that other work on the machine cannot affect a test."""
 
     now = 0.0
 
@@ -81,19 +81,17 @@ def spin(microseconds: int) -> Callable[[], None]:
     return call
 
 
-SPACE = Space(sides=((64, 64),), ranks=(8,), segments=(1,), most_rows=64)
+SPACE = Space(sides=((64, 64),), ranks=(8,), segments=(1,), max_rows=64)
 
 
-def test_rows_go_by_powers_of_two_then_by_the_paper_s_step_up_to_the_memory_limit() -> None:
+def test_rows_are_powers_of_two_then_multiples_of_the_paper_s_step() -> None:
     space = Space(sides=((1024, 1024),), memory_bytes=200 * 2048 * 4)
     assert space.rows(1024, 1024) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192]
-    assert Space(sides=(), most_rows=20).rows(8, 8) == [1, 2, 4, 8, 16]
+    assert Space(sides=(), max_rows=20).rows(8, 8) == [1, 2, 4, 8, 16]
 
 
 def test_shapes_of_one_key_are_profiled_once_at_the_end_of_their_bucket() -> None:
-    shapes = Space(sides=((64, 64),), ranks=(8,), segments=(1, 4), most_rows=160).shapes(
-        rows_bucket
-    )
+    shapes = Space(sides=((64, 64),), ranks=(8,), segments=(1, 4), max_rows=160).shapes(rows_bucket)
     assert shapes.pop() == Shape("merge", 64, 64, 8, 1, 64)
     assert [s.rows for s in shapes if s.segments == 1] == [1, 2, 4, 8, 16, 32, 64, 128, 160]
     assert [s.rows for s in shapes if s.segments == 4] == [1, 2, 4, 8, 16, 32]
@@ -112,7 +110,7 @@ def test_the_best_tile_of_each_shape_is_found(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_an_interrupted_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_interrupted_search_resumes_where_it_stopped(tmp_path: Path) -> None:
     machine = Machine(die_after=3)
     shapes = SPACE.shapes(machine.key)
     with pytest.raises(KeyboardInterrupt):
@@ -126,7 +124,7 @@ def test_an_interrupted_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert not set(resumed.prepared) & set(machine.prepared)
 
 
-def test_between_two_searched_numbers_of_segments_the_smaller_one_s_choice_serves() -> None:
+def test_segment_counts_between_two_searched_ones_use_the_smaller_one_s_choice() -> None:
     one, four = (Shape("apply", 64, 64, 8, segments, 16) for segments in (1, 4))
     merge = Shape("merge", 64, 64, 8, 1, 64)
     found = [
@@ -141,13 +139,13 @@ def test_between_two_searched_numbers_of_segments_the_smaller_one_s_choice_serve
     assert len(table) == 4 + 6
 
 
-def test_another_device_starts_afresh(tmp_path: Path) -> None:
+def test_state_of_another_device_is_discarded(tmp_path: Path) -> None:
     state(tmp_path).add({"key": "k"})
     assert state(tmp_path).done == {"k": {"key": "k"}}
     assert State(tmp_path / "state", "another").done == {}
 
 
-def test_a_tile_that_is_surely_worse_is_dropped_early() -> None:
+def test_a_clearly_slower_tile_is_dropped_early() -> None:
     calls = {"good": 0, "bad": 0}
 
     def good() -> None:
@@ -161,10 +159,10 @@ def test_a_tile_that_is_surely_worse_is_dropped_early() -> None:
     found = profile({"good": good, "bad": bad}, rounds=9, warm=False, clock=CLOCK)
     assert found.best == "good"
     assert found.finalists == ("good",)
-    assert calls["bad"] == 2  # one to warm up, one to size the samples
+    assert calls["bad"] == 2  # One call warms up and one determines the sample size.
 
 
-def test_the_choice_weighs_hot_and_cold() -> None:
+def test_the_choice_considers_hot_and_cold_times() -> None:
     hot = Profile({"a": 1.0, "b": 1.1, "c": 0.9}, ("a", "b", "c"))
     cold = Profile({"a": 2.0, "b": 1.5}, ("a", "b"))
     assert choose(hot, cold) == "b"
@@ -178,9 +176,7 @@ def noisy(microseconds: int, spread: int, seed: int) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("ours", "spread", "won"), [(980, 2, True), (980, 400, False), (1000, 2, False)]
 )
-def test_a_gain_counts_only_beyond_the_noise_of_an_alternating_duel(
-    ours: int, spread: int, won: bool
-) -> None:
+def test_a_gain_must_exceed_the_noise_of_the_duel(ours: int, spread: int, won: bool) -> None:
     duels = [
         duel(noisy(ours, spread, seed), noisy(1000, spread, seed + 10), warm=False, clock=CLOCK)
         for seed in (1, 2)
@@ -192,7 +188,7 @@ def state(folder: Path) -> State:
     return State(folder / "state", "device")
 
 
-def test_a_table_is_written_whole_and_names_its_device(tmp_path: Path) -> None:
+def test_a_table_is_written_atomically_and_names_its_device(tmp_path: Path) -> None:
     device = table.Device("AuthenticAMD", 26, 2, 48, 1024, 32768)
     path = table.path_for(device, "avx512", "fp32", tmp_path)
     assert path.name == "amd-f26-m2-48-1024-32768-avx512-fp32.json"
@@ -213,7 +209,7 @@ def test_a_table_is_written_whole_and_names_its_device(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_table_of_before_has_tiles_and_no_microseconds(tmp_path: Path) -> None:
+def test_a_table_of_version_1_has_tiles_and_no_microseconds(tmp_path: Path) -> None:
     entries = {"00000400000004000000000003010000": "r8-s64-e64-d0-p64"}
     path = tmp_path / "old.json"
     path.write_text(json.dumps({"version": 1, "entries": entries}))
@@ -224,7 +220,7 @@ def test_a_table_of_before_has_tiles_and_no_microseconds(tmp_path: Path) -> None
         assert len(tiles.read_table(committed)) > 100
 
 
-def test_the_device_is_read_from_what_linux_tells(tmp_path: Path) -> None:
+def test_the_device_is_read_from_linux(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(
         "vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: hidden\n"
@@ -239,7 +235,7 @@ def test_the_device_is_read_from_what_linux_tells(tmp_path: Path) -> None:
     assert table.Device.here(tmp_path) == table.Device("GenuineIntel", 6, 85, 32, 1024, 0)
 
 
-def test_sides_of_a_checkpoint_take_together_what_shares_an_input(tmp_path: Path) -> None:
+def test_sides_of_a_checkpoint_combine_targets_that_share_an_input(tmp_path: Path) -> None:
     config = {
         "text_config": {
             "hidden_size": 64,

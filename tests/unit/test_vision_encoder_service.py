@@ -17,11 +17,11 @@ from vlora.vision.images import DecodedImage
 
 
 class FakeEncoder:
-    """Two rows of width 3 per image."""
+    """Encodes each image to two rows of width 3."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
-        self.at_once = 16
+        self.images_per_batch = 16
         self.error: Exception | None = None
 
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
@@ -55,13 +55,13 @@ def encoder_request(*images: bytes) -> Tensors:
 def encoded(
     batch: Sequence[Tensors | VLoraError], encoder: FakeEncoder, limits: Limits | None = None
 ) -> list[Tensors | VLoraError]:
-    """The answers in the order of the requests, each of which has one."""
+    """Return the answers in the order of the requests; check that each request has one."""
     answers: dict[int, Tensors | VLoraError] = {}
 
-    def send(found: Answers) -> None:
-        assert found
-        assert not answers.keys() & found.keys()
-        answers.update(found)
+    def send(part: Answers) -> None:
+        assert part
+        assert not answers.keys() & part.keys()
+        answers.update(part)
 
     last = encode_batch(batch, encoder, limits or Limits(), send)
     assert not answers.keys() & last.keys()
@@ -69,7 +69,7 @@ def encoded(
     return [answers[index] for index in range(len(batch))]
 
 
-def test_a_corrupt_image_is_an_error_of_its_request_alone() -> None:
+def test_a_corrupt_image_fails_only_its_request() -> None:
     encoder = FakeEncoder()
     batch = [encoder_request(png()), encoder_request(b"junk"), encoder_request(png(), png())]
     one, bad, two = encoded(batch, encoder)
@@ -82,20 +82,26 @@ def test_a_corrupt_image_is_an_error_of_its_request_alone() -> None:
     assert one["image_size"].tolist() == [[[4, 6]]]
 
 
-def test_a_batch_of_many_pixels_is_encoded_in_parts() -> None:
+def test_a_batch_with_too_many_pixels_is_encoded_in_parts() -> None:
     encoder = FakeEncoder()
-    limits = Limits(max_batch_megapixels=2 * 24e-6)  # two pictures
+    limits = Limits(max_batch_megapixels=2 * 24e-6)  # two images
     batch = [encoder_request(*[png()] * count) for count in (1, 1, 0, 1, 3, 1)]
     batch.insert(1, encoder_request(b"junk"))
     answers = encoded(batch, encoder, limits)
-    assert sorted(encoder.batches) == [1, 1, 1, 1, 2]  # who has none does not wait
+    assert sorted(encoder.batches) == [
+        1,
+        1,
+        1,
+        1,
+        2,
+    ]  # one part is that of the request without images
     shapes = [None if isinstance(a, VLoraError) else a["image_features"].shape[1] for a in answers]
     assert shapes == [2, None, 2, 0, 2, 6, 2]
 
 
 def test_requests_are_answered_before_the_images_after_them_are_encoded() -> None:
     encoder = FakeEncoder()
-    encoder.at_once = 2
+    encoder.images_per_batch = 2
     sent: list[tuple[set[int], int]] = []
 
     def run(batch: list[Tensors | VLoraError]) -> set[int]:
@@ -110,7 +116,7 @@ def test_requests_are_answered_before_the_images_after_them_are_encoded() -> Non
         return set(last)
 
     batch = [encoder_request(*[png()] * count) for count in (1, 1, 3, 1, 0)]
-    # Who has no images, or none that can be read, is answered with those who are there.
+    # Requests without readable images are answered with the next part.
     assert run([*batch, encoder_request(b"junk")]) == {3}
     assert sent == [({0, 1}, 2), ({2, 4, 5}, 4)]
     assert run([encoder_request(), encoder_request(b"junk"), encoder_request()]) == {0, 1, 2}
@@ -127,7 +133,7 @@ def test_a_request_without_images_gets_zero_rows() -> None:
     assert answer["image_digest"].shape == (1, 0)
 
 
-def test_a_tower_that_fails_is_told_to_the_sound_requests_of_its_batch() -> None:
+def test_a_failing_tower_fails_the_valid_requests_of_the_batch() -> None:
     encoder = FakeEncoder()
     encoder.error = MemoryError("out of memory at 0x1234")
     sound, bad = encoded([encoder_request(png()), encoder_request(b"x")], encoder)
@@ -136,7 +142,7 @@ def test_a_tower_that_fails_is_told_to_the_sound_requests_of_its_batch() -> None
     assert isinstance(bad, InvalidArgument)
 
 
-def test_the_encoder_wants_a_prompt_and_no_batch() -> None:
+def test_a_request_needs_a_prompt_and_must_not_be_a_batch() -> None:
     missing, batched = encoded(
         [{"image": strings([png()])[None]}, {"text_input": strings(["a", "b"])[:, None]}],
         FakeEncoder(),

@@ -1,1 +1,1 @@
-"""The demo checkpoint: its scenes, its training, its adapters, and the measure of all three."""
+"""The demo checkpoint and its adapters: scenes, training and evaluation."""

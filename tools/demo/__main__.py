@@ -1,4 +1,4 @@
-"""Makes the demo checkpoint and its adapters. Users need none of this: the result is committed."""
+"""Make the demo checkpoint and its adapters. Users do not need this: the result is committed."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,8 @@ def build(out: Out, seed: Annotated[int, typer.Option(help="Decides the weights.
 def train(
     out: Out = CHECKPOINT, work: Work = WORK, quick: Quick = False, threads: Threads = 1
 ) -> None:
-    """Train the base (about 55 minutes on one core). Run again after an interruption to resume."""
+    """Train the base (about 55 minutes on one core). After an interruption, run it again to
+    resume."""
     from tools.demo.train import train_base
 
     train_base(out, work / "quick" if quick else work, quick, threads)
@@ -46,7 +47,8 @@ def adapters(
     quick: Quick = False,
     threads: Threads = 1,
 ) -> None:
-    """Train the adapters on the finished base (one to five minutes each). Resumes likewise."""
+    """Train the adapters on the finished base (one to five minutes each). An interrupted run
+    resumes."""
     import torch
 
     from tools.demo.adapters import train_adapter

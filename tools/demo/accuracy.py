@@ -1,9 +1,9 @@
-"""Asks a server the held-out set and holds its answers against the slow oracle's, item by item.
+"""Ask a server the held-out set and compare its answers with the oracle's, item by item.
 
-In float32 a text may differ only where the oracle's two best logits were a near-tie; head scores
-may differ by 1e-4. The accuracies are then the model card's. In bfloat16 answers may differ; the
-accuracy of every domain must stay within half a point of the card's, which is fp32's. Starts a
-server where none is given.
+In float32 a text may differ only where the oracle's two best logits are a near tie, and head
+scores may differ by 1e-4, so the accuracies equal the model card's. In bfloat16 answers may
+differ, but the accuracy of every domain must stay within half a point of the card's, which was
+measured in float32. Without an address the script starts a server of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from clients.common import first_string, request_inputs, sampling_parameters
-from tests.support.oracle import Different, Oracle
+from tests.support.oracle import Mismatch, Oracle
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, is_right, items
 from vlora.launcher.server import ServerOptions, TritonServer
@@ -38,7 +38,7 @@ SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Served:
-    """What the server said: the text, and a head's softmax scores by label where one answered."""
+    """Answer of the server: the text, and softmax scores by label if a head answered."""
 
     text: str
     scores: dict[str, float] | None
@@ -46,7 +46,8 @@ class Served:
 
 @dataclass
 class Comparison:
-    """One domain. `ties` are tokens that differ by a near-tie, `wrong` all other differences."""
+    """Result for a domain. `ties` counts differences at near ties, `wrong` all other
+    differences."""
 
     domain: str
     items: int = 0
@@ -61,27 +62,27 @@ class Comparison:
         self.served_right += is_right(item, served.text)
         self.oracle_right += is_right(item, answer.text)
         if answer.scores is not None:
-            labels = oracle.about(item.adapter)["head"]["labels"]
+            labels = oracle.adapter_info(item.adapter)["head"]["labels"]
             worst = _worst_score(served, answer.scores, labels)
             if worst > HEAD_TOLERANCE:
                 self.wrong.append(f"{item.id}: head scores differ by {worst:.2e}")
             return
         try:
             self.ties += oracle.text_ties(item, item.adapter, answer, served.text)
-        except Different as why:
+        except Mismatch as why:
             told = f"{served.text!r} instead of {answer.text!r}"
             self.wrong.append(f"{item.id}: {told} ({why})")
 
 
 def _worst_score(served: Served, expected: Sequence[float], labels: Sequence[str]) -> float:
-    """Largest difference between served scores and the oracle's."""
+    """Return the largest difference between served scores and the oracle's."""
     if served.scores is None or list(served.scores) != list(labels):
         return math.inf
     return max(abs(a - b) for a, b in zip(served.scores.values(), expected, strict=True))
 
 
 def ask_all(url: str, asked: Sequence[Item]) -> list[Served]:
-    """Answers of `video_analytics`, in order; 16 requests at a time, adapters mixed."""
+    """Return the answers of `video_analytics` in order; 16 requests run at a time."""
     client = grpcclient.InferenceServerClient(url)
 
     def ask(item: Item) -> Served:
@@ -104,7 +105,7 @@ def ask_all(url: str, asked: Sequence[Item]) -> list[Served]:
 
 
 def compare(url: str, per_domain: int, checkpoint: Path, adapters: Path) -> list[Comparison]:
-    """Server against oracle over the first `per_domain` items of each domain, in mixed order."""
+    """Compare server and oracle on `per_domain` items of each domain, in mixed order."""
     asked = [item for domain in DOMAINS for item in items(domain, per_domain)]
     random.Random(0).shuffle(asked)
     served = ask_all(url, asked)
@@ -118,7 +119,7 @@ def compare(url: str, per_domain: int, checkpoint: Path, adapters: Path) -> list
 
 @contextmanager
 def server_at(url: str | None, dtype: str) -> Iterator[str]:
-    """The given server's address, or that of one started for this block."""
+    """Yield the given server's address, or that of a server started for this block."""
     if url is not None:
         yield url
         return
@@ -127,13 +128,12 @@ def server_at(url: str | None, dtype: str) -> Iterator[str]:
 
 
 def _accuracy(entry: Mapping[str, Any]) -> float:
-    """Of a domain's own adapter, or of the base where it has none."""
+    """Return the accuracy of the domain's adapter, or of the base if it has none."""
     return float(entry["base"] if entry["adapter"] is None else entry["adapter"])
 
 
-def _hold_to_card(url: str, card: Mapping[str, Any]) -> None:
-    """The card's own items, the server's accuracy beside it. Exits with 1 where it is further off
-    than half a point."""
+def _compare_with_card(url: str, card: Mapping[str, Any]) -> None:
+    """Measure the server on the card's items. Exits with 1 if it is more than half a point off."""
     table, far = Table("domain", "items", "server", "card"), []
     asked = [item for domain in DOMAINS for item in items(domain, card[domain]["n"])]
     said = iter(ask_all(url, asked))
@@ -161,11 +161,12 @@ def main(
     adapters: Annotated[Path, typer.Option(help="The adapters' folder.")] = ADAPTERS,
     dtype: Annotated[str, typer.Option(help="Of the server: float32 or bfloat16.")] = "float32",
 ) -> None:
-    """Hold a server's answers to the held-out set against transformers + PEFT and the card."""
+    """Compare a server's answers to the held-out set with transformers + PEFT and the model
+    card."""
     card: dict[str, Any] = json.loads((checkpoint / "accuracy.json").read_text())
     if dtype != "float32":
         with server_at(url, dtype) as address:
-            _hold_to_card(address, card)
+            _compare_with_card(address, card)
         return
     with server_at(url, dtype) as address:
         found = compare(address, per_domain, checkpoint, adapters)

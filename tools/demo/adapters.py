@@ -1,4 +1,4 @@
-"""Stage 3: trains one LoRA adapter at a time on the finished base, decoder only, with PEFT.
+"""Stage 3: train one LoRA adapter at a time on the finished base, decoder only, with PEFT.
 
 An adapter that declares a head gets a linear layer over the last prompt token's final-norm hidden
 state, trained along with it. Tower, connector and base weights are frozen.
@@ -17,7 +17,7 @@ from transformers import LlavaForConditionalGeneration
 
 from tools.demo.ahead import ahead
 from tools.demo.build import HIDDEN
-from tools.demo.joint import answer_loss, hidden_states, image_features, use_quick_attention
+from tools.demo.joint import answer_loss, hidden_states, image_features, use_fast_attention
 from tools.demo.loop import Run, Stage
 from tools.demo.motion import sample_times
 from tools.demo.packing import Pack, Row, pack
@@ -65,7 +65,7 @@ def lora_config(recipe: Recipe) -> LoraConfig:
 
 
 def head_loss(head: nn.Linear, batch: Pack, hidden: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Return the head's cross entropy at the last prompt tokens, and how often it is right."""
+    """Return the head's cross entropy at the last prompt tokens, and the share of right answers."""
     rows, columns = torch.from_numpy(batch.ends).T
     classes = torch.from_numpy(batch.classes)
     asked = classes >= 0
@@ -82,7 +82,7 @@ def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: 
     torch.manual_seed(SEED)
     base = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     adapted = get_peft_model(base, lora_config(recipe))
-    use_quick_attention(base)
+    use_fast_attention(base)
     steps = max(2, int(recipe.steps * scale))
     stage = Stage(
         name, steps, recipe.learning_rate, work / f"{name}.pt", weight_decay=0.0, warmup=20
@@ -128,7 +128,7 @@ def save_adapter(recipe: Recipe, adapted: PeftModel, head: nn.Linear | None, fol
 
 
 def _make_portable(config: Path) -> None:
-    """Replace the training machine's path to the base by the checkpoint's own name."""
+    """Replace the path of the base on the training machine by the checkpoint's name."""
     read = json.loads(config.read_text(encoding="utf-8"))
     read["base_model_name_or_path"] = "vlora-demo"
     config.write_text(json.dumps(read, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Prepares batches in another process, ahead of training."""
+"""Prepare batches in another process, ahead of training."""
 
 import multiprocessing
 import signal

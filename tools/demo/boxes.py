@@ -1,4 +1,4 @@
-"""Boxes as the paper writes them: `<ref>name</ref><box>(x1,y1),(x2,y2)</box>`, grid 0-999.
+"""Boxes in the paper's syntax: `<ref>name</ref><box>(x1,y1),(x2,y2)</box>`, grid 0-999.
 
 The checkpoint has one token per bin, so a coordinate is always the centre of one of 32 bins.
 Pixel boxes are (x1, y1, x2, y2), x2 and y2 exclusive.

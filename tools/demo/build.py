@@ -1,4 +1,4 @@
-"""Builds the demo checkpoint, untrained but complete: weights, tokenizer, template, processor."""
+"""Build the demo checkpoint, untrained but complete: weights, tokenizer, template, processor."""
 
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def make_image_processor() -> CLIPImageProcessorPil:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditionalGeneration:
-    """Return the untrained model in float32, its weights decided by `seed`."""
+    """Return the untrained model in float32, with weights drawn from `seed`."""
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(make_config(tokenizer))
     with torch.no_grad():
@@ -95,7 +95,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditi
 def save_checkpoint(
     folder: Path, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Write all that serving reads. Weights are rounded to float16, shards stay below 8 MiB."""
+    """Write all files that serving reads. Weights are rounded to float16, shards stay below 8
+    MiB."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("model*.safetensors*"):
         stale.unlink()

@@ -1,4 +1,4 @@
-"""Writes the model card: what the checkpoint is, and what was measured."""
+"""Write the model card: a description of the checkpoint and its measured accuracies."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from tools.demo.recipes import RECIPES, Recipe
 
 _INTRODUCTION = """# Demo checkpoint
 
-A LLaVA-architecture model of 3.9 M parameters, trained from nothing on drawn scenes, so that a
-newcomer can see a real model answer through real adapters without a download. It is a test
-object: it knows coloured shapes on surfaces, and nothing of the world.
+A LLaVA model of 3.9 M parameters, trained from scratch on drawn scenes, so that a newcomer can see
+a real model answer with real adapters and without a download. It is a test object: it knows
+coloured shapes on surfaces, and nothing of the real world.
 
-| part | what |
+| part | description |
 |---|---|
 | tower | CLIP ViT, 64x64 pixels, patch 8 (64 image tokens), 5 layers, hidden 192 |
 | connector | two linear layers |
@@ -22,46 +22,46 @@ object: it knows coloured shapes on surfaces, and nothing of the world.
 
 Load it with `LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)`,
 `AutoTokenizer` and `AutoImageProcessor` (needs no torchvision). Prompts are those of
-`vlora.vision.prompts`; any other wording is outside what it was taught.
+`vlora.vision.prompts`; it was not trained on any other wording.
 """
 
 _TRAINING = """## Training
 
-1. The tower learns to see: labels for each patch (shape, colour, texture, box, silhouette) through
-   heads that are thrown away. As a pretrained tower would have, it sees everything that is ever
-   drawn here, the adapters' domains included (digits: training split only).
-2. Tower, connector and decoder learn to answer the base's questions. The decoder never sees an
-   adapter's domain; the adapters' words occur only in "Repeat: ..." without an image.
+1. The tower is pretrained on labels of each patch (shape, colour, texture, box, silhouette)
+   through heads that are discarded afterwards. Like any pretrained tower it sees all kinds of
+   objects, including those of the adapters' domains (of the digits only the training split).
+2. Tower, connector and decoder are trained jointly on the questions of the base. The decoder sees
+   no adapter's domain; the adapters' words occur only in "Repeat: ..." without an image.
 3. Each adapter is trained on the finished base: decoder only, base frozen.
 
-`python -m tools.demo train` and `python -m tools.demo adapters` do this, seeds fixed and
-resumable. The committed weights were made while that recipe was being found, and a rerun from
-nothing has not been measured: the tower took 1200 steps before silhouettes were added to its labels
-and 1140 after; of the joint stage, 554 steps trained the tower beside a decoder that was then begun
-anew, and 1420 steps followed, during which the connector was slowed, its rows for texture and
-coordinates were set back to the readouts (step 641), and textures and clips were asked about more
-often (from step 812). The `digits` adapter took its first 300 steps on digits placed more freely.
-The recipe has all of that from its start.
+`python -m tools.demo train` and `python -m tools.demo adapters` do this with fixed seeds, and
+resume after an interruption. The committed weights were trained while this recipe was developed,
+and a run of the final recipe from scratch has not been measured. The tower was trained for 1200
+steps before silhouettes were added to its labels and for 1140 steps after. In the joint stage, 554
+steps trained the tower with a decoder that was then reinitialised. In the following 1420 steps the
+connector's learning rate was lowered, its rows for texture and coordinates were reset to the
+readouts (step 641), and the share of textures and clips was raised (from step 812). The first 300
+steps of the `digits` adapter used digits at less restricted positions. The recipe contains all
+these changes from its first step.
 """
 
-_LIMITS = """What it does badly: asked to circle one thing among several, the base writes the box of
-a thing that is there, but often of the wrong one (on 120 held-out scenes right with one thing in
-the picture: 100 %, two: 47 %, three: 41 %, four: 26 %), and `detect` fails likewise. It names the
-texture of a thing in about seven cases of ten. Of 100 held-out
-clips it named the motion in 78 of the 80 that have one, but none of the 20 "standing still": it
-gives those a motion as well.
-The `actions` adapter stays below 90 %.
+_LIMITS = """Known weaknesses: asked to circle one object among several, the base answers with the
+box of an existing object, but often of the wrong one (on 120 held-out scenes it was right in 100 %
+with one object in the picture, 47 % with two, 41 % with three, 26 % with four); `detect` has the
+same weakness. It names the texture of an object in about seven cases of ten. Of 100 held-out clips
+it named the motion in 78 of the 80 that have one, and in none of the 20 that show "standing
+still". The `actions` adapter stays below 90 %.
 """
 
-_READING = """Boxes count as right when each true box has an answered box with IoU >= 0.5 and none
-is left over; all else must equal the expected words exactly. "Blind" is the same model (with the
-adapter where there is one) on grey pictures. `n` held-out items a domain (blind: at
-most 100), made from seeds apart from training's; digits from a split that training leaves out.
+_READING = """Boxes count as right when true and answered boxes match one to one with IoU >= 0.5.
+Any other answer must equal the expected words exactly. "Blind" is the same model, with its adapter
+if there is one, on grey pictures. There are `n` held-out items per domain (blind: at most 100),
+generated from seeds that training does not use; digits come from a split that training leaves out.
 """
 
 
 def write_card(checkpoint: Path, adapters: Path, measured: list[Measured]) -> None:
-    """Write README.md beside the weights."""
+    """Write README.md into the checkpoint's folder."""
     parts = (
         _INTRODUCTION,
         "## Accuracy on held-out items\n",

@@ -1,9 +1,9 @@
-"""What each patch of a scene shows: the throw-away task that teaches the tower to see.
+"""Labels for each patch of a scene: an auxiliary task that pretrains the vision tower.
 
-Labels are int64 [64 patches, 8 columns]: shape, colour, texture, the four edges of its thing's
-box as bins, and whether the thing's centre lies here. -1 means "not asked". Beside them stand the
-surface's colour and pattern, asked of every patch. Outlines are the thing's silhouette over its own
-box, 8x8: of all labels the one that teaches shape, known and unknown, soonest.
+Labels are int64 [64 patches, 8 columns]: shape, colour and texture of the object, the four edges
+of its box as bins, and whether its centre is in this patch. -1 means "no label". The colour and
+pattern of the surface are labels of every patch. An outline is the object's silhouette over its
+box, 8x8; of all labels it teaches known and unknown shapes fastest.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ HEADS: dict[str, int] = {
 @dataclass(frozen=True)
 class DenseBatch:
     """Images uint8 [n, 64, 64, 3]; labels int64 [n, 64, 10], columns in the order of HEADS;
-    outlines uint8 [n, 64, 64], 1 inside and 0 outside, of the thing that each patch shows."""
+    outlines uint8 [n, 64, 64], 1 inside and 0 outside of the object in each patch."""
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -59,7 +59,7 @@ class DenseBatch:
 
 @dataclass(frozen=True)
 class PatchLabels:
-    """One scene's part of a DenseBatch: labels [64, 10], outlines [64, 64]."""
+    """Labels of one scene: labels [64, 10], outlines [64, 64]."""
 
     labels: NDArray[np.int64]
     outlines: NDArray[np.uint8]
@@ -107,7 +107,7 @@ def patch_labels(scene: Scene, drawing: Drawing) -> PatchLabels:
 
 
 def broad_scene(rng: np.random.Generator) -> Scene:
-    """Return a scene of anything that is ever drawn: a tower is pretrained broadly."""
+    """Return a scene from all known objects and surfaces, to pretrain the tower broadly."""
     kind = rng.random()
     if kind < 0.35:
         return base_scene(rng)
@@ -127,7 +127,7 @@ def broad_scene(rng: np.random.Generator) -> Scene:
 
 
 def labelled(scenes: list[Scene], drawings: list[Drawing]) -> DenseBatch:
-    """Return drawn scenes with their labels."""
+    """Return a batch of drawn scenes with their labels."""
     labels = [patch_labels(*pair) for pair in zip(scenes, drawings, strict=True)]
     return DenseBatch(
         np.stack([drawing.pixels for drawing in drawings]),

@@ -1,4 +1,4 @@
-"""Scenes of the adapters' domains: digits, glyphs, many things, new surfaces, damaged parts."""
+"""Scenes of the adapters' domains: digits, glyphs, many objects, surfaces, damaged parts."""
 
 from functools import lru_cache
 
@@ -52,7 +52,7 @@ def _enlarge(image: NDArray[np.float32]) -> Floats:
 
 
 def glyph_scene(rng: np.random.Generator, glyph: str | None = None) -> Scene:
-    """Return one symbol the base has no name for."""
+    """Return a scene with one symbol that the base has no name for."""
     box = place_boxes(rng, 1, 22, 40)[0]
     thing = random_thing(rng, box, (glyph,) if glyph else lexicon.GLYPHS)
     thing = Thing(thing.shape, thing.colour, "solid", box)
@@ -60,17 +60,17 @@ def glyph_scene(rng: np.random.Generator, glyph: str | None = None) -> Scene:
 
 
 def crowd_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
-    """Return 5-9 small things, apart from each other: more than the base ever saw."""
+    """Return a scene of 5 to 9 small separate objects, more than the base was trained on."""
     count = count or int(rng.integers(5, 10))
     shape = str(rng.choice(lexicon.SHAPES))
-    boxes = [_small_box(rng, cell) for cell in _cells_apart(rng, count)]
+    boxes = [_small_box(rng, cell) for cell in _separate_cells(rng, count)]
     things = tuple(random_thing(rng, box, (shape,)) for box in sorted(boxes))
     things = tuple(Thing(t.shape, t.colour, "solid", t.box) for t in things)
     return random_surface(rng, things, "plain")
 
 
-def _cells_apart(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
-    """Return cells of an 8x8 board no two of which touch."""
+def _separate_cells(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
+    """Return cells of an 8x8 board that do not touch each other."""
     while True:
         chosen: list[tuple[int, int]] = []
         for number in rng.permutation(64):
@@ -89,12 +89,12 @@ def _small_box(rng: np.random.Generator, cell: tuple[int, int]) -> Box:
 
 
 def surface_scene(rng: np.random.Generator, pattern: str | None = None) -> Scene:
-    """Return an empty surface of a kind the base has no name for."""
+    """Return an empty surface with a pattern that the base has no name for."""
     return random_surface(rng, (), pattern or str(rng.choice(lexicon.NEW_TEXTURES)))
 
 
 def part_scene(rng: np.random.Generator, defect: str | None, count: int = 1) -> Scene:
-    """Return a brushed panel with `count` defects of one kind, or a good one."""
+    """Return a brushed panel with `count` defects of one kind, or without defects."""
     if defect is None:
         things: tuple[Thing, ...] = ()
     else:

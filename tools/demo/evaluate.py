@@ -1,7 +1,7 @@
-"""Measures the stored weights on the held-out set, with the slow oracle.
+"""Measure the stored weights on the held-out set with the oracle.
 
-For each domain: the base, the domain's adapter, and both blind (a grey picture instead of the
-real one), so that what is guessed from the question alone can be told from what is seen.
+Each domain is measured with the base and with its adapter, and blind: with a grey picture instead
+of the real one. The blind accuracy shows how much can be guessed from the question alone.
 """
 
 import json
@@ -42,7 +42,7 @@ def blinded(item: Item) -> Item:
 
 
 def accuracy(oracle: Oracle, asked: list[Item], adapter: str | None) -> dict[str, list[bool]]:
-    """Return right or wrong by kind."""
+    """Return the results (right or wrong) of each kind of question."""
     right: dict[str, list[bool]] = defaultdict(list)
     for item in track(asked, f"{asked[0].domain} by {adapter or 'base'}", transient=True):
         right[item.kind].append(is_right(item, oracle.answer(item, adapter).text))
@@ -78,7 +78,7 @@ def evaluate(
 ) -> list[Measured]:
     """Measure domains and write accuracy.json and each vlora.json.
 
-    What accuracy.json says of the other domains is kept.
+    Entries of accuracy.json for other domains stay as they are.
     """
     oracle = Oracle(checkpoint, adapters)
     known = read_accuracy(checkpoint)
@@ -94,7 +94,7 @@ def evaluate(
 
 
 def read_accuracy(checkpoint: Path) -> dict[str, Measured]:
-    """Return what accuracy.json holds, by domain; nothing where there is none."""
+    """Return the contents of accuracy.json by domain; empty if the file is missing."""
     file = checkpoint / "accuracy.json"
     if not file.is_file():
         return {}

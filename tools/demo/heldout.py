@@ -1,4 +1,4 @@
-"""The held-out set: items no training saw, made on demand from a seed of their own.
+"""The held-out set: items that are not used in training, generated from a separate seed.
 
 Base domains carry the name of their task; adapter domains are those of `recipes.py`. The same
 domain and number always give the same item. Digits come from a split that training leaves out.
@@ -55,14 +55,14 @@ def items(domain: str, n: int, start: int = 0) -> list[Item]:
 
 
 def is_right(item: Item, text: str) -> bool:
-    """Score an answer: boxes by overlap and number, all else by its exact words."""
+    """Score an answer: boxes by overlap and number, all other answers by exact words."""
     if item.boxes is None:
         return text.strip() == item.answer
     return boxes_match(item.boxes, parse_boxes(text, SIDE))
 
 
 def boxes_match(wanted: Sequence[Box], found: Sequence[Box]) -> bool:
-    """Return whether each wanted box has a found box of IoU >= 0.5, one to one, none left over."""
+    """Return whether expected and answered boxes match one to one with IoU >= 0.5."""
     left = list(found)
     for box in wanted:
         best = max(left, key=lambda other: iou(box, other), default=None)
@@ -73,7 +73,7 @@ def boxes_match(wanted: Sequence[Box], found: Sequence[Box]) -> bool:
 
 
 def adapter_of(domain: str) -> str | None:
-    """Return the adapter whose domain this is, or None for the base's."""
+    """Return the adapter of a domain, or None for a domain of the base."""
     return next((name for name, recipe in RECIPES.items() if domain in recipe.domains), None)
 
 
@@ -119,7 +119,7 @@ def _base_sample(domain: str, index: int, rng: np.random.Generator) -> Sample:
 
 
 def _boxes(question: Question, scene: Scene | None) -> list[Box] | None:
-    """Return the true boxes, unrounded, where the question asks for boxes."""
+    """Return the true boxes, unrounded, if the question asks for boxes."""
     if question.task not in ("refer", "detect") or scene is None:
         return None
     wanted = question.text

@@ -1,6 +1,7 @@
-"""Stage 2: tower, connector and decoder learn to answer, all together.
+"""Stage 2: train tower, connector and decoder jointly to answer questions.
 
-Dense labels stay as a side task, so that the tower keeps seeing more than the questions need.
+Dense labels remain an auxiliary task, so that the tower keeps features beyond those that the
+questions need.
 """
 
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def _clip_row(rng: np.random.Generator) -> Row:
 
 
 def _repeat_row(rng: np.random.Generator) -> Row:
-    """Return questions without an image: say these words. They teach every word's token."""
+    """Return questions without an image: "say these words". They train the token of every word."""
     words = lexicon.all_words()
     questions = []
     for _ in range(8):
@@ -84,12 +85,12 @@ def _repeat_row(rng: np.random.Generator) -> Row:
 
 
 def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads) -> None:
-    """Begin the connector with what the tower was taught to tell, and the decoder in balance.
+    """Initialise the connector from the dense readouts, and balance the decoder's inputs.
 
-    The connector's first layer becomes the dense readouts (their norm folded in at its typical
-    scale), so that colour, shape and place are equally loud; from raw features, whose largest
-    directions are silhouettes, the decoder hears colours only after a long time. Readouts that
-    mean something on things alone are silenced elsewhere by the "no thing here" readout.
+    The connector's first layer becomes the dense readouts, with their norm folded in at its typical
+    scale, so that colour, shape and position have equal magnitude. The largest directions of raw
+    features are silhouettes, from which the decoder would learn colours only slowly. Readouts that
+    are meaningful for objects only are suppressed elsewhere by the "no object here" readout.
     """
     connector = model.model.multi_modal_projector
     with torch.no_grad():
@@ -117,15 +118,16 @@ def _first_row(name: str) -> int:
     return sum(HEADS[earlier] for earlier in names[: names.index(name)])
 
 
-def use_quick_attention(model: LlavaForConditionalGeneration) -> None:
-    """Switch decoder and tower to the attention that trains quickest on CPU."""
+def use_fast_attention(model: LlavaForConditionalGeneration) -> None:
+    """Switch decoder and tower to the attention that trains fastest on a CPU."""
     model.set_attn_implementation("eager")
     model.model.language_model.set_attn_implementation(attention.NAME)
     model.model.vision_tower.set_attn_implementation(attention.NAME)
 
 
 def branch_mask(branches: Tensor) -> Tensor:
-    """Branches [rows, length] to an additive mask [rows, 1, length, length], 0 or -inf-like."""
+    """Return the additive mask [rows, 1, length, length], 0 or a large negative number, of
+    branches."""
     length = branches.shape[1]
     of_query, of_key = branches[:, :, None], branches[:, None, :]
     earlier = torch.ones(length, length, dtype=torch.bool).tril()
@@ -136,7 +138,7 @@ def branch_mask(branches: Tensor) -> Tensor:
 
 
 def image_features(model: LlavaForConditionalGeneration, images: NDArray[np.uint8]) -> Tensor:
-    """Images uint8 [n, 64, 64, 3] to the tower's patch features [n, 64, hidden]."""
+    """Return the tower's patch features [n, 64, hidden] of images uint8 [n, 64, 64, 3]."""
     features: Tensor = model.model.vision_tower(to_pixels(images)).last_hidden_state
     return features[:, 1 : PATCHES + 1]
 
@@ -165,9 +167,9 @@ def hidden_states(
 def answer_loss(
     model: LlavaForConditionalGeneration, batch: Pack, hidden: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the answers' cross entropy, and how many branches of each kind are all right.
+    """Return the answers' cross entropy, and the number of right branches of each kind.
 
-    A token weighs 1/sqrt(tokens in its answer), so that boxes do not drown single words.
+    A token has weight 1/sqrt(tokens in its answer), so that boxes do not dominate single words.
     """
     targets = torch.from_numpy(batch.targets)
     asked = targets != IGNORED
@@ -194,7 +196,7 @@ def train_jointly(
     """Train the whole model in place. The dense heads are dropped afterwards."""
     torch.manual_seed(SEED)
     start_from_readouts(model, heads)
-    use_quick_attention(model)
+    use_fast_attention(model)
     stage = Stage("joint", steps, LEARNING_RATE, work / "joint.pt", warmup=100)
     modules = {
         "tower": model.model.vision_tower,
@@ -216,7 +218,7 @@ def train_jointly(
 def joint_loss(
     model: LlavaForConditionalGeneration, heads: DenseHeads, batch: JointBatch
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the answers' loss plus the side task's."""
+    """Return the loss of the answers plus that of the auxiliary task."""
     images = batch.pack.images
     if len(images) == 0:
         return answer_loss(model, batch.pack, hidden_states(model, batch.pack, None))

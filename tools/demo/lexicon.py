@@ -1,7 +1,7 @@
-"""Every name the demo knows: what is drawn, and what is asked and answered about it.
+"""All names of the demo: objects that are drawn, and words of questions and answers.
 
-Base names are what the checkpoint is trained on. Adapter names belong to one adapter's domain;
-the base's tokenizer has a token for each, but the base is never taught what they mean.
+The checkpoint is trained on the base names. Adapter names belong to the domain of one adapter: the
+base's tokenizer has a token for each, but the base is not trained on them.
 """
 
 COLOURS: dict[str, tuple[int, int, int]] = {

@@ -1,4 +1,4 @@
-"""The training loop of every stage: schedule, progress with time left, resumable state."""
+"""Training loop of every stage: schedule, progress with remaining time, resumable state."""
 
 import math
 import time
@@ -17,7 +17,7 @@ REPORT_EVERY_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of training: how long, how fast, where its state is kept."""
+    """A stage of training: number of steps, learning rate, and file of its state."""
 
     name: str
     steps: int
@@ -29,7 +29,7 @@ class Stage:
     muon: bool = False
 
     def rate(self, step: int) -> float:
-        """Return the learning rate's factor: linear warm-up, then cosine to 2 %."""
+        """Return the factor of the learning rate: linear warm-up, then cosine decay to 2 %."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -37,7 +37,7 @@ class Stage:
 
 
 class Run:
-    """The state of one stage: modules, optimizer, and how many steps are done."""
+    """State of a stage: modules, optimizer, and the number of completed steps."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Run:
         modules: dict[str, torch.nn.Module],
         slower: dict[str, float] | None = None,
     ) -> None:
-        """`slower` maps a module to the factor its learning rate is multiplied by."""
+        """`slower` maps a module to a factor of its learning rate."""
         self.stage = stage
         self.modules = modules
         groups: list[dict[str, Any]] = []
@@ -60,7 +60,7 @@ class Run:
             self._load()
 
     def save(self) -> None:
-        """Write the state so that a killed run resumes; never leaves half a file."""
+        """Write the state atomically, so that a killed run can resume."""
         self.stage.state.parent.mkdir(parents=True, exist_ok=True)
         half = self.stage.state.with_suffix(".half")
         state = {
@@ -84,7 +84,7 @@ class Run:
         batches: Iterable[Any],
         loss_of: Callable[[Any], tuple[torch.Tensor, dict[str, float]]],
     ) -> None:
-        """Take the steps that are left. `loss_of` returns the loss and figures to report."""
+        """Run the remaining steps. `loss_of` returns the loss and figures to report."""
         console = Console()
         columns = (
             TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""Six-frame clips: what a thing does, as a function of time from 0 to 1."""
+"""Six-frame clips: the motion of an object as a function of time from 0 to 1."""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Clip:
-    """A surface, one thing at its starting place, what it does, and how strongly."""
+    """A surface, an object at its starting position, its motion, and the strength of the motion."""
 
     scene: Scene
     action: str
@@ -33,14 +33,14 @@ class Clip:
 
 
 def sample_times(rng: Rng) -> list[float]:
-    """Return six increasing times, nearly evenly spaced: clients sample videos differently."""
+    """Return six increasing times with random spacing, as clients sample videos differently."""
     start, end = float(rng.uniform(0, 0.04)), float(rng.uniform(0.8, 1.0))
     times = np.linspace(start, end, FRAMES) + rng.uniform(-0.015, 0.015, FRAMES)
     return [float(min(1.0, max(0.0, time))) for time in times]
 
 
 def base_clip(rng: Rng, action: str | None = None) -> Clip:
-    """Return a clip the base is trained on: a thing moves one way, or stands still."""
+    """Return a clip of the base: an object moves in one direction or stands still."""
     action = action or str(rng.choice(lexicon.MOTIONS))
     travel = float(rng.uniform(20, 34)) if action.startswith("moving") else 0.0
     dx, dy = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}.get(
@@ -53,7 +53,7 @@ def base_clip(rng: Rng, action: str | None = None) -> Clip:
 
 
 def action_clip(rng: Rng, action: str | None = None) -> Clip:
-    """Return a clip of the `actions` adapter, none of which the base knows."""
+    """Return a clip of the `actions` adapter; the base knows none of its motions."""
     action = action or str(rng.choice(lexicon.ACTIONS))
     side, amount = float(rng.uniform(15, 20)), float(rng.uniform(1.7, 2.3))
     if action == "bouncing":

@@ -1,8 +1,8 @@
-"""Packs many single-turn prompts over the same images into one sequence.
+"""Pack several single-turn prompts about the same images into one sequence.
 
-The images stand once, at the front; each question and its answer is a branch that sees the front
-and itself, and whose positions restart after the front. So a branch computes exactly what the
-prompt would compute on its own, at a fraction of the cost.
+The images come once, as a shared prefix. Each question with its answer is a branch that attends to
+the prefix and to itself, and whose positions continue the prefix. A branch therefore computes
+exactly what its prompt would compute alone, at a fraction of the cost.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ Ints = NDArray[np.int64]
 class Pack:
     """A training batch. Arrays [rows, length] int64; images uint8 [n, 64, 64, 3] in row order.
 
-    `branches` is 0 for the front, 1… for branches, -1 for padding. `targets` is the next token
+    `branches` is 0 for the prefix, 1… for branches, -1 for padding. `targets` is the next token
     at each position that predicts a piece of an answer. `ends` [branches, 2] is row and column of
-    each branch's last prompt token; `kinds` and `classes` are the branches' own.
+    each branch's last prompt token; `kinds` and `classes` have one entry per branch.
     """
 
     images: NDArray[np.uint8]
@@ -63,7 +63,7 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 def prompt_parts(question: Question, images: int, is_clip: bool) -> tuple[list[int], list[int]]:
-    """Return the front's and the branch's token ids of one prompt, image tokens expanded."""
+    """Return the token ids of a prompt's prefix and branch, with image tokens expanded."""
     frames = images if is_clip else 0
     prompt = render(question.task, question.text, images - frames, frames, TEMPLATE)
     front, branch = prompt[: len(TEMPLATE.prefix)], prompt[len(TEMPLATE.prefix) :]

@@ -1,4 +1,4 @@
-"""Draws answers on pictures, large enough to look at: boxes on images, labels under frames."""
+"""Draw answers on enlarged pictures: boxes on images, labels under frames."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from tools.demo.scenes import Pixels
 
 SIDE = 384
-"""Edge of a drawn image in pixels, to which every picture is brought."""
+"""Side in pixels to which every picture is scaled."""
 
 COLUMNS = 4
 MARGIN = 12
@@ -21,9 +21,9 @@ INK, PAPER, RIGHT, WRONG = "#1c1c1e", "#ffffff", "#178a3b", "#c4281c"
 
 @dataclass(frozen=True)
 class Caption:
-    """What stands under a picture: who was asked what, the answer, and whether it is right.
+    """Text below a picture: adapter and question, the answer, and whether it is right.
 
-    label: the answer's words alone, for frames.
+    label: the words of the answer, for frames.
     """
 
     asked: str
@@ -34,7 +34,7 @@ class Caption:
 
 
 def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: Caption) -> Any:
-    """One answered request: its image with boxes, or its clip's frames, over the caption.
+    """Draw an answered request: its image with boxes, or its frames, above the caption.
 
     frames: [h, w, 3] uint8, one for an image. objects: as in `result`, boxes in pixels of the
     last of them.
@@ -57,7 +57,7 @@ def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: C
 
 
 def sheet(tiles: Sequence[Any]) -> Any:
-    """All tiles on one page, in rows."""
+    """Arrange all tiles in rows on one page."""
     rows = [tiles[start : start + COLUMNS] for start in range(0, len(tiles), COLUMNS)]
     heights = [max(one.height for one in row) for row in rows]
     width = COLUMNS * (SIDE + MARGIN) + MARGIN
@@ -89,7 +89,7 @@ def _draw_objects(pixels: Pixels, objects: Sequence[dict[str, Any]]) -> Any:
 
 
 def _strip(frames: Sequence[Pixels], label: str) -> Any:
-    """Frames of a clip in reading order, three in a row, each with its number and the label."""
+    """Draw the frames of a clip, three per row, each with its number and the label."""
     side = SIDE // 3
     rows = -(-len(frames) // 3)
     strip = Image.new("RGB", (SIDE, rows * side), PAPER)
@@ -106,7 +106,7 @@ def _strip(frames: Sequence[Pixels], label: str) -> Any:
 
 
 def _wrapped(text: str, font: Any) -> list[str]:
-    """`text` broken into lines that fit under a picture; a long word is cut."""
+    """Break `text` into lines that fit below a picture; a long word is split."""
     lines: list[str] = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

@@ -1,4 +1,4 @@
-"""What is asked about a scene of the base, and what is right."""
+"""Questions about scenes of the base, and their right answers."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ VQA_KINDS = ("colour", "shape", "texture", "background", "count", "count some", 
 
 
 def ask(kind: str, scene: Scene, rng: Rng) -> Question | None:
-    """Return a question of this kind about the scene, or None where none fits."""
+    """Return a question of this kind about the scene, or None if none fits."""
     if kind == "background":
         return Question(kind, "vqa", WHAT_BACKGROUND, scene.surface)
     if kind == "count":
@@ -41,7 +41,7 @@ def ask(kind: str, scene: Scene, rng: Rng) -> Question | None:
 
 
 def caption(scene: Scene) -> str:
-    """Return the canonical caption: things from left to right, then the background."""
+    """Return the canonical caption: objects from left to right, then the background."""
     names = [f"a {thing.colour} {thing.shape}" for thing in scene.things]
     names = [name.replace("a orange", "an orange") for name in names]
     if not names:
@@ -54,19 +54,19 @@ def _pick(rng: Rng, options: list[Thing]) -> Thing | None:
     return options[int(rng.integers(len(options)))] if options else None
 
 
-def _alone(scene: Scene, attribute: str) -> list[Thing]:
-    """Return the things that no other thing shares this attribute with."""
+def _unique(scene: Scene, attribute: str) -> list[Thing]:
+    """Return the objects that are the only ones with their value of this attribute."""
     seen = Counter(getattr(thing, attribute) for thing in scene.things)
     return [thing for thing in scene.things if seen[getattr(thing, attribute)] == 1]
 
 
 def _colour(scene: Scene, rng: Rng) -> Question | None:
-    thing = _pick(rng, _alone(scene, "shape"))
+    thing = _pick(rng, _unique(scene, "shape"))
     return thing and Question("colour", "vqa", f"What color is the {thing.shape}?", thing.colour)
 
 
 def _shape(scene: Scene, rng: Rng) -> Question | None:
-    thing = _pick(rng, _alone(scene, "colour"))
+    thing = _pick(rng, _unique(scene, "colour"))
     return thing and Question(
         "shape", "vqa", f"What shape is the {thing.colour} object?", thing.shape
     )
@@ -74,7 +74,7 @@ def _shape(scene: Scene, rng: Rng) -> Question | None:
 
 def _texture(scene: Scene, rng: Rng) -> Question | None:
     by_shape = rng.random() < 0.5
-    thing = _pick(rng, _alone(scene, "shape" if by_shape else "colour"))
+    thing = _pick(rng, _unique(scene, "shape" if by_shape else "colour"))
     if thing is None:
         return None
     name = thing.shape if by_shape else f"{thing.colour} object"
@@ -95,7 +95,8 @@ def _count_some(scene: Scene, rng: Rng) -> Question:
 
 
 def _exists(scene: Scene, rng: Rng) -> Question:
-    """Ask for a thing that is there half the time; absent ones often differ in one attribute."""
+    """Ask for an object that is present half the time; absent ones often differ in one
+    attribute."""
     shown = _pick(rng, list(scene.things))
     present = {(thing.colour, thing.shape) for thing in scene.things}
     named = rng.random() < 0.5
@@ -132,7 +133,7 @@ def _refer(scene: Scene, rng: Rng) -> Question | None:
 
 
 def _detect(scene: Scene, rng: Rng) -> Question:
-    """Ask for all things of a shape or colour; one question in eight has none to find."""
+    """Ask for all objects of a shape or colour; one question in eight has no such object."""
     shown = _pick(rng, list(scene.things)) if rng.random() < 0.875 else None
     attribute, names = ("shape", lexicon.SHAPES)
     if rng.random() < 0.4:

@@ -1,4 +1,4 @@
-"""The adapters: what each one is asked, and its rank and targets. All differ on purpose."""
+"""Recipes of the adapters: questions, rank and targets, which differ on purpose."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture (or clip) of a domain and what is asked about it.
+    """A picture or clip of a domain with a question about it.
 
-    `question` decides the domain; `scene` or `clip` is what is shown.
+    `question` determines the domain; `scene` or `clip` is shown.
     """
 
     question: Question
@@ -31,7 +31,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one adapter is made. `targets` are suffixes of the decoder's linear layers.
+    """Recipe of an adapter. `targets` are suffixes of the decoder's linear layers.
 
     `domains` maps a domain's name to a sampler (random state, held out) -> Sample; an adapter
     with a head answers `head_tasks` with one of `labels`.
@@ -55,7 +55,7 @@ class Recipe:
 
     @property
     def target_regex(self) -> str:
-        """Match the decoder's layers only: names of the tower's layers end alike."""
+        """Regular expression of the decoder's layers, whose suffixes the tower's layers share."""
         suffixes = "|".join(target.replace(".", r"\.") for target in self.targets)
         decoder = rf".*language_model\.layers\.\d+\.({suffixes})"
         return rf"({decoder}|lm_head)" if self.with_lm_head else decoder

@@ -1,7 +1,7 @@
-"""Writes what `make demo` sends: pictures and two clips, larger than the model sees them.
+"""Write the samples of `make demo`: pictures and two clips, larger than the model's input.
 
-`index.json` lists, for each request: files (or one video), task, adapter, prompt, and the answer
-to expect. Boxes in answers are on the grid 0-999, as the model writes them.
+`index.json` lists, for each request: files (or one video), task, adapter, prompt, and the
+expected answer. Boxes in answers are on the grid 0-999, as the model writes them.
 """
 
 import json
@@ -56,7 +56,7 @@ _TRIO = Scene(
 
 
 def write_samples(folder: Path) -> Path:
-    """Write all samples and their index; return the folder."""
+    """Write all samples and their index. Return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     index = [
         _picture(folder, "vqa", _STREET, "vqa", "What color is the star?", "blue"),
@@ -122,7 +122,7 @@ def _adapter_picture(folder: Path, domain: str, number: int) -> dict[str, Any]:
 
 
 def _clip(folder: Path, name: str, clip: Clip, adapter: str | None) -> dict[str, Any]:
-    """Write one second of video, and say what happens in it."""
+    """Write one second of video and return its index entry."""
     times = [float(time) for time in np.linspace(0, 1, FRAMES_PER_SECOND)]
     file = folder / f"{name}.mp4"
     write_video(file, clip.frames(times, SIZE))

@@ -1,7 +1,7 @@
-"""Draws scenes: textured shapes on surfaces, and says what is where.
+"""Draw scenes of textured shapes on surfaces, with the position of each object.
 
-Coordinates are pixels of a 64x64 scene whatever the drawing's scale. Drawing is at twice the
-wanted size and averaged down, so edges are smooth. Same random state, same scene.
+Coordinates are pixels of a 64x64 scene at every drawing scale. A scene is drawn at twice its size
+and averaged down, so edges are smooth. The same random state gives the same scene.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,8 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Thing:
-    """One object. `box` is where it is asked for; `mark` is an own opacity map, such as a digit."""
+    """An object. `box` is its bounding box; `mark` is an opacity map of its own, such as a
+    digit."""
 
     shape: str
     colour: str
@@ -41,7 +42,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: a surface (colour and pattern) and things, in reading order."""
+    """Contents of a picture: a surface (colour and pattern) and objects from left to right."""
 
     surface: str
     pattern: str
@@ -52,7 +53,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Pixels [n, n, 3] uint8 and, for each of 64x64 points, the index of its thing or -1."""
+    """Pixels [n, n, 3] uint8 and, for each of 64x64 points, the index of its object or -1."""
 
     pixels: Pixels
     owner: NDArray[np.int8]
@@ -114,12 +115,12 @@ def _draw_thing(
 
 
 def colour_of(name: str) -> tuple[int, int, int]:
-    """Return the RGB of a thing's or a surface's colour."""
+    """Return the RGB of an object's or a surface's colour."""
     return lexicon.COLOURS.get(name) or lexicon.BACKGROUNDS[name]
 
 
 def opacity_of(thing: Thing, u: Floats, v: Floats) -> Floats:
-    """Return the thing's opacity, 0 to 1, at coordinates -1 to 1 of its box."""
+    """Return the object's opacity, 0 to 1, at coordinates -1 to 1 of its box."""
     if thing.mark is None:
         return OUTLINES[thing.shape](u, v).astype(np.float32)
     return _sample_mark(thing.mark, u, v)
@@ -144,21 +145,21 @@ def place_boxes(
             side = float(rng.uniform(smallest, largest))
             x, y = (float(value) for value in rng.uniform(1, SIDE - 1 - side, 2))
             box = (x, y, x + side, y + side)
-            if all(_apart(box, other, gap) for other in boxes):
+            if all(_are_separate(box, other, gap) for other in boxes):
                 boxes.append(box)
         if len(boxes) == count:
             return sorted(boxes)
         largest = max(smallest, largest - 1)
 
 
-def _apart(a: Box, b: Box, gap: float) -> bool:
+def _are_separate(a: Box, b: Box, gap: float) -> bool:
     return a[2] + gap <= b[0] or b[2] + gap <= a[0] or a[3] + gap <= b[1] or b[3] + gap <= a[1]
 
 
 def random_surface(
     rng: np.random.Generator, things: tuple[Thing, ...], pattern: str | None = None
 ) -> Scene:
-    """Return a scene of these things on a surface drawn from the base's own."""
+    """Return a scene of these objects on a random surface of the base."""
     return Scene(
         surface=str(rng.choice(list(lexicon.BACKGROUNDS))),
         pattern=pattern or str(rng.choice(lexicon.CATEGORIES)),
@@ -172,7 +173,7 @@ _SIZES = {0: (16, 28), 1: (16, 28), 2: (16, 28), 3: (15, 24), 4: (14, 21)}
 
 
 def base_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
-    """Return a scene of 0-4 things, mostly 1-4, as the base is trained on."""
+    """Return a training scene of the base with 0 to 4 objects, mostly 1 to 4."""
     if count is None:
         count = int(rng.choice(5, p=[0.06, 0.22, 0.26, 0.24, 0.22]))
     things = tuple(
@@ -182,7 +183,7 @@ def base_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
 
 
 def random_thing(rng: np.random.Generator, box: Box, shapes: tuple[str, ...]) -> Thing:
-    """Return a thing of random shape, colour and texture in a box."""
+    """Return an object of random shape, colour and texture in a box."""
     return Thing(
         shape=str(rng.choice(shapes)),
         colour=str(rng.choice(list(lexicon.COLOURS))),

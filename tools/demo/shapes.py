@@ -1,7 +1,7 @@
-"""Outlines and fills, as functions of coordinates: what is inside, and where it is dark.
+"""Outlines and fills as functions of coordinates: the inside of a shape and its dark parts.
 
-Outlines take u, v in [-1, 1] over the thing's box (v grows downwards). Fills take x, y in pixels
-of the 64-pixel scene. Both take and return arrays of any one shape, floats in and booleans out.
+Outlines take u, v in [-1, 1] over the object's box (v grows downwards). Fills take x, y in pixels
+of the 64-pixel scene. Both map float arrays of any shape to boolean arrays of that shape.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ OUTLINES: dict[str, Outline] = {
 
 
 def dark_parts(texture: str, x: Floats, y: Floats) -> Mask:
-    """Return where a thing of this texture has its darker shade."""
+    """Return where an object of this texture has its darker shade."""
     if texture == "striped":
         return (x + y) % 6 < 3
     if texture == "dotted":
@@ -79,7 +79,8 @@ def dark_parts(texture: str, x: Floats, y: Floats) -> Mask:
 
 
 def surface_shade(pattern: str, x: Floats, y: Floats, rng: np.random.Generator) -> Floats:
-    """Return how far a surface departs from its colour, 0 (not) to 1 (most), at each point.
+    """Return how far a surface departs from its colour, from 0 (none) to 1 (maximum), at each
+    point.
 
     `x` and `y` are a square grid. Grainy surfaces draw one value for each pixel of the scene.
     """
@@ -114,6 +115,6 @@ def surface_shade(pattern: str, x: Floats, y: Floats, rng: np.random.Generator) 
 
 
 def _repeat(grid: Floats, side: int) -> Floats:
-    """Enlarge a 64x64 grid to side x side by whole repeats."""
+    """Enlarge a 64x64 grid to side x side by an integer factor."""
     times = side // 64
     return grid.repeat(times, 0).repeat(times, 1)

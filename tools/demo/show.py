@@ -1,9 +1,9 @@
-"""Shows all six tasks answered by the right adapters, through a real server.
+"""Show the answers of all six tasks by the right adapters, through a real server.
 
-Sends the samples of `tools/demo/samples` over gRPC (questions and captions to the streaming
-ensemble, all else to the structured one), prints a table, and draws every answer to `out/`: boxes
-on images, frames of clips, and one sheet of all. Uses the server at --url if one is there, and
-starts one for the time it takes otherwise.
+The script sends the samples of `tools/demo/samples` over gRPC, questions and captions to the
+streaming ensemble and all others to the structured one. It prints a table and draws every answer to
+`out/`: boxes on images, frames of clips, and one sheet of all. It uses the server at --url if there
+is one, and otherwise starts a server while it runs.
 
 usage: python -m tools.demo.show
 """
@@ -65,9 +65,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said; `objects` are those of `result`, empty where it was streamed.
+    """Answer of the server; `objects` are those of `result`, and empty for a streamed answer.
 
-    score: the probability of the top label where a vision task head answered.
+    score: probability of the top label if a vision task head answered, else None.
     """
 
     text: str
@@ -84,7 +84,7 @@ class Answer:
 
 
 def load_samples(folder: Path) -> list[Sample]:
-    """The samples of `folder`; ClientError where there are none."""
+    """Return the samples of `folder`. Raises ClientError if it has none."""
     index = folder / "index.json"
     if not index.is_file():
         raise ClientError(f"there are no samples in {folder}; `python -m tools.demo` writes them")
@@ -114,7 +114,7 @@ def _load(folder: Path, entry: dict[str, Any]) -> Sample:
 
 
 def ask(client: Any, sample: Sample) -> Answer:
-    """Send one sample and wait for its answer; an error of the server is an answer too."""
+    """Send a sample and return its answer. An error of the server counts as an answer."""
     inputs = request_inputs(
         sample.prompt,
         images=() if sample.is_video else sample.files,
@@ -139,7 +139,7 @@ def ask(client: Any, sample: Sample) -> Answer:
 
 
 def is_right(expected: str, text: str) -> bool:
-    """Same words; boxes may differ as long as each overlaps its own by half."""
+    """Return whether the words are equal and each box overlaps its expected one by half."""
     wanted, given = parse_boxes(expected, GRID), parse_boxes(text, GRID)
     if not wanted:
         return text == expected
@@ -151,7 +151,7 @@ def is_right(expected: str, text: str) -> bool:
 
 @contextmanager
 def server_at(url: str, console: Console) -> Iterator[Any]:
-    """A client of the server at `url`, or of one started here and ended afterwards."""
+    """Yield a client of the server at `url`, or of a server that runs for this block."""
     with ExitStack() as stack:
         try:
             client = connect(url, "video_analytics")
@@ -166,7 +166,7 @@ def server_at(url: str, console: Console) -> Iterator[Any]:
 
 @contextmanager
 def _own_server() -> Iterator[str]:
-    """The gRPC address of a server of the demo model."""
+    """Yield the gRPC address of a new server of the demo model."""
     from vlora.launcher.assembly import ServerError
     from vlora.launcher.server import TritonServer
 
@@ -178,7 +178,7 @@ def _own_server() -> Iterator[str]:
 
 
 def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
-    """What was asked and answered, to be read at 80 columns."""
+    """Return a table of questions and answers, 80 columns wide."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("task", no_wrap=True)
     table.add_column("adapter", no_wrap=True)
@@ -201,13 +201,13 @@ def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
 
 
 def plain(text: str) -> str:
-    """An answer for people: names and corners of boxes without their tags, one box a line."""
+    """Return an answer without tags: names and corners of boxes, one box per line."""
     text = text.replace("<ref>", "").replace("</ref>", "")
     return text.replace("<box>", "\n").replace("</box>", "").strip()
 
 
 def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Path:
-    """Write one picture a sample and a sheet of all; the sheet's path."""
+    """Write a picture of each sample and a sheet of all. Return the sheet's path."""
     out.mkdir(parents=True, exist_ok=True)
     tiles = []
     for sample, answer in zip(samples, answers, strict=True):

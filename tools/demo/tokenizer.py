@@ -1,4 +1,4 @@
-"""The demo's own tokenizer: byte-level BPE, so any text round-trips, with box tokens beside it.
+"""Tokenizer of the demo: byte-level BPE, so that any text round-trips, plus box tokens.
 
 Special tokens never appear in decoded text. Box tokens are ordinary (added, not special) tokens,
 so decoding an answer gives exactly the paper's box syntax.
@@ -58,7 +58,8 @@ _COMMON = (
 
 
 def corpus() -> list[str]:
-    """Return the text the merges are learnt from: every prompt and word, in both positions."""
+    """Return the text for learning merges: every prompt and word, with and without leading
+    space."""
     lines = [task_text(task, "", PLACEHOLDER) for task in TASKS if task != "raw"] * 40
     lines += [_COMMON] * 20
     for word in lexicon.all_words():

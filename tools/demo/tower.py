@@ -1,6 +1,6 @@
-"""Stage 1: the vision tower learns to see, on dense labels, before any language is involved.
+"""Stage 1: pretrain the vision tower on dense labels, without language.
 
-The heads are thrown away. This is far quicker than learning to see through the language model.
+The heads are discarded. This is much faster than training the tower through the language model.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ PIXELS_OF_PATCH = 3 * PATCH_SIZE**2
 
 
 class DenseHeads(nn.Module):
-    """One linear readout per label, and one of the patch's pixels."""
+    """Linear readouts: one for each label, and one for the pixels of the patch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,20 +37,22 @@ class DenseHeads(nn.Module):
         self.outline = nn.Linear(HIDDEN, OUTLINE_SIDE**2)
 
     def forward(self, features: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Features [n, 64, hidden] to logits by head [n, 64, classes], pixels [n, 64, 192] and
-        outlines [n, 64, 64]."""
+        """Return logits by head [n, 64, classes], pixels [n, 64, 192] and outlines [n, 64, 64].
+
+        features: [n, 64, hidden].
+        """
         normal = self.norm(features)
         logits = self.readout(normal).split(list(HEADS.values()), dim=-1)
         return dict(zip(HEADS, logits, strict=True)), self.pixels(normal), self.outline(normal)
 
 
 def to_pixels(images: NDArray[np.uint8]) -> Tensor:
-    """Images uint8 [n, 64, 64, 3] to what the image processor gives: float [n, 3, 64, 64]."""
+    """Return the image processor's output [n, 3, 64, 64] of images uint8 [n, 64, 64, 3]."""
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def patches_of(pixels: Tensor) -> Tensor:
-    """Pixels [n, 3, 64, 64] to [n, 64, 192]."""
+    """Return the patches [n, 64, 192] of pixels [n, 3, 64, 64]."""
     columns = nn.functional.unfold(pixels, PATCH_SIZE, stride=PATCH_SIZE)
     return columns.transpose(1, 2)
 
@@ -58,7 +60,7 @@ def patches_of(pixels: Tensor) -> Tensor:
 def dense_loss(
     heads: DenseHeads, features: Tensor, batch: DenseBatch
 ) -> tuple[Tensor, dict[str, float]]:
-    """Sum the readouts' cross entropies and the pixels' error; report accuracies."""
+    """Sum the readouts' cross entropies and the error of the pixels; return accuracies."""
     logits, guessed, outlines = heads(features)
     labels = torch.from_numpy(batch.labels)
     pixels = to_pixels(batch.images)
@@ -85,7 +87,7 @@ def dense_loss(
 
 
 def train_tower(model: LlavaForConditionalGeneration, work: Path, steps: int) -> DenseHeads:
-    """Pretrain the tower in place and return the heads (kept as a side task of stage 2)."""
+    """Pretrain the tower in place and return the heads (stage 2 uses them as an auxiliary task)."""
     torch.manual_seed(SEED)
     heads = DenseHeads()
     tower = model.model.vision_tower

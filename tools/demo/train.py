@@ -1,4 +1,4 @@
-"""Trains the base: builds it, teaches the tower to see, then everything to answer."""
+"""Train the base: build it, pretrain the tower, then train the whole model jointly."""
 
 from pathlib import Path
 
@@ -16,9 +16,9 @@ QUICK_STEPS = 4
 
 
 def train_base(checkpoint: Path, work: Path, quick: bool = False, threads: int = 1) -> None:
-    """Train and write the checkpoint. Resumes from what lies in `work`.
+    """Train and write the checkpoint. A run resumes from the state in `work`.
 
-    `quick` takes a few steps of each stage, to see that all of it runs.
+    `quick` runs a few steps of each stage, to test that all stages work.
     """
     torch.set_num_threads(threads)
     tokenizer = make_tokenizer()

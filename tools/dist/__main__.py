@@ -1,7 +1,7 @@
 """Build the wheel and the sdist into dist/, check their contents, and let each serve the demo.
 
-Each is installed into a fresh environment outside the source tree, and a server started from it must
-answer the demo's questions. This takes minutes, because the kernels are compiled twice.
+Each is installed into a fresh environment outside the source tree, and a server started from it
+must answer the demo's questions. This takes minutes, because the kernels are compiled twice.
 
 usage: python -m tools.dist
 """
@@ -78,7 +78,8 @@ def check(made: Path, kind: str, tools: Path, log: Path) -> None:
 
 
 def try_out(made: Path, log: Path, console: Console) -> str:
-    """Install and serve a distribution. Return a summary of its answers; raise TrialError if wrong."""
+    """Install and serve a distribution. Return a summary of its answers; raise TrialError if
+    wrong."""
     with tempfile.TemporaryDirectory(prefix="vlora-dist-") as folder:
         home = Path(folder) / "environment"
         started = time.monotonic()

@@ -49,7 +49,8 @@ def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
 
 
 def install(distribution: Path, folder: Path, constraints: Path, log: Path) -> Path:
-    """Create an environment at `folder`, install the distribution with its `server` extra, return `bin`."""
+    """Create an environment at `folder`, install the distribution with its `server` extra, return
+    `bin`."""
     shutil.rmtree(folder, ignore_errors=True)
     run([sys.executable, "-m", "venv", folder], log)
     wanted = f"vlora[server] @ {distribution.resolve().as_uri()}"
@@ -75,7 +76,8 @@ def check_installed(folder: Path, log: Path) -> None:
 
 @contextmanager
 def serving(command: Sequence[str | Path], folder: Path, log: Path) -> Iterator[str]:
-    """Start `vlora serve` as `command` in `folder` and yield its gRPC address once a probe says ready.
+    """Start `vlora serve` as `command` in `folder` and yield its gRPC address once a probe says
+    ready.
 
     Raises TrialError if it does not serve, or does not end with status 0 on SIGTERM.
     """

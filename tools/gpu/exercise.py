@@ -10,7 +10,7 @@ import torch
 from vlora.atmm.cuda.choice import Choice
 from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator, current
 from vlora.atmm.cuda.tables import DeviceGroup
-from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
+from vlora.atmm.types import HeadMatrix, LoraPair, MergeUpdate, Segment
 
 SEGMENTS = [
     Segment(0, 1, 0),
@@ -58,7 +58,7 @@ def exercise(operator: Operator, tiles: int) -> int:
         MergedParts(operator, [MergeUpdate(0, factors)])(torch.empty_like(base), base)
         calls += 1
     heads = DeviceGroup(100, [1], torch.float32, operator.device)
-    heads.append_head(Head(torch.randn(7, 100), torch.randn(7)))  # Copies it to the device.
+    heads.append_head(HeadMatrix(torch.randn(7, 100), torch.randn(7)))  # Copies it to the device.
     heads.ready()
     x = torch.randn(5, 100, device=operator.device)
     scores = torch.zeros(5, 7, device=operator.device)

@@ -1,4 +1,4 @@
-"""Algorithm 2 of the paper: which tile is best for which shape, found by profiling.
+"""Tile search (algorithm 2 of the paper): find the best tile for each shape by profiling.
 
-`command.tile_search` is the command; `cuda_build` compiles the CUDA side.
+`command.tile_search` is the command line; `cuda_build` compiles the CUDA operator.
 """

@@ -13,27 +13,39 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 BUDGET, QUICK_BUDGET = 0.12, 0.02
-"""Seconds for all configurations of one shape, hot and cold each; FEWEST_ROUNDS come first."""
+"""Seconds for profiling one shape, hot and cold each, once it has MIN_ROUNDS samples."""
 QUICK_RANKS, QUICK_SEGMENTS, QUICK_ROWS = (64,), (4,), 256
 STATE = Path("out") / "tile-search"
 
 
 def tile_search(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose targets are searched.")
+        Path | None, typer.Option(help="Checkpoint whose LoRA targets are searched.")
     ] = None,
-    dtypes: Annotated[str, typer.Option(help="Storage types: fp32, bf16.")] = "fp32,bf16",
-    threads: Annotated[str, typer.Option(help="Numbers of threads of one call: 1,2.")] = "1",
-    output: Annotated[Path | None, typer.Option(help="Folder of the tables.")] = None,
-    state: Annotated[Path, typer.Option(help="Where an interrupted search goes on.")] = STATE,
+    dtypes: Annotated[str, typer.Option(help="Storage types, such as fp32,bf16.")] = "fp32,bf16",
+    threads: Annotated[str, typer.Option(help="Thread counts of a call, such as 1,2.")] = "1",
+    output: Annotated[Path | None, typer.Option(help="Folder for the tables.")] = None,
+    state: Annotated[
+        Path, typer.Option(help="Folder from which an interrupted search is resumed.")
+    ] = STATE,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few shapes, few rounds; written under --state.")
+        bool,
+        typer.Option(
+            "--quick", help="Search few shapes in few rounds; write the table below --state."
+        ),
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an interrupted search.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Discard the state of an interrupted search.")
+    ] = False,
     cuda: Annotated[
-        bool, typer.Option("--cuda", help="Of the GPU; --model and --threads are the CPU's.")
+        bool,
+        typer.Option(
+            "--cuda", help="Search on the GPU; --model and --threads apply to the CPU only."
+        ),
     ] = False,
-    minutes: Annotated[float, typer.Option(help="With --cuda: ends then, to go on later.")] = 30.0,
+    minutes: Annotated[
+        float, typer.Option(help="With --cuda: stop after this many minutes; a later call resumes.")
+    ] = 30.0,
 ) -> None:
     """Find the best tile for every shape by profiling (algorithm 2) and write the table."""
     if cuda:
@@ -42,7 +54,8 @@ def tile_search(
     from tools.tile_search import table
     from tools.tile_search.cpu import CpuBackend
     from tools.tile_search.models import BENCH, sides_of
-    from tools.tile_search.search import Space, State, filled, search
+    from tools.tile_search.search import Space, filled, search
+    from tools.tile_search.state import State
     from vlora import native
 
     console = Console(highlight=False)
@@ -56,7 +69,7 @@ def tile_search(
     counts = [int(count) for count in threads.split(",")]
     space = Space(sides)
     if quick:
-        space = Space(sides, QUICK_RANKS, QUICK_SEGMENTS, most_rows=QUICK_ROWS)
+        space = Space(sides, QUICK_RANKS, QUICK_SEGMENTS, max_rows=QUICK_ROWS)
     folder = output or (state if quick else table.TABLES)
     started = time.monotonic()
     for dtype in dtypes.split(","):
@@ -72,7 +85,7 @@ def tile_search(
                 file.unlink(missing_ok=True)
             known = State(file, stamp)
             if known.done:
-                console.print(f"{dtype}: {len(known.done)} shapes are known from {file}")
+                console.print(f"{dtype}: {len(known.done)} shapes are already in {file}")
             effort = (QUICK_ROUNDS, QUICK_BUDGET) if quick else (ROUNDS, BUDGET)
             entries = search(backend, shapes, known, rounds=effort[0], budget=effort[1])
             label = f"{dtype}, {count} thread{'s' if count > 1 else ''}"
@@ -90,7 +103,7 @@ def tile_search(
 def _on_cuda(
     dtypes: Sequence[str], output: Path | None, state: Path, seconds: float, *, fresh: bool
 ) -> None:
-    """The same of the GPU's choices: as many shapes as the time allows, the weightiest first."""
+    """Search on the GPU, most important shapes first, until the time is up."""
     from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
     from vlora.atmm.cuda import operator
     from vlora.atmm.tiles import TABLES
@@ -114,7 +127,7 @@ def _on_cuda(
 def _shown(
     console: Console, label: str, entries: Iterable[dict[str, Any]], total: int
 ) -> list[dict[str, Any]]:
-    """The entries as they come, under a progress bar."""
+    """Collect the entries and show a progress bar meanwhile."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip

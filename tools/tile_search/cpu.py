@@ -1,4 +1,4 @@
-"""The CPU side of the search: which configurations are worth measuring, and how one is run."""
+"""CPU backend of the search: prune configurations and run one of them."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from vlora.atmm.types import LoraPair, MergeUpdate, Segment, Segments
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_SLOTS = 4096
 
-# The analytic limits: shares of a cache that one operand may take, beside the other operand's
-# stream and the rows of y, and row counts beyond which a kind of configuration cannot pay.
+# Analytic limits: the share of a cache that one operand may use, since the other operand and y
+# pass through it as well, and row counts beyond which a kind of configuration cannot be faster.
 INTERMEDIATE_SHARE_OF_L2 = 0.5
 PANELS_SHARE_OF_L2 = 0.5
 STREAMING_BLOCK = 8
-"""Row block of the kernels that read an adapter once, from memory to registers."""
+"""Row block of the streaming kernels, which read an adapter once, from memory to registers."""
 FEW_ROWS = 8
-"""Up to here a call is bound by the adapters' bytes: blocking and packing rows cannot pay."""
+"""Maximum rows at which the adapters' bytes limit a call, so blocking cannot be faster."""
 MANY_ROWS = 32
-"""From here on, streaming would read each adapter four times and more."""
+"""Minimum rows at which streaming would read each adapter four times or more."""
 SCRATCH_BYTES = 4
-"""An element of the intermediate."""
+"""Bytes of an element of the intermediate."""
 NARROW = 32
-"""Columns of the narrower register tiles."""
-REST = ("depth_block", "prefetch", "column_block")
-"""Of a configuration, beside its blocks and tiles."""
+"""Columns of the narrow register tiles."""
+OTHER_KEYS = ("depth_block", "prefetch", "column_block")
+"""Keys of a configuration besides its blocks and tiles."""
 
 
 def why_not(
     config: Mapping[str, Any], shape: Shape, device: Device, element_bytes: int
 ) -> str | None:
-    """The first limit that a configuration breaks for a shape, or None."""
+    """Return the first limit that a configuration exceeds for a shape, or None."""
     l2 = device.l2 << 10
     if shape.operation == "merge":
         panels = int(config["column_block"]) * shape.rank * SCRATCH_BYTES
-        return "the block of A leaves no room in L2" if panels > l2 else None
+        return "the block of A does not fit into L2" if panels > l2 else None
     row_block = int(config["row_block"])
     shrink = int(config["shrink_columns"])
     depth = int(config["depth_block"])
     if (row_block == STREAMING_BLOCK) != (shape.rows <= FEW_ROWS):
         if shape.rows <= FEW_ROWS:
-            return "rows so few are not worth a block"
+            return "there are too few rows for a block"
         if shape.rows >= MANY_ROWS:
             return "streaming would read the adapter too often"
     if row_block == STREAMING_BLOCK and shape.rows > FEW_ROWS and int(config["prefetch"]):
-        return "later passes find the adapter in the cache"
+        return "the adapter is in the cache in later passes"
     if row_block * shape.rank * SCRATCH_BYTES > INTERMEDIATE_SHARE_OF_L2 * l2:
-        return "the intermediate leaves no room in L2"
+        return "the intermediate exceeds its share of L2"
     if shrink * depth * element_bytes > PANELS_SHARE_OF_L2 * l2:
-        return "the panels that row tiles share leave no room in L2"
+        return "the panels that row tiles share exceed their share of L2"
     return None
 
 
 class CpuBackend:
-    """Profiles `vlora.atmm.op` for one storage type on `threads` threads."""
+    """Backend that profiles `vlora.atmm.op` for one storage type on `threads` threads."""
 
     def __init__(self, dtype: str, threads: int) -> None:
         self.dtype = dtype
@@ -75,7 +75,7 @@ class CpuBackend:
 
     @property
     def digest(self) -> str:
-        """Changes with the compiled configurations, so that stale results are not resumed."""
+        """Hash of the compiled configurations; results with another hash are not resumed."""
         names = sorted(name for known in self._all.values() for name in known)
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
@@ -86,8 +86,10 @@ class CpuBackend:
         return tiles.built_in(shape.operation, self.dtype, **self._sizes(shape))
 
     def configs(self, shape: Shape) -> Sequence[str]:
-        """Those that no limit rules out; one of those that run the same code, the built-in one if
-        it is among them."""
+        """Return the configurations within all limits.
+
+        Of several that run the same code only one is returned: the built-in one if possible.
+        """
         built_in = self.built_in(shape)
         widest = tiles.widest(self.dtype)
         kept: dict[tuple[Any, ...], tuple[bool, int, str]] = {}
@@ -95,13 +97,13 @@ class CpuBackend:
             if why_not(config, shape, self._device, DTYPES[self.dtype].itemsize) is not None:
                 continue
             block = int(config["row_block"])
-            # A block that holds all rows cuts nothing, and a tile is no wider than the registers
-            # or than its matrix.
+            # A block of all rows equals no block, and a tile is at most as wide as the registers
+            # and its matrix.
             same = (
                 "all" if shape.operation == "apply" and block >= shape.rows else block,
                 min(int(config["shrink_columns"]), widest, -(-shape.rank // 16) * 16),
                 min(int(config["expand_columns"]), widest),
-                *(config[key] for key in REST),
+                *(config[key] for key in OTHER_KEYS),
             )
             kept[same] = min(kept.get(same, (True, block, name)), (name != built_in, block, name))
         return [name for _, _, name in kept.values()] or [built_in]
@@ -122,7 +124,9 @@ class CpuBackend:
         ]
         x = torch.randn(shape.rows * shape.segments, shape.d_in).to(DTYPES[self.dtype])
         y = torch.zeros(shape.rows * shape.segments, shape.d_out, dtype=DTYPES[self.dtype])
-        turn = [0]  # shared: no configuration finds what another has just brought to the caches
+        turn = [
+            0
+        ]  # Configurations share the data, so that none profits from what another has cached.
 
         def call_of(index: int) -> Callable[[], None]:
             def call() -> None:

@@ -1,10 +1,11 @@
-"""Compiles ATMM for CUDA: generates one source per tile instance, runs nvcc, links one library.
+"""Compile ATMM for CUDA: generate one source per tile instance, run nvcc, and link one library.
 
-`python -m tools.tile_search.cuda_build [--limit N]` (`make cuda`). Needs nvcc and the CUTLASS
-headers (PyPI `nvidia-cutlass`, fetched into the build directory), no GPU; nothing of vlora needs
-the result to be installed or to run on a CPU. Beside the library lies what each kernel takes of a
-multiprocessor, by ptxas (RESOURCES). With `--emulate` a C++ compiler makes the emulation instead:
-the same kernels, run on the host (csrc/atmm/cuda/host). Standard library only.
+`python -m tools.tile_search.cuda_build [--limit N]` (`make cuda`) needs nvcc and the CUTLASS
+headers (PyPI `nvidia-cutlass`, downloaded into the build directory), but no GPU. vlora installs and
+runs on a CPU without the result. The file RESOURCES next to the library holds the registers and
+shared memory of each kernel as ptxas reports them. With `--emulate` a C++ compiler builds the
+emulation instead: the same kernels on the host (csrc/atmm/cuda/host). The script uses the standard
+library only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ EMULATED = ROOT / "build" / "cuda-host" / "libvlora_atmm_emulated.so"
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 HEADERS = Path("cutlass_library") / "source" / "include"
 CARRIED = ROOT / "build" / "cutlass"
-"""Where `--headers` puts the headers that the build includes, for a machine without a network."""
+"""Folder into which `--headers` copies CUTLASS headers, for a machine without a network."""
 ARCHITECTURES = (80, 90)
 TYPES = {"fp16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
 FLAGS = (
@@ -50,11 +51,11 @@ HOST_FLAGS = ("-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Wno-unkn
 
 
 class BuildError(RuntimeError):
-    """What is missing, or what the compiler said."""
+    """Error of the build: a missing part, or the compiler's output."""
 
 
 class NoToolchain(BuildError):
-    """A compiler, or headers, that this machine lacks."""
+    """Error for a compiler or headers that this machine lacks."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Instance:
 
 
 def instances(limit: int | None = None, dtypes: tuple[str, ...] = tuple(TYPES)) -> list[Instance]:
-    """All of them, or the first `limit`, shared out evenly among kinds and types."""
+    """Return all instances, or `limit` of them, divided evenly among kinds and types."""
     known = {kind: tiles(kind) for kind in KINDS}
     found = [
         Instance(known[kind][i], kind, dtype)
@@ -93,7 +94,7 @@ def instances(limit: int | None = None, dtypes: tuple[str, ...] = tuple(TYPES)) 
 
 
 def registry(chosen: list[Instance]) -> str:
-    """The source that lists the instances for api.cu, in their order."""
+    """Return the source that lists the instances for api.cu in order."""
     declared = "".join(f"vlora::Instance make_{one.name}();\n" for one in chosen)
     listed = ", ".join(f"make_{one.name}()" for one in chosen)
     return (
@@ -111,27 +112,31 @@ def registry(chosen: list[Instance]) -> str:
 def find_nvcc() -> str:
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if nvcc is None:
-        raise NoToolchain("nvcc is not here; ATMM for CUDA is built only where the CUDA toolkit is")
+        raise NoToolchain("nvcc is missing; install the CUDA toolkit to build ATMM for CUDA")
     return nvcc
 
 
 def find_headers(folder: Path = BUILD, *, fetch: bool = True) -> Path:
-    """CUTLASS's include folder: $VLORA_CUTLASS, what was carried along, or from PyPI under the
-    build directory."""
+    """Return CUTLASS's include folder.
+
+    It is $VLORA_CUTLASS, the folder of `--headers`, or a download from PyPI in the build directory.
+    """
     given = os.environ.get("VLORA_CUTLASS")
     places = [Path(given)] if given else [CARRIED, folder / "cutlass" / HEADERS]
     for headers in places:
         if (headers / "cutlass" / "cutlass.h").is_file():
             return headers
     if given or not fetch:
-        raise NoToolchain(f"no CUTLASS headers in {', '.join(map(str, places))} (VLORA_CUTLASS)")
+        raise NoToolchain(
+            f"CUTLASS headers are missing in {', '.join(map(str, places))} (VLORA_CUTLASS)"
+        )
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
     _run([*command, "--target", str(folder / "cutlass"), CUTLASS])
     return places[-1]
 
 
 def gencode(architectures: tuple[int, ...]) -> list[str]:
-    """Machine code for each, and PTX of the last beside it for what comes after."""
+    """Return flags for machine code of each architecture and PTX of the newest one."""
     *older, newest = sorted(architectures)
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in older]
     return [*codes, f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"]
@@ -149,7 +154,7 @@ def build(
     *,
     fetch: bool = True,
 ) -> Path:
-    """Compile what changed and link; returns the library."""
+    """Compile the changed sources, link them, and return the library's path."""
     codes = gencode(architectures)
     common = [*_common(find_headers(folder, fetch=fetch)), *codes]
     units = sorted(SOURCES.glob("*.cu"))
@@ -183,7 +188,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def resources(unit: str, text: str) -> list[dict[str, int | str]]:
-    """What ptxas says of every kernel of a unit, for each architecture."""
+    """Parse ptxas's report for every kernel of a translation unit, by architecture."""
     found: list[dict[str, int | str]] = []
     for line in text.splitlines():
         if match := _KERNEL.search(line):
@@ -198,10 +203,10 @@ def resources(unit: str, text: str) -> list[dict[str, int | str]]:
 
 
 def emulate(target: Path = EMULATED) -> Path:
-    """The emulation, compiled anew if a source changed; NoToolchain without a C++ compiler."""
+    """Compile the emulation if a source changed. Raises NoToolchain without a C++ compiler."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        raise NoToolchain("the emulation needs a C++ compiler")
+        raise NoToolchain("the emulation needs a C++ compiler; install g++")
     units = sorted([*SOURCES.glob("*.cu"), *(SOURCES / "host").glob("*.cu")])
 
     def compiled(unit: Path) -> Path:
@@ -218,7 +223,7 @@ def emulate(target: Path = EMULATED) -> Path:
 
 
 def carry_headers(folder: Path) -> int:
-    """Copy the CUTLASS headers that an instance includes; returns how many."""
+    """Copy the CUTLASS headers that an instance includes. Return their number."""
     headers = find_headers()
     unit = _write(BUILD / "generated" / f"{instances(1)[0].name}.cu", instances(1)[0].source)
     said = _run([*_common(headers), *gencode(ARCHITECTURES[-1:]), "-M", str(unit)])
@@ -232,7 +237,7 @@ def carry_headers(folder: Path) -> int:
 
 
 def _stale(target: Path, sources: list[Path]) -> bool:
-    """Whether a source, or any header of the operator, is newer."""
+    """Return whether a source, or any header of the operator, is newer than the target."""
     if not target.exists():
         return True
     shared = [SOURCES.parent / "include" / "atmm" / "segments.h", *(CSRC / "cpu").glob("types.h")]
@@ -241,7 +246,7 @@ def _stale(target: Path, sources: list[Path]) -> bool:
 
 
 def _link(command: list[str], objects: list[Path], library: Path) -> None:
-    """Under another name first: a process may have the library open."""
+    """Link to a temporary name and rename it, because a process may have the library open."""
     draft = library.with_suffix(f".{os.getpid()}")
     if not library.exists() or any(o.stat().st_mtime > library.stat().st_mtime for o in objects):
         _run([*command, *map(str, objects), "-o", str(draft)])
@@ -249,7 +254,7 @@ def _link(command: list[str], objects: list[Path], library: Path) -> None:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Leaves an unchanged file alone, so that it is not compiled again."""
+    """Write the file only if its text changed, so that it is not compiled again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
@@ -265,13 +270,21 @@ def _run(command: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--limit", type=int, help="compile only so many instances (CI: at most 10)")
-    parser.add_argument("--jobs", type=int, help="compilers at once; default: one a core")
+    parser.add_argument("--limit", type=int, help="compile at most this many instances")
+    parser.add_argument("--jobs", type=int, help="compilers to run at once (default: one per core)")
     parser.add_argument("--sm", type=int, nargs="+", default=ARCHITECTURES, help="architectures")
-    parser.add_argument("--list", action="store_true", help="only name the instances")
-    parser.add_argument("--emulate", action="store_true", help="for the host, by a C++ compiler")
+    parser.add_argument("--list", action="store_true", help="only list the instances")
     parser.add_argument(
-        "--headers", type=Path, nargs="?", const=CARRIED, help="copy the CUTLASS headers needed"
+        "--emulate",
+        action="store_true",
+        help="build the emulation for the host with a C++ compiler",
+    )
+    parser.add_argument(
+        "--headers",
+        type=Path,
+        nargs="?",
+        const=CARRIED,
+        help="copy the CUTLASS headers that the build needs",
     )
     given = parser.parse_args()
     chosen = instances(given.limit)

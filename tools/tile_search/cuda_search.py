@@ -1,8 +1,9 @@
-"""The CUDA side of the search: which choices are worth a measurement, and how one is timed.
+"""CUDA backend of the search: select candidates and time them.
 
-Candidates come from the tiles of the library at hand, ordered by the arithmetic that also serves
-without a table; adapters hot and cold, as on the CPU; a last alternating duel of the winner with
-the built-in choice, judged by the noise of that duel. Needs only torch, `vlora.atmm`, `tools.gpu`.
+Candidates come from the tiles in the compiled library, ordered by the cost formula that also
+chooses without a table. Adapters are profiled hot and cold, as on the CPU. Last, the winner and the
+built-in choice run alternately, and the winner must be faster by more than the noise. This module
+imports only torch, `vlora.atmm`, `benchmarks.gpu_timing` and `tools.gpu`.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ SIDES = ((4096, 4096), (1024, 1024))
 RANKS = (64, 16, 128)
 SEGMENTS = (8, 1, 32)
 ROWS = (1, 4, 16, 64, 256, 1024)
-MOST_ROWS = 8192
-"""Of one call: above, it is the same blocks more often."""
+MAX_ROWS = 8192
+"""Maximum rows of a call; larger calls repeat the same blocks."""
 ROWS_WORTH_ROW_KERNELS = 32
-FINEST = 6
-"""Shrink tiles, by their cost; as many expand tiles less two."""
+MAX_SHRINK_TILES = 6
+"""Number of cheapest shrink tiles to try; two fewer expand tiles are tried."""
 COLD_BYTES = 256 << 20
-"""Adapters of a cold profile rotate through this much: several times any L2."""
-MOST_LAYERS = 128
+"""Bytes of adapters that a cold profile rotates through: several times any L2."""
+MAX_LAYERS = 128
 ROUNDS, DUEL_ROUNDS = 3, 9
 
 
 def shapes(dtypes: Sequence[str] = ("bf16", "fp16")) -> list[Shape]:
-    """In the order of their weight: a search that is cut short has what matters most."""
+    """Return the shapes to search, the most important ones first."""
     return [
         Shape(dtype, rows, d_in, d_out, rank, segments)
         for dtype in dtypes
@@ -56,13 +57,13 @@ def shapes(dtypes: Sequence[str] = ("bf16", "fp16")) -> list[Shape]:
         for segments in SEGMENTS
         for d_in, d_out in SIDES
         for rows in ROWS
-        if rows * segments <= MOST_ROWS
+        if rows * segments <= MAX_ROWS
     ]
 
 
 @dataclass
 class Data:
-    """Calls of one shape: one layer's adapters (hot), or as many as leave the caches (cold)."""
+    """Data of one shape: adapters of one layer (hot) or of more layers than caches hold (cold)."""
 
     y: torch.Tensor
     x: torch.Tensor
@@ -85,7 +86,7 @@ class CudaSearch:
         return built_in(shape, operator.library, operator.multiprocessors, tensor_cores=True)
 
     def candidates(self, shape: Shape) -> list[Choice]:
-        """Those worth a measurement, the built-in one first."""
+        """Return the choices to measure, the built-in one first."""
         library, sms = self._operator.library, self._operator.multiprocessors
         found = [self.built_in(shape)]
         if shape.rows <= ROWS_WORTH_ROW_KERNELS:
@@ -104,11 +105,11 @@ class CudaSearch:
                 for tile in library.tiles_of("shrink", shape.dtype).values()
                 for s in SLICES
                 if shape.d_in // s >= 128
-            )[:FINEST]
+            )[:MAX_SHRINK_TILES]
             expands = sorted(
                 (expand_cost(shape, tile, sms), tile.name)
                 for tile in library.tiles_of("expand", shape.dtype).values()
-            )[: FINEST - 2]
+            )[: MAX_SHRINK_TILES - 2]
             if shrinks and expands:
                 up_to = min(shape.rows - 1, found[0].rows_up_to)
                 pairs = [(name, s, expands[0][1]) for _, s, name in shrinks]
@@ -120,7 +121,7 @@ class CudaSearch:
         dtype = next(one for one, name in DTYPES.items() if name == shape.dtype)
         device = self._operator.device
         size = shape.segments * shape.rank * (shape.d_in + shape.d_out) * dtype.itemsize
-        count = min(MOST_LAYERS, max(2, math.ceil(self._cold_bytes / size))) if cold else 1
+        count = min(MAX_LAYERS, max(2, math.ceil(self._cold_bytes / size))) if cold else 1
         layers = []
         for _ in range(count):
             group = DeviceGroup(shape.d_in, [shape.d_out], dtype, device)
@@ -137,8 +138,11 @@ class CudaSearch:
         return Data(y, x, self._operator.segments(segments), layers)
 
     def best(self, shape: Shape) -> dict[str, Any]:
-        """The entry of one shape: the least product of hot and cold, if it beats the built-in one
-        by more than the noise of the two."""
+        """Return the table entry of one shape.
+
+        It is the choice with the smallest product of hot and cold time, if it beats the built-in
+        choice by more than the noise of both.
+        """
         hot, cold = self.data(shape, cold=False), self.data(shape, cold=True)
         choices = self.candidates(shape)
         of_hot = self._times(hot, choices, ROUNDS)
@@ -169,8 +173,10 @@ class CudaSearch:
     def search(
         self, wanted: Sequence[Shape], file: Path, seconds: float
     ) -> Iterator[dict[str, Any]]:
-        """Entries as they are found, those of `file` (one a line) first; new ones are added to it.
-        Ends when the next one would not be done in time."""
+        """Yield entries: first those stored in `file`, then new ones, which are added to it.
+
+        Stops when the next shape would not be finished in time.
+        """
         end, longest = time.monotonic() + seconds, 0.0
         done = _entries(file, f"{self._operator.name} {_digest(self._operator)}")
         yield from done.values()
@@ -204,7 +210,7 @@ def _digest(operator: Operator) -> str:
 
 
 def _entries(file: Path, stamp: str) -> dict[str, dict[str, Any]]:
-    """Of an earlier search on the same device with the same tiles; else the file starts afresh."""
+    """Return the entries of an earlier search with the same stamp; otherwise empty the file."""
     lines = file.read_text().splitlines() if file.exists() else []
     if not lines or json.loads(lines[0]) != {"stamp": stamp}:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -215,13 +221,13 @@ def _entries(file: Path, stamp: str) -> dict[str, dict[str, Any]]:
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # the last line may have been cut off
+            continue  # The last line may be incomplete.
         found[entry["key"]] = entry
     return found
 
 
 def write_table(operator: Operator, entries: Sequence[dict[str, Any]], folder: Path) -> Path:
-    """As `vlora.atmm.cuda.operator` reads it from `vlora/atmm/tables`."""
+    """Write the table in the form that `vlora.atmm.cuda.operator` reads."""
     path = table_path(operator.name, folder)
     kept = ("config", "hot_us", "cold_us", "built_in", "built_in_hot_us", "built_in_cold_us")
     table = {

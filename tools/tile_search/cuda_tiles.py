@@ -1,6 +1,6 @@
-"""The CUDA tile configurations worth compiling: enumerated, then pruned without a GPU.
+"""CUDA tile configurations to compile: enumerated, then pruned without a GPU.
 
-Knows hardware limits and CUTLASS's constraints; nothing of compilers or measurements.
+The rules are hardware limits and CUTLASS's constraints. Nothing is compiled or measured here.
 """
 
 from __future__ import annotations
@@ -9,48 +9,49 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Of the paper (§4.3.2): every dimension of a tile is a power of two and at least 16.
+# Paper, §4.3.2: every dimension of a tile is a power of two and at least 16.
 SIDES = (16, 32, 64, 128, 256)
 
 WARP = 32
 MAX_WARPS = 8
-"""Blocks above 256 threads leave under 255 registers a thread on sm_80 with two blocks an SM."""
+"""Maximum threads of a block: more leave under 255 registers per thread with two blocks per SM."""
 
 SHARED_BYTES = 163 * 1024
-"""Shared memory one block may use on sm_80; sm_90 has 227 KiB, so what fits here fits there."""
+"""Shared memory in bytes that a block may use on sm_80; sm_90 has more (227 KiB)."""
 
 ACCUMULATORS_PER_THREAD = 128
-"""Of 255 registers; double-buffered fragments and addresses take the rest (appendix A)."""
+"""Maximum accumulator registers of 255; double-buffered fragments and addresses use the rest
+(appendix A)."""
 
 ELEMENT_BYTES = 2
 ACCESS_ELEMENTS = 8
-"""cp.async moves 16 bytes a thread."""
+"""Bytes that cp.async moves per thread."""
 
 DEPTHS = (32, 64)
-"""CUTLASS's shared-memory layouts for 16-bit operands swizzle 32 or 64 elements of depth."""
+"""Depths that CUTLASS's swizzled shared-memory layouts support for 16-bit operands."""
 
 NARROWEST_WARP = (16, 32)
-"""Rows and columns; a warp of 16 columns has no valid 16-bit epilogue (16×64×64 with 16×16×64)."""
+"""Minimum rows and columns of a warp; 16 columns have no valid 16-bit epilogue (16×16×64 warp)."""
 
 STAGES = {"shrink": (3, 4), "expand": (2, 3)}
-"""Shrink runs over d_in (thousands): deep pipelines pay. Expand's depth is the rank: one to four
-steps, so more than three stages would never fill."""
+"""Pipeline stages. Shrink runs over d_in (thousands), so deep pipelines are faster. Expand's depth
+is the rank, one to four steps, so more than three stages would never fill."""
 
 WIDEST_SHRINK = 128
-"""Shrink's columns are the rank; ranks above 128 take two tiles."""
+"""Maximum columns of a shrink tile. They are the rank; ranks above 128 use two tiles."""
 
 LARGEST_RATIO = 4
-"""Of a block's sides and of a warp's: beyond it, loads per multiply-add grow for nothing."""
+"""Maximum ratio of the sides of a block or warp; beyond it, loads per multiply-add grow."""
 
 WIDEST_WARP = 64
-"""Of either side; 64×64 already reads each operand element for 64 multiply-adds."""
+"""Maximum side of a warp tile; 64×64 already uses each loaded element for 64 multiply-adds."""
 
 KINDS = ("shrink", "expand")
 
 
 @dataclass(frozen=True, order=True)
 class CudaTile:
-    """(rows, columns, depth) of the thread block and of the warp, and the pipeline's stages."""
+    """Tile sizes (rows, columns, depth) of thread block and warp, and pipeline stages."""
 
     block: tuple[int, int, int]
     warp: tuple[int, int, int]
@@ -73,20 +74,20 @@ class CudaTile:
         return self.warp[0] * self.warp[1] // WARP
 
     def arguments(self) -> str:
-        """As template arguments of `vlora::Grouped`."""
+        """Return the template arguments for `vlora::Grouped`."""
         return ", ".join(map(str, (*self.block, *self.warp, self.stages)))
 
 
 def why_not(tile: CudaTile, kind: str) -> str | None:
-    """The first limit that the tile breaks, or None if it is worth compiling."""
+    """Return the first limit that the tile exceeds, or None if it is worth compiling."""
     rows, columns, depth = tile.block
     warp_rows, warp_columns, warp_depth = tile.warp
     if warp_rows > rows or warp_columns > columns:
-        return "the warp tile is larger than the block's"
+        return "the warp tile is larger than the block tile"
     if warp_depth != depth:
         return "slicing depth across warps needs a reduction through shared memory"
     if depth not in DEPTHS:
-        return "no shared-memory layout for this depth"
+        return "there is no shared-memory layout for this depth"
     if warp_rows < NARROWEST_WARP[0] or warp_columns < NARROWEST_WARP[1]:
         return "no valid epilogue"
     if tile.warps > MAX_WARPS:
@@ -94,24 +95,27 @@ def why_not(tile: CudaTile, kind: str) -> str | None:
     if tile.accumulators > ACCUMULATORS_PER_THREAD:
         return "too many registers"
     if tile.shared_bytes > SHARED_BYTES:
-        return "too much shared memory"
+        return "it needs too much shared memory"
     for side in (rows, columns):
         if side * depth // ACCESS_ELEMENTS % tile.threads:
             return "some threads would have nothing to load"
     if _ratio(rows, columns) > LARGEST_RATIO or _ratio(warp_rows, warp_columns) > LARGEST_RATIO:
         return "too narrow"
     if max(warp_rows, warp_columns) > WIDEST_WARP:
-        return "too few warps for a block this large"
+        return "a block of this size needs more warps"
     if kind == "shrink" and columns > WIDEST_SHRINK:
-        return "wider than any rank"
+        return "it is wider than any rank"
     if tile.warps == 1 and rows * columns > 32 * 64:
-        return "one warp cannot hide the loads of a block this large"
+        return "one warp cannot hide the loads of a block of this size"
     return None
 
 
 def tiles(kind: str) -> list[CudaTile]:
-    """The tiles to compile for "shrink" or "expand", spread first: any prefix covers small,
-    middle and large blocks, so that a build of few instances is still a choice."""
+    """Return the tiles to compile for "shrink" or "expand".
+
+    They are ordered so that any prefix covers small, medium and large blocks, which keeps a build
+    of few instances useful.
+    """
     kept = [tile for tile in _all(kind) if why_not(tile, kind) is None]
     kept = _one_warp_shape_per_block(kept)
     kept.sort(key=lambda tile: (tile.block[0] * tile.block[1], tile.block, tile.stages))
@@ -130,8 +134,10 @@ def _ratio(a: int, b: int) -> float:
 
 
 def _one_warp_shape_per_block(found: list[CudaTile]) -> list[CudaTile]:
-    """For each block the warp shape that loads least from shared memory, with the most stages
-    that its depth allows in turn: 64 deep fills with one stage less than 32 deep."""
+    """Keep, for each block, the warp shape that loads least from shared memory.
+
+    It has the most stages that its depth allows: 64 deep fills with one stage less than 32 deep.
+    """
     best: dict[tuple[int, int, int], list[CudaTile]] = {}
     for tile in found:
         best.setdefault(tile.block, []).append(tile)
@@ -149,13 +155,13 @@ def _one_warp_shape_per_block(found: list[CudaTile]) -> list[CudaTile]:
 
 
 def _operand_loads(tile: CudaTile) -> float:
-    """Elements read from shared memory per multiply-add, times the cost of too few warps."""
+    """Return elements read from shared memory per multiply-add, with a penalty for few warps."""
     loads = 1 / tile.warp[0] + 1 / tile.warp[1]
     return loads * (1.5 if tile.warps < 2 else 1.0)
 
 
 def _spread(ordered: list[CudaTile]) -> list[CudaTile]:
-    """Smallest, largest, middle, then the middles of what is left."""
+    """Reorder: smallest, largest, middle, then the middles of the remaining intervals."""
     picked: list[int] = []
     spans = [(0, len(ordered) - 1)]
     if ordered:

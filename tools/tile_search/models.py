@@ -1,4 +1,4 @@
-"""Which matrices a search is for: (d_in, d_out) of a model's LoRA targets."""
+"""Matrix sizes (d_in, d_out) of a model's LoRA targets, for a search."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 BENCH = ((1024, 1024), (4096, 4096))
-"""The sides of `vlora bench kernels`."""
+"""Matrix sizes of the `kernels` benchmark."""
 
 
 def sides_of(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Of a checkpoint: attention in (q, k, v in one call) and out, MLP in (gate, up) and out.
+    """Return the sizes of a checkpoint: input (q, k, v together) and output of attention and MLP.
 
     Raises ValueError for a config.json without the sizes of a Llama-like decoder.
     """

@@ -1,54 +1,53 @@
-"""Algorithm 2 (appendix B): for every input shape the best tile configuration, by profiling.
+"""Algorithm 2 (appendix B): find the best tile configuration of every input shape by profiling.
 
     min, max = GETRANGE(model, hardware)           → Space.shapes: limited by memory
     configs  = GETCONFIG(hardware)                 → Backend.configs: pruned by arithmetic
     for shape in range(min, max, 32), for rank in ranklist, for each configuration:
-        PROFILE; UPDATEBESTCONFIG                  → profile: interleaved, hot and cold apart;
+        PROFILE; UPDATEBESTCONFIG                  → profile: interleaved, hot and cold;
                                                      duel: the best against the built-in one
 
-Knows shapes, callables and clocks; what a configuration is, and how one is run, is the backend's.
+This module handles shapes, callables and clocks. A `Backend` defines and runs configurations.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from tools.tile_search.state import State
 from vlora.atmm.tiles import Operation
 
 ROW_STEP = 32
-"""The paper's step over input sizes; smaller inputs are decode steps, taken by powers of two."""
+"""The paper's step over input sizes. Smaller inputs are decode steps, searched by powers of two."""
 RANKS = (8, 16, 32, 64, 128)
 """The paper's rank list for vision tasks."""
 SEGMENTS = (1, 4, 16)
 MATRICES = (2, 4, 8, 16, 32)
-"""Numbers of matrices in one merge; they are merged one after another, by the same tile."""
+"""Numbers of matrices in a merge. They are merged in sequence with the same tile."""
 
-FEWEST_ROUNDS = 3
+MIN_ROUNDS = 3
 HOPELESS = 1.6
-"""After one round, a configuration this many times slower than the best is dropped."""
+"""Slowdown against the best at which a configuration is dropped after one round."""
 WARM_CALLS = 2
-"""Before a hot sample: one pass does not bring a large adapter back to a last-level cache."""
+"""Calls before a hot sample; one call does not load a large adapter into the last-level cache."""
 DUEL_ROUNDS = 15
-"""Alternating samples of the winner and the built-in configuration, hot and cold each."""
-SURE = 1.57
-"""Interquartile ranges over the root of the samples: a median lies within so many of what was
-measured in 95 of 100 cases (a box plot's notch)."""
+"""Number of alternating samples of the winner and the built-in configuration, hot and cold each."""
+NOTCH = 1.57
+"""Half width of a box plot's notch: the true median lies within this many interquartile ranges over
+the root of the sample count in 95 of 100 cases."""
 SAMPLE_SECONDS = 3e-4
-MOST_CALLS = 64
+MAX_CALLS = 64
 
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """`segments` segments of `rows` rows each, every one through another adapter of one rank.
+    """Shape of a call: `segments` segments of `rows` rows, each with its own adapter of one rank.
 
-    merge: rows = d_out, one segment. The order keeps shapes together that share adapters.
+    For a merge, rows = d_out and there is one segment. Sorting groups shapes that share adapters.
     """
 
     operation: Operation
@@ -66,50 +65,50 @@ class Shape:
 
 
 class Backend(Protocol):
-    """What the search needs of the CPU or CUDA side."""
+    """Interface of the device whose configurations are searched."""
 
     def key(self, shape: Shape) -> str:
-        """Of the table; shapes of one key are profiled once."""
+        """Return the shape's key in the table. Shapes of one key are profiled once."""
 
     def built_in(self, shape: Shape) -> str:
-        """The configuration that serves without a table."""
+        """Return the configuration that is used without a table."""
 
     def configs(self, shape: Shape) -> Sequence[str]:
-        """Names of the configurations that are worth a measurement, the rest pruned."""
+        """Return the names of the configurations to measure, after pruning."""
 
     def prepare(
         self, shape: Shape, configs: Sequence[str], *, cold: bool
     ) -> Mapping[str, Callable[[], None]]:
-        """A call for each configuration, on its own data; cold: rotating out of the caches."""
+        """Return a call per configuration. cold: rotate through data larger than the caches."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """GETRANGE: what is searched.
+    """GETRANGE: the space that is searched.
 
-    sides: (d_in, d_out) of the model's targets, those that share an input taken together.
-    memory_bytes: for the rows of one call, in and out. most_rows: of one call; above, a call is
-    the same blocks more often, and the look-up's nearest bucket serves it.
+    sides: (d_in, d_out) of the model's targets; targets that share an input are combined.
+    memory_bytes: maximum bytes of input and output rows of a call. max_rows: maximum rows of a
+    call; a larger one repeats the same blocks, and the lookup takes the nearest bucket.
     """
 
     sides: tuple[tuple[int, int], ...]
     ranks: tuple[int, ...] = RANKS
     segments: tuple[int, ...] = SEGMENTS
     memory_bytes: int = 1 << 26
-    most_rows: int = 2048
+    max_rows: int = 2048
     element_bytes: int = 4
 
     def rows(self, d_in: int, d_out: int, segments: int = 1) -> list[int]:
-        """Rows a segment: powers of two below the paper's step, then its steps up to the limit."""
+        """Return rows per segment: powers of two below ROW_STEP, then multiples of it."""
         limit = self.memory_bytes // ((d_in + d_out) * self.element_bytes)
-        limit = min(self.most_rows, limit) // segments
+        limit = min(self.max_rows, limit) // segments
         small = [1 << i for i in range(ROW_STEP.bit_length()) if 1 << i < ROW_STEP]
         return [rows for rows in small if rows <= limit] + list(
             range(ROW_STEP, limit + 1, ROW_STEP)
         )
 
     def shapes(self, key: Callable[[Shape], str]) -> list[Shape]:
-        """One shape for each key of the table: the largest, since a bucket ends there."""
+        """Return one shape for each key of the table: the largest one of its bucket."""
         found: dict[str, Shape] = {}
         for d_in, d_out in dict.fromkeys(self.sides):
             for rank in self.ranks:
@@ -124,7 +123,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Profile:
-    """Median seconds of each configuration (of few samples, if it was dropped early)."""
+    """Median seconds of each configuration, from few samples if it was dropped early."""
 
     seconds: Mapping[str, float]
     finalists: tuple[str, ...]
@@ -150,11 +149,11 @@ def profile(
     budget: float = math.inf,
     clock: Clock = time.perf_counter,
 ) -> Profile:
-    """Interleaved medians with a stop rule.
+    """Measure interleaved medians and drop slow configurations early.
 
-    A configuration is dropped when it is surely worse: HOPELESS after a call or a round, or, once
-    there are FEWEST_ROUNDS samples, when its fastest is slower than the best's upper quartile.
-    budget: seconds after which FEWEST_ROUNDS are enough.
+    A configuration is dropped if it is HOPELESS times slower after a call or a round, or, from
+    MIN_ROUNDS samples on, if its fastest sample is slower than the best's upper quartile.
+    budget: seconds after which MIN_ROUNDS samples are enough.
     """
     started = clock()
     counts: dict[str, int] = {}
@@ -162,19 +161,19 @@ def profile(
     for name, call in calls.items():
         call()
         estimate = _seconds(call, 1, clock)
-        counts[name] = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
+        counts[name] = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
         samples[name] = [estimate]
     alive = _promising(samples, list(calls))
     for name in alive:
         samples[name].clear()
-    for turn in range(rounds):
-        for name in alive[turn % len(alive) :] + alive[: turn % len(alive)]:
+    for index in range(rounds):
+        for name in alive[index % len(alive) :] + alive[: index % len(alive)]:
             for _ in range(WARM_CALLS if warm else 0):
                 calls[name]()
             samples[name].append(_seconds(calls[name], counts[name], clock))
         alive = _promising(samples, alive)
         settled = len(alive) == 1 or clock() - started > budget
-        if settled and turn + 1 >= FEWEST_ROUNDS:
+        if settled and index + 1 >= MIN_ROUNDS:
             break
     return Profile({name: statistics.median(samples[name]) for name in calls}, tuple(alive))
 
@@ -182,7 +181,7 @@ def profile(
 def _promising(samples: Mapping[str, list[float]], alive: list[str]) -> list[str]:
     best = min(alive, key=lambda name: statistics.median(samples[name]))
     count = len(samples[best])
-    if count < FEWEST_ROUNDS:
+    if count < MIN_ROUNDS:
         limit = HOPELESS * min(samples[best])
     else:
         limit = statistics.quantiles(samples[best], n=4, method="inclusive")[2]
@@ -197,33 +196,35 @@ def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
 
 
 def choose(hot: Profile, cold: Profile) -> str:
-    """The configuration with the smallest regret: the least product of its hot and cold times.
-    The engine's adapters are hot in a small model and cold in a large one; the key cannot tell."""
+    """Return the configuration with the smallest product of hot and cold times.
+
+    Adapters are hot in a small model and cold in a large one, and the key does not say which.
+    """
     shared = [name for name in hot.seconds if name in cold.seconds]
     return min(shared, key=lambda name: hot.seconds[name] * cold.seconds[name])
 
 
 @dataclass(frozen=True)
 class Duel:
-    """Seconds of two configurations, in turns: a disturbance that lasts meets both."""
+    """Seconds of two configurations measured alternately, so that disturbances affect both."""
 
     ours: tuple[float, ...]
     others: tuple[float, ...]
 
     @property
     def log_ratios(self) -> list[float]:
-        """Of ours over the other's, turn by turn."""
+        """Logarithms of our time over the other's, sample by sample."""
         return [math.log(a / b) for a, b in zip(self.ours, self.others, strict=True)]
 
     @property
     def noise(self) -> float:
-        """What the median of the ratios may be off by."""
+        """Uncertainty of the median of the ratios."""
         low, _, high = statistics.quantiles(self.log_ratios, n=4, method="inclusive")
-        return SURE * (high - low) / math.sqrt(len(self.ours))
+        return NOTCH * (high - low) / math.sqrt(len(self.ours))
 
 
 def wins(hot: Duel, cold: Duel) -> bool:
-    """Whether ours are faster, hot and cold together, by more than both duels' noise."""
+    """Return whether ours is faster, hot and cold together, by more than both duels' noise."""
     gain = sum(statistics.median(duel.log_ratios) for duel in (hot, cold))
     return gain < -math.hypot(hot.noise, cold.noise)
 
@@ -236,54 +237,17 @@ def duel(
     rounds: int = DUEL_ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Duel:
-    """Alternating samples, the first of a turn in turns."""
+    """Measure two calls alternately; the first one of each pair changes as well."""
     calls = (ours, other)
     estimate = min(_seconds(call, 1, clock) for call in calls)
-    count = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
+    count = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
     samples: tuple[list[float], list[float]] = ([], [])
-    for turn in range(rounds):
-        for which in (turn % 2, 1 - turn % 2):
+    for index in range(rounds):
+        for which in (index % 2, 1 - index % 2):
             for _ in range(WARM_CALLS if warm else 0):
                 calls[which]()
             samples[which].append(_seconds(calls[which], count, clock))
     return Duel(tuple(samples[0]), tuple(samples[1]))
-
-
-@dataclass
-class State:
-    """Results so far, one JSON line each, so that an interrupted search goes on."""
-
-    path: Path
-    stamp: str
-    """What the results depend on (device, core version): another stamp starts afresh."""
-    done: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.path.exists():
-            return
-        lines = self.path.read_text().splitlines()
-        if not lines or _parsed(lines[0]) != {"stamp": self.stamp}:
-            self.path.unlink()
-            return
-        for line in lines[1:]:
-            if entry := _parsed(line):  # the last line may have been cut off
-                self.done[entry["key"]] = entry
-
-    def add(self, entry: dict[str, Any]) -> None:
-        new = not self.path.exists()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            if new:
-                file.write(json.dumps({"stamp": self.stamp}) + "\n")
-            file.write(json.dumps(entry) + "\n")
-        self.done[entry["key"]] = entry
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError):
-        return {}
 
 
 def _duel(
@@ -296,9 +260,12 @@ def _duel(
 def filled(
     entries: Iterable[Mapping[str, Any]], key: Callable[[Shape], str]
 ) -> list[dict[str, Any]]:
-    """The entries, and the same choice for twice as many segments where none was searched (for a
-    merge, whose segments are its matrices, for all): an exact hit is a hash look-up, the nearest
-    bucket a scan of the table. Their microseconds were not measured, so there are none."""
+    """Return the entries, and copies for segment counts that were not searched.
+
+    An apply entry is copied to twice its segments, and a merge entry, whose segments are matrices,
+    to all counts: an exact hit is a hash lookup, while the nearest bucket needs a scan. Copies have
+    no times, because they were not measured.
+    """
     all_entries = [dict(entry) for entry in entries]
     known = {entry["key"] for entry in all_entries}
     for entry in list(all_entries):
@@ -320,7 +287,7 @@ def search(
     budget: float = math.inf,
     clock: Clock = time.perf_counter,
 ) -> Iterator[dict[str, Any]]:
-    """Profile what the state lacks; yields each entry as it is known, resumed ones first."""
+    """Profile the shapes that the state lacks. Yield entries, stored ones first."""
     shapes = list(shapes)
     keys = {shape: backend.key(shape) for shape in shapes}
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""The tile table's file: one for each device, instruction set and storage type."""
+"""File of a tile table: one for each device, instruction set and storage type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(
     found: Iterable[Mapping[str, Any]],
     **searched: Any,
 ) -> None:
-    """Atomically, so that an engine that starts meanwhile reads the old table or the new."""
+    """Write the table atomically, so that an engine that starts meanwhile reads a complete one."""
     found = sorted(found, key=lambda entry: str(entry["key"]))
     table = {
         "version": VERSION,
@@ -48,7 +48,7 @@ def write(
 
 
 def _text(table: Mapping[str, Any]) -> str:
-    """JSON with one entry a line."""
+    """Return JSON with one entry per line."""
     entries = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in table["entries"].items())
     rest = json.dumps({**table, "entries": {}}, indent=1)
     return rest.removesuffix("{}\n}") + "{\n" + entries + "\n }\n}\n"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vlora import backends, native
-from vlora.atmm.types import DTYPES, Head, LoraPair, Segments
+from vlora.atmm.types import DTYPES, HeadMatrix, LoraPair, Segments
 
 
 class LoraGroup:
@@ -131,7 +131,7 @@ class HeadGroup:
 
     def __init__(self, d_in: int) -> None:
         self.d_in = d_in
-        self.heads: list[Head | None] = []
+        self.heads: list[HeadMatrix | None] = []
 
     def __len__(self) -> int:
         return len(self.heads)
@@ -141,12 +141,12 @@ class HeadGroup:
         head = self.heads[slot]
         return 0 if head is None else head.weight.shape[0]
 
-    def append(self, head: Head | None) -> int:
+    def append(self, head: HeadMatrix | None) -> int:
         """Add one adapter's head. Returns its slot; ValueError if it does not fit."""
         self.put(len(self), head)
         return len(self) - 1
 
-    def put(self, slot: int, head: Head | None) -> None:
+    def put(self, slot: int, head: HeadMatrix | None) -> None:
         """Set the head of a slot that is there, or of the next; None: it has none."""
         if not 0 <= slot <= len(self):
             raise ValueError(f"slot {slot} is neither one of the {len(self)} nor the next")
@@ -174,7 +174,7 @@ class HeadGroup:
         return group
 
 
-def _set_head(group: Any, slot: int, head: Head | None) -> None:
+def _set_head(group: Any, slot: int, head: HeadMatrix | None) -> None:
     if head is None:
         group.set_head(slot, None)
         return

@@ -19,7 +19,7 @@ from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import DTYPES, Merges, MergeUpdate, Segment, Segments
 from vlora.backends import Backend
 
-Adding = Callable[[int, int, int, int, int], None]
+Epilogue = Callable[[int, int, int, int, int], None]
 
 
 def apply(
@@ -87,7 +87,7 @@ def apply(
     )
 
 
-def adding(segments: Sequence[Segment], group: LoraGroup) -> Adding | None:
+def bind_epilogue(segments: Sequence[Segment], group: LoraGroup) -> Epilogue | None:
     """`apply` as the last part of a product (`Matrix`), which has checked its fp32 rows: called
     with the addresses and strides (elements) of y and x, and the number of rows. None where no
     backend takes addresses; then `apply` serves.

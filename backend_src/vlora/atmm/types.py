@@ -61,7 +61,7 @@ class LoraPair(NamedTuple):
         return self.a.shape[0]
 
 
-class Head(NamedTuple):
+class HeadMatrix(NamedTuple):
     """A linear layer that answers in place of the LM head: weight [classes, d_in], bias
     [classes]."""
 

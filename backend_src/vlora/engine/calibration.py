@@ -1,7 +1,7 @@
-"""Measures a cost profile on the engine's own runner, and keeps it for the next start.
+"""Measures the profile of the cost model on the engine's own runner and stores it on disk.
 
-Steps that no request asked for: they write to pages that nobody holds yet, so it runs before the
-first request. Knows the runner and the switcher; nothing of policies.
+Calibration steps belong to no request and write to pages that nothing holds yet, so calibration
+runs before the first request. It knows the runner and the switcher; nothing of policies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,44 +31,53 @@ from vlora.model.runner import Runner
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
-"""Of what is measured: another version measures anew."""
+VERSION = 3
+"""Version of the profile's format; profiles of other versions are measured again."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of rows at which the matrix products are measured."""
 REPEATS = 3
-BUDGET = 4.0
-"""Seconds after which no larger step is tried."""
-DECODING, DISTINCT = 16, 8
-"""Requests of the decoding steps, and adapters of the one that has some."""
-FEW_POSITIONS, MANY_POSITIONS = 16, 512
-MANY_ROWS = 64
+MAX_STEP_SECONDS = 0.5
+"""A step is not repeated once its repeats have taken this long together."""
+BUDGET_SECONDS = 4.0
+"""Time after which no larger step is measured."""
+DECODE_REQUESTS = 16
+"""Requests of the decode steps."""
+DISTINCT_ADAPTERS = 8
+"""Adapters of the decode step with distinct adapters."""
+SHORT_CONTEXT, LONG_CONTEXT = 16, 512
+"""Contexts in positions whose difference gives the cost of attention."""
+CHUNK_ROWS = 64
+"""Rows of the steps with one large chunk."""
 
 
 def cache_root() -> Path:
+    """Return the folder of the stored profiles."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vlora" / "cost"
 
 
-def kept(
+def load_or_measure(
     key: Sequence[object],
     measure: Callable[[], Profile],
     root: Path | None = None,
     *,
-    anew: bool = False,
+    force: bool = False,
 ) -> Profile:
-    """The profile of this machine under `key`, measured where it is not kept yet, or `anew`.
+    """Return this machine's stored profile for `key`, or measure and store it.
 
-    A cache that cannot be read or written is none: what is wrong is logged.
+    key: JSON values that identify model and adapters. force: measure even if one is stored.
+    A cache that cannot be read or written is logged and otherwise ignored.
     """
     described = json.dumps([VERSION, Device.here().name, torch.get_num_threads(), *key])
     name = hashlib.sha256(described.encode()).hexdigest()[:16]
     path = (root or cache_root()) / f"{name}.json"
     try:
-        if not anew:
-            return read(json.loads(path.read_text()))
+        if not force:
+            return read_profile(json.loads(path.read_text()))
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.warning("%s is measured anew: %r", path, error)
+        log.warning("the cost profile %s is measured again: %r", path, error)
     profile = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,64 +85,46 @@ def kept(
             json.dump(asdict(profile), file)
         Path(file.name).replace(path)
     except OSError as error:
-        log.warning("the cost profile is not kept: %s", error)
+        log.warning("the cost profile is not stored: %s", error)
     return profile
 
 
-def read(given: Any) -> Profile:
-    """A profile from its JSON; raises ValueError, TypeError or KeyError for what is none."""
-    whole = dict(given)
-    products = tuple((int(rows), float(seconds)) for rows, seconds in whole.pop("products"))
-    fixed, per_product = (float(value) for value in whole.pop("merged"))
+def read_profile(value: Any) -> Profile:
+    """Return the profile in a JSON object; raise ValueError, TypeError or KeyError if invalid."""
+    fields = dict(value)
+    products = tuple((int(rows), float(seconds)) for rows, seconds in fields.pop("products"))
+    fixed, per_product = (float(number) for number in fields.pop("merge"))
     if len(products) < 2 or min(seconds for _, seconds in products) <= 0:
         raise ValueError("a profile needs two positive steps")
-    numbers = {name: float(value) for name, value in whole.items()}
-    return Profile(products, merged=(fixed, per_product), **numbers)
+    numbers = {name: float(number) for name, number in fields.items()}
+    return Profile(products, merge=(fixed, per_product), **numbers)
 
 
 class AdapterSizes:
-    """Sizes by slot, counted once for each adapter."""
+    """Sizes of adapters by slot, computed once per adapter."""
 
     def __init__(self, adapters: AdapterStore) -> None:
         self._adapters = adapters
-        self._known: dict[str, AdapterSize] = {}
+        self._by_digest: dict[str, AdapterSize] = {}
 
     def __call__(self, slot: int) -> AdapterSize:
         adapter = self._adapters.adapter(slot)
-        found = self._known.get(adapter.info.digest)
-        if found is None:
+        size = self._by_digest.get(adapter.info.digest)
+        if size is None:
             pairs = adapter.pairs.values()
             factors = sum(a.numel() + b.numel() for a, b in pairs)
             product = sum(b.numel() * a.shape[1] for a, b in pairs)
-            found = self._known[adapter.info.digest] = AdapterSize(factors, product)
-        return found
+            size = self._by_digest[adapter.info.digest] = AdapterSize(factors, product)
+        return size
 
 
-def calibrated(
-    bed: Bed,
-    model: object,
-    slots: Sequence[int],
-    mergeable: Sequence[int],
-    size: Callable[[int], AdapterSize],
-    head: float,
-    most_context: int,
-    *,
-    anew: bool,
-) -> Profile:
-    """The profile of this machine for this model and these adapters, measured where it is not kept
-    yet. model: what tells it from others, printed. mergeable: slots that may be merged. head: the
-    LM head's weights over all other products'. most_context: of a request."""
-    sizes = [sorted(size(slot) for slot in these) for these in (slots, mergeable)]
-    return kept(
-        (repr(model), bed.rows, sizes),
-        lambda: measure(bed, slots, mergeable, size, head, most_context),
-        anew=anew,
-    )
+class SyntheticSteps:
+    """Steps of made-up requests.
 
-
-class Bed:
-    """Steps of made-up requests. pages: of the pool, the bed's to write to. rows: of a step, at
-    most."""
+    pages: pages of the pool that the steps may write to.
+    block: tokens of a page.
+    max_rows: maximum number of rows of a step.
+    """
 
     def __init__(
         self,
@@ -141,51 +132,56 @@ class Bed:
         switcher: Switcher,
         pages: Sequence[int],
         block: int,
-        rows: int,
+        max_rows: int,
     ) -> None:
         self._runner = runner
         self._switcher = switcher
         self._pages = pages
         self._block = block
-        self.rows = rows
+        self.max_rows = max_rows
 
     def step(self, slots: Sequence[int], rows: int, context: int) -> float:
-        """Seconds of `rows` rows behind `context` positions for a request of each slot, at best:
-        whoever else is on the machine only adds to it."""
+        """Return the shortest measured time of a step, in seconds.
+
+        The step computes `rows` rows after `context` positions for one request of each slot. The
+        minimum is taken because other processes on the machine only add time.
+        """
         chunks = self._chunks(sorted(slots, key=lambda s: order_of(s, BASE)), rows, context)
         self._runner.forward(chunks)
-        found: list[float] = []
-        while len(found) < REPEATS and sum(found) < 0.5:
+        times: list[float] = []
+        while len(times) < REPEATS and sum(times) < MAX_STEP_SECONDS:
             started = time.perf_counter()
             self._runner.forward(chunks)
-            found.append(time.perf_counter() - started)
-        return min(found)
+            times.append(time.perf_counter() - started)
+        return min(times)
 
-    def most_context(self, requests: int) -> int:
-        """Positions that each of so many requests finds pages for."""
+    def max_context(self, requests: int) -> int:
+        """Return the number of positions that fit the pages of each of this many requests."""
         return len(self._pages) // requests * self._block
 
     def merge(self, slot: int, other: int) -> float:
-        """Seconds of merging a slot after another; what its first merge prepares is not counted
-        where there is another."""
-        found = []
+        """Return the shortest measured time of merging a slot after another one, in seconds.
+
+        If the slots differ, what only the first merge of an adapter prepares is not counted.
+        """
+        times = []
         for _ in range(REPEATS):
             self._switcher.switch(other)
             started = time.perf_counter()
             self._switcher.switch(slot)
-            found.append(time.perf_counter() - started)
+            times.append(time.perf_counter() - started)
             self._switcher.switch(BASE)
             if slot == other:
                 break
-        return min(found)
+        return min(times)
 
     def _chunks(self, slots: Sequence[int], rows: int, context: int) -> list[Chunk]:
-        each = pages_for(context + rows, self._block)
+        pages_each = pages_for(context + rows, self._block)
         chunks = []
         for i, slot in enumerate(slots):
             ids = [(7 * i + n) % 97 for n in range(rows)]
-            first = i * each
-            assert first + each <= len(self._pages), "the pool is too small for this step"
+            first = i * pages_each
+            assert first + pages_each <= len(self._pages), "the pool is too small for this step"
             chunks.append(
                 Chunk(
                     sequence_id=f"calibration {i}",
@@ -194,110 +190,137 @@ class Bed:
                     start=context,
                     tokens=tuple(ids),
                     prompt=Prompt.of_text(range(context + rows)),
-                    pages=tuple(self._pages[first : first + each]),
+                    pages=tuple(self._pages[first : first + pages_each]),
                     completes=True,
                 )
             )
         return chunks
 
 
-def measure(
-    bed: Bed,
-    slots: Sequence[int],
-    mergeable: Sequence[int],
-    size: Callable[[int], AdapterSize],
-    head: float,
-    most_context: int,
-) -> Profile:
-    """slots: adapters that can be asked for. mergeable: those that may be merged."""
-    started = time.perf_counter()
-    knots: list[tuple[int, float]] = []
-    for rows in ROWS:
-        fits = rows <= min(bed.rows, most_context, bed.most_context(1))
-        if len(knots) > 1 and (not fits or time.perf_counter() - started > BUDGET):
-            break
-        knots.append((rows, bed.step([BASE], rows, 0)))
-    profile = _attention(bed, Profile(_rising(knots), head), most_context)
-    profile = _adapters(bed, profile, slots, size)
-    return _merges(bed, profile, mergeable, size)
+@dataclass(frozen=True)
+class Calibration:
+    """The measurement of a profile.
+
+    slots: adapters that requests can ask for. mergeable: those of them that may be merged.
+    sizes: returns the size of the adapter in a slot.
+    head: weights of the LM head over all other weights (a ratio).
+    max_context: maximum context of a request, in tokens.
+    """
+
+    steps: SyntheticSteps
+    slots: Sequence[int]
+    mergeable: Sequence[int]
+    sizes: Callable[[int], AdapterSize]
+    head: float
+    max_context: int
+
+    def load_or_measure(self, model: object, *, force: bool) -> Profile:
+        """Return the stored profile for this model and these adapters, or measure it.
+
+        model: identifies the model; its `repr` is part of the key.
+        """
+        sizes = [sorted(self.sizes(s) for s in slots) for slots in (self.slots, self.mergeable)]
+        key = (repr(model), self.steps.max_rows, sizes)
+        return load_or_measure(key, self.measure, force=force)
+
+    def measure(self) -> Profile:
+        """Measure all parts of the profile."""
+        started = time.perf_counter()
+        knots: list[tuple[int, float]] = []
+        largest = min(self.steps.max_rows, self.max_context, self.steps.max_context(1))
+        for rows in ROWS:
+            late = time.perf_counter() - started > BUDGET_SECONDS
+            if len(knots) > 1 and (rows > largest or late):
+                break
+            knots.append((rows, self.steps.step([BASE], rows, 0)))
+        profile = self._add_attention(Profile(_ascending(knots), self.head))
+        profile = self._add_adapters(profile)
+        return self._add_merges(profile)
+
+    def _add_attention(self, profile: Profile) -> Profile:
+        """Measure `position` and `pair` by steps that differ in their context alone.
+
+        `answer` is what the product of the LM head leaves unexplained. The attention contained in
+        the knots of the products is subtracted from them.
+        """
+        steps = self.steps
+        largest = profile.products[-1][0]
+        requests = min(DECODE_REQUESTS, largest)
+        rows = max(1, min(CHUNK_ROWS, largest, self.max_context - 1, steps.max_context(1) - 1))
+        short = SHORT_CONTEXT
+        long = min(LONG_CONTEXT, self.max_context - rows, steps.max_context(requests) - rows)
+        if long <= short:
+            return profile
+        decode = [steps.step([BASE] * requests, 1, context) for context in (short, long)]
+        chunk = [steps.step([BASE], rows, context) for context in (short, long)]
+        per_decode_row = (decode[1] - decode[0]) / (requests * (long - short))
+        per_chunk = (chunk[1] - chunk[0]) / (long - short)
+        pair = max(0.0, (per_chunk - per_decode_row) / max(1, rows - 1))
+        profile = replace(profile, position=max(0.0, per_decode_row - pair), pair=pair)
+        costs = CostModel(profile, _no_size)
+        knots = [(n, seconds - costs.attention(n, 0)) for n, seconds in profile.products]
+        profile = replace(profile, products=_ascending(knots))
+        costs = CostModel(profile, _no_size)
+        explained = costs.products(requests, requests)
+        rest = decode[0] - explained - requests * costs.attention(1, short)
+        return replace(profile, answer=max(0.0, rest / requests))
+
+    def _add_adapters(self, profile: Profile) -> Profile:
+        """Measure `lora_calls`, `adapter_element` and `adapter_element_row`.
+
+        Measures one small adapter, distinct large ones with a row each, and one with many rows.
+        """
+        sizes = self.sizes
+        count = min(DISTINCT_ADAPTERS, profile.products[-1][0])
+        largest = sorted(self.slots, key=lambda slot: -sizes(slot).factors)[:count]
+        rows = min(CHUNK_ROWS, profile.products[-1][0])
+        if not largest or rows < 2:
+            return profile
+        smallest = min(self.slots, key=lambda slot: sizes(slot).factors)
+        small = sizes(smallest).factors
+        large = sum(sizes(slot).factors for slot in largest)
+        one, distinct = self._above_base([smallest], 1), self._above_base(largest, 1)
+        per_element = max(0.0, distinct - one) / (large - small) if large > small else 0.0
+        calls = max(0.0, one - per_element * small)
+        per_element = (distinct - calls) / large if distinct > calls else 0.0
+        all_rows = (self._above_base(largest[:1], rows) - calls) / sizes(largest[0]).factors
+        per_row = max(0.0, (all_rows - per_element) / (rows - 1))
+        return replace(
+            profile,
+            lora_calls=calls,
+            adapter_element=max(0.0, per_element - per_row),
+            adapter_element_row=per_row,
+        )
+
+    def _above_base(self, slots: Sequence[int], rows: int) -> float:
+        """Return the additional seconds of a step with these adapters over the base model's.
+
+        The two steps are measured interleaved.
+        """
+        pairs = [
+            (self.steps.step(slots, rows, 0), self.steps.step([BASE] * len(slots), rows, 0))
+            for _ in range(REPEATS)
+        ]
+        return max(0.0, min(own for own, _ in pairs) - min(base for _, base in pairs))
+
+    def _add_merges(self, profile: Profile) -> Profile:
+        """Measure `merge`. Without mergeable adapters nothing is allocated for merged weights."""
+        by_work = sorted((self.sizes(slot).product, slot) for slot in self.mergeable)
+        if not by_work:
+            return profile
+        (low, first), (high, last) = by_work[0], by_work[-1]
+        shortest, longest = self.steps.merge(first, last), self.steps.merge(last, first)
+        per_product = max(0.0, (longest - shortest) / (high - low)) if high > low else 0.0
+        return replace(profile, merge=(max(0.0, shortest - per_product * low), per_product))
 
 
-def _attention(bed: Bed, profile: Profile, most_context: int) -> Profile:
-    """position and pair, from steps that differ in context alone; answer, from what the LM head's
-    product does not explain. The products' knots lose the attention that was among them."""
-    largest = profile.products[-1][0]
-    requests = min(DECODING, largest)
-    rows = max(1, min(MANY_ROWS, largest, most_context - 1, bed.most_context(1) - 1))
-    near = FEW_POSITIONS
-    far = min(MANY_POSITIONS, most_context - rows, bed.most_context(requests) - rows)
-    if far <= near:
-        return profile
-    few = [bed.step([BASE] * requests, 1, context) for context in (near, far)]
-    many = [bed.step([BASE], rows, context) for context in (near, far)]
-    one = (few[1] - few[0]) / (requests * (far - near))
-    all_rows = (many[1] - many[0]) / (far - near)
-    pair = max(0.0, (all_rows - one) / max(1, rows - 1))
-    found = replace(profile, position=max(0.0, one - pair), pair=pair)
-    plain = CostModel(found, _no_size)
-    knots = [(n, seconds - plain.attention(n, 0)) for n, seconds in found.products]
-    found = replace(found, products=_rising(knots))
-    plain = CostModel(found, _no_size)
-    left = few[0] - plain.products(requests, requests) - requests * plain.attention(1, near)
-    return replace(found, answer=max(0.0, left / requests))
-
-
-def _adapters(
-    bed: Bed,
-    profile: Profile,
-    slots: Sequence[int],
-    size: Callable[[int], AdapterSize],
-) -> Profile:
-    """calls, brought and applied: what one small adapter costs, distinct large ones for a row each,
-    and one for many rows."""
-    count = min(DISTINCT, profile.products[-1][0])
-    largest = sorted(slots, key=lambda slot: -size(slot).factors)[:count]
-    rows = min(MANY_ROWS, profile.products[-1][0])
-    if not largest or rows < 2:
-        return profile
-    smallest = min(slots, key=lambda slot: size(slot).factors)
-    least, most = size(smallest).factors, sum(size(slot).factors for slot in largest)
-    one, distinct = _beyond_base(bed, [smallest], 1), _beyond_base(bed, largest, 1)
-    each = max(0.0, distinct - one) / (most - least) if most > least else 0.0
-    calls = max(0.0, one - each * least)
-    each = (distinct - calls) / most if distinct > calls else 0.0
-    many = (_beyond_base(bed, largest[:1], rows) - calls) / size(largest[0]).factors
-    applied = max(0.0, (many - each) / (rows - 1))
-    return replace(profile, calls=calls, brought=max(0.0, each - applied), applied=applied)
-
-
-def _beyond_base(bed: Bed, slots: Sequence[int], rows: int) -> float:
-    """Seconds by which a step with these adapters is longer than the base model's, in turns."""
-    pairs = [
-        (bed.step(slots, rows, 0), bed.step([BASE] * len(slots), rows, 0)) for _ in range(REPEATS)
-    ]
-    return max(0.0, min(own for own, _ in pairs) - min(base for _, base in pairs))
-
-
-def _merges(
-    bed: Bed, profile: Profile, slots: Sequence[int], size: Callable[[int], AdapterSize]
-) -> Profile:
-    """slots: those that may be merged; without any no memory is taken for it."""
-    by_work = sorted((size(slot).product, slot) for slot in slots)
-    if not by_work:
-        return profile
-    (low, first), (high, last) = by_work[0], by_work[-1]
-    least, most = bed.merge(first, last), bed.merge(last, first)
-    per_product = max(0.0, (most - least) / (high - low)) if high > low else 0.0
-    return replace(profile, merged=(max(0.0, least - per_product * low), per_product))
-
-
-def _rising(knots: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """No step is shorter than one of fewer rows: what says so is noise."""
-    found, most = [], 1e-9
+def _ascending(knots: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Raise times that are shorter than a step of fewer rows, which can only be noise."""
+    ascending, longest = [], 1e-9
     for rows, seconds in knots:
-        most = max(most, seconds)
-        found.append((rows, most))
-    return tuple(found)
+        longest = max(longest, seconds)
+        ascending.append((rows, longest))
+    return tuple(ascending)
 
 
 def _no_size(slot: int) -> AdapterSize:

@@ -1,4 +1,4 @@
-"""What a request or the options may ask of the context, and of `choices`: refused with numbers."""
+"""Limits on the context and on `choices`. Every error states the value and the limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from vlora.request import Request
 
 
 def check_choices(choices: tuple[str, ...], limits: Limits) -> None:
-    """Their number and bytes: each token of such an answer is looked up among them."""
+    """Raise InvalidArgument if there are too many choices or they have too many bytes in all.
+
+    Both are limited because each token of such an answer is looked up among the choices.
+    """
     count, size = len(choices), sum(len(choice.encode()) for choice in choices)
     if count > limits.max_choices:
         raise InvalidArgument(f"'choices' holds {count} choices; the limit is {limits.max_choices}")
@@ -18,8 +21,12 @@ def check_choices(choices: tuple[str, ...], limits: Limits) -> None:
         )
 
 
-def context_of(options: Options, checkpoint: int, pool: int) -> int:
-    """The context served: asked for, the checkpoint's, and what the pool can hold of one."""
+def served_context(options: Options, checkpoint: int, pool: int) -> int:
+    """Return the context to serve, in tokens.
+
+    checkpoint: the checkpoint's context. pool: tokens that the page pool can hold.
+    Raises InvalidArgument if `max_model_len` exceeds either.
+    """
     asked = options.max_model_len or checkpoint
     if asked > checkpoint:
         raise InvalidArgument(f"'max_model_len' = {asked} is above the checkpoint's {checkpoint}")
@@ -30,13 +37,17 @@ def context_of(options: Options, checkpoint: int, pool: int) -> int:
     return min(asked, pool)
 
 
-def max_tokens_of(request: Request, prompt: int, context: int) -> int:
-    """Tokens this answer may have; a prompt or a limit beyond the context is refused."""
+def answer_limit(request: Request, prompt: int, context: int) -> int:
+    """Return the maximum number of tokens of the answer; 0 for a vision task head.
+
+    prompt: tokens of the prompt. context: tokens that prompt and answer may have together.
+    Raises InvalidArgument if the prompt or `max_tokens` exceeds the context.
+    """
     if prompt < 1:
         raise InvalidArgument("the prompt is empty; give a text")
     least = 0 if request.use_head else 1
-    room = context - prompt
-    if room < least:
+    available = context - prompt
+    if available < least:
         raise InvalidArgument(
             f"the prompt has {prompt} tokens; with at least {least} for the answer"
             f" it must fit the context of {context}"
@@ -44,9 +55,9 @@ def max_tokens_of(request: Request, prompt: int, context: int) -> int:
     if request.use_head:
         return 0
     asked = request.sampling.max_tokens
-    if asked is not None and asked > room:
+    if asked is not None and asked > available:
         raise InvalidArgument(
             f"'max_tokens' = {asked} with a prompt of {prompt} tokens exceeds"
-            f" the context of {context}; at most {room} are left"
+            f" the context of {context}; at most {available} are left"
         )
-    return room if asked is None else asked
+    return available if asked is None else asked

@@ -1,7 +1,7 @@
-"""The engine's thread, and the one that answers.
+"""The engine's thread and the response thread.
 
-Requests come in from any thread, one thread steps the engine, another calls the sinks, so that a
-slow client or server never holds up a step.
+Requests come in from any thread, one thread steps the engine, and another one calls the sinks, so
+that a slow client or server never delays a step.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import os
 import queue
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from vlora import cores
 from vlora.config import Options
+from vlora.engine.clients import Clients
 from vlora.engine.engine import Engine
-from vlora.engine.pending_cancels import PendingCancels
-from vlora.engine.policies.registry import PREDICTING
 from vlora.engine.request_state import RequestState
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.lora.store import AdapterStore
@@ -32,36 +30,26 @@ from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesc
 log = logging.getLogger(__name__)
 
 FATAL_EXIT = 70
-"""Exit code of a process whose engine cannot go on (EX_SOFTWARE of sysexits.h)."""
+"""Exit code of a process whose engine cannot continue (EX_SOFTWARE of sysexits.h)."""
 
 STALL_SECONDS = 0.05
-"""How often an engine looks for deadlines while all that is live waits for adapters."""
+"""Interval at which deadlines are checked while all live requests wait for adapters."""
 
-LAST_WORDS_SECONDS = 5.0
-"""How long a failed engine waits for its clients to be told, before its process ends."""
-
-
-@dataclass
-class _Client:
-    """Who waits for a request. sink: None while the request is being prepared, after `admit` and
-    before `submit`. ended: why it is to be refused then, where it was ended meanwhile."""
-
-    id: str
-    sink: OutputSink | None = None
-    ended: VLoraError | None = None
+LAST_OUTPUTS_SECONDS = 5.0
+"""Maximum time for sending the last outputs of a failed engine before its process ends."""
 
 
 class EngineLoop:
-    """Owns the engine and its two threads, from construction until `shutdown`.
+    """Owner of the engine and its two threads, from construction until `shutdown`.
 
-    A request comes in two calls: `admit` before any work on it, `submit` when its images are
-    encoded. From the first on it counts toward the queue's bound and can be ended by `abort` and
-    `stop_client`; `withdraw` gives its place back where it comes to nothing in between.
+    A request comes in by two calls: `admit` before any work on it, and `submit` when its images are
+    encoded. From the first call on it counts toward the limit of the queue and can be ended by
+    `abort` and `stop_client`; `withdraw` frees its position in the queue if it is not submitted.
 
     **Invariant:** each submitted request gets exactly one last output, whatever fails. A fault in
-    a row ends its request, one in a forward pass ends those of the step. After any other fault
-    (scheduling, bookkeeping) nothing here can be relied on: every request is answered INTERNAL,
-    and the process ends with FATAL_EXIT, so that whoever watches it can start another.
+    a row ends its request, and one in a forward pass ends the requests of the step. After any other
+    fault (scheduling, bookkeeping) the engine's state cannot be trusted: every request is answered
+    INTERNAL and the process ends with FATAL_EXIT, so that its supervisor can start another.
     """
 
     def __init__(
@@ -70,17 +58,18 @@ class EngineLoop:
         max_waiting: int,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """max_waiting: requests admitted and not yet running, at most."""
+        """Start the threads.
+
+        max_waiting: maximum number of requests that are admitted and not yet running.
+        """
         self._engine = engine
         self._max_waiting = max_waiting
         self._end_process = end_process
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], list[Output]]] = deque()
-        self._clients: dict[str, _Client] = {}
-        self._by_client: defaultdict[str, set[str]] = defaultdict(set)
-        self._preparing = 0
+        self._clients = Clients()
         self._to_add = 0
-        self._early_stops = PendingCancels()
+        """Number of submitted requests that are still in the inbox."""
         self._accepting = True
         self._stopping = False
         self._failed = False
@@ -88,8 +77,8 @@ class EngineLoop:
         self._responses = threading.Thread(target=self._respond, name="responses", daemon=True)
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
         self.after_outputs: Callable[[], None] = lambda: None
-        """Called on the response thread after each round of outputs given to their sinks."""
-        engine.adapters.on_news = self._on_news
+        """Called on the response thread after each round of outputs."""
+        engine.adapters.on_change = self._on_adapters_changed
         engine.watch.start(engine.adapters.stamps)
         self._responses.start()
         self._steps.start()
@@ -98,10 +87,10 @@ class EngineLoop:
     def from_options(
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
-        """Loads checkpoint and adapters and starts. adapter_names: as in `multi_lora.json`."""
+        """Load the checkpoint and the adapters, and start. adapter_names: see `multi_lora.json`."""
         torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)
-        if options.policy in PREDICTING:
+        if engine.scheduler.policy.uses_costs:
             engine.calibrate()
         return cls(engine, options.max_num_waiting)
 
@@ -120,41 +109,32 @@ class EngineLoop:
     # -- on the callers' threads -------------------------------------------------------------
 
     def admit(self, request_id: str, client_id: str = "") -> None:
-        """A place in the queue for a request on which no work has been done yet.
+        """Reserve a position in the queue for a request before any work is done on it.
 
-        It is held until the request runs, is refused by `submit`, or is withdrawn. Raises
-        Unavailable where the queue is full (with its length) or the server is shutting down,
-        InvalidArgument for an id that is live, Cancelled where the client has stopped it already.
+        The position is held until the request runs, is refused by `submit`, or is withdrawn.
+        Raises Unavailable if the queue is full (with its length) or the server is shutting down,
+        InvalidArgument for an id that is live, and Cancelled if the client has stopped it already.
         """
         with self._wake:
             if not self._accepting:
                 raise self._closed()
-            waiting = self._preparing + self._to_add + len(self._engine.scheduler.waiting)
+            waiting = self._clients.preparing + self._to_add + len(self._engine.scheduler.waiting)
             if waiting >= self._max_waiting:
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
-            if request_id in self._clients:
-                raise InvalidArgument(f"a request with id '{request_id}' is live already")
-            if len(client_id) >= MIN_STOPPABLE_ID:
-                if self._by_client.get(client_id):
-                    raise InvalidArgument(f"a request with id '{client_id}' is live already")
-                if self._early_stops.take(client_id):
-                    raise Cancelled(f"the request '{client_id}' was cancelled")
-            self._clients[request_id] = _Client(client_id)
-            self._by_client[client_id].add(request_id)
-            self._preparing += 1
+            self._clients.admit(request_id, client_id)
 
     def withdraw(self, request_id: str) -> None:
-        """Gives an admitted request's place back; no error for one that is submitted or unknown."""
+        """Free the position of an admitted request; submitted or unknown ids are no error."""
         with self._wake:
             client = self._clients.get(request_id)
             if client is not None and client.sink is None:
-                self._forget(request_id)
+                self._remove(request_id)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
-        """Checks the request on the caller's thread and queues it; admits it, where it was not.
+        """Check a request on the caller's thread and queue it; admit it first if necessary.
 
-        Raises a VLoraError where it is refused; then `sink` is never called. Else `sink` gets
-        every output, in order, on the response thread, the last with finish_reason or error.
+        Raises a VLoraError if the request is refused; `sink` is then never called. Otherwise `sink`
+        gets every output, in order, on the response thread; the last has finish_reason or error.
         """
         if request.id not in self._clients:
             self.admit(request.id, request.client_id)
@@ -163,8 +143,7 @@ class EngineLoop:
             state = self._engine.prepare(request)
             with self._wake:
                 self._check_not_ended(request.id)
-                self._clients[request.id].sink = sink
-                self._preparing -= 1
+                self._clients.submit(request.id, sink)
                 self._to_add += 1
                 self._inbox.append(partial(self._add, state, time.monotonic()))
                 self._wake.notify_all()
@@ -187,14 +166,14 @@ class EngineLoop:
         return Unavailable("the server is shutting down")
 
     def abort(self, request_id: str) -> None:
-        """Ends a live or admitted request with Cancelled; an unknown id is no error."""
+        """End a live or admitted request with Cancelled; an unknown id is no error."""
         self._abort(request_id, Cancelled("the request was cancelled"))
 
     def stop_client(self, client_id: str) -> None:
-        """Ends the live request of this client id with Cancelled, or the one that comes soon, if
-        its images are still being encoded; an unknown id is no error.
+        """End the request of this client id with Cancelled.
 
-        Raises InvalidArgument for an id that is too short to be anyone's own.
+        If none is live, the cancellation waits a while for the request, whose images may still be
+        being encoded. Raises InvalidArgument for an id that is too short to be unique.
         """
         if len(client_id) < MIN_STOPPABLE_ID:
             raise InvalidArgument(
@@ -202,9 +181,7 @@ class EngineLoop:
                 f" characters, not '{client_id}': load tools reuse shorter ones"
             )
         with self._wake:
-            request_ids = sorted(self._by_client.get(client_id, ()))
-            if not request_ids:
-                self._early_stops.wait(client_id)
+            request_ids = self._clients.requests_to_cancel(client_id)
         for request_id in request_ids:
             self._abort(request_id, Cancelled(f"the request '{client_id}' was cancelled"))
 
@@ -220,10 +197,11 @@ class EngineLoop:
             self._wake.notify_all()
 
     def stats(self) -> EngineStats:
+        """Return a snapshot of the engine's statistics."""
         return self._engine.stats()
 
     def shutdown(self, drain_seconds: float) -> None:
-        """Refuses new requests, lets admitted ones finish for so long, cancels the rest."""
+        """Refuse new requests, give admitted ones this many seconds to finish, cancel the rest."""
         with self._wake:
             self._accepting = False
             self._wake.notify_all()
@@ -240,22 +218,25 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self._run_once()
             for request_id in self._engine.live_ids:
-                self._outbox.put(self._engine.abort(request_id, self._ending()))
+                self._outbox.put(self._engine.abort(request_id, self._shutdown_reason()))
         except Exception:
-            self._fail("the engine")
+            self._fail("the engine's thread")
         self._outbox.put(None)
         if self._failed:
-            self._responses.join(LAST_WORDS_SECONDS)
+            self._responses.join(LAST_OUTPUTS_SECONDS)
             if self._responses.is_alive():
-                log.critical("telling the clients takes too long; the process ends")
+                log.critical(
+                    "sending the last outputs takes over %g s; the process ends",
+                    LAST_OUTPUTS_SECONDS,
+                )
                 self._end_process(FATAL_EXIT)
 
-    def _turn(self) -> None:
-        """What has come in, then one step."""
+    def _run_once(self) -> None:
+        """Wait for work, apply what has come in, and compute one step."""
         with self._wake:
-            self._wake.wait_for(self._may_go_on)
+            self._wake.wait_for(self._has_work)
             if not self._inbox and not self._stopping and self._engine.stalled:
                 self._wake.wait(STALL_SECONDS)
             work = list(self._inbox)
@@ -265,12 +246,12 @@ class EngineLoop:
         if not self._engine.idle:
             self._outbox.put(self._engine.step())
 
-    def _may_go_on(self) -> bool:
+    def _has_work(self) -> bool:
         return bool(self._inbox) or self._stopping or not self._engine.idle
 
-    def _on_news(self) -> None:
-        """An adapter has come, or gone."""
-        self._engine.on_news()
+    def _on_adapters_changed(self) -> None:
+        """Wake the engine after an adapter was loaded or removed; called from any thread."""
+        self._engine.notify()
         with self._wake:
             self._wake.notify_all()
 
@@ -285,18 +266,16 @@ class EngineLoop:
             with self._wake:
                 self._to_add -= 1
 
-    def _fail(self, who: str) -> None:
-        """Nothing new from here on; the response thread tells who waits and ends the process."""
-        log.critical(
-            "%s cannot go on; its process ends with code %d", who, FATAL_EXIT, exc_info=True
-        )
+    def _fail(self, thread: str) -> None:
+        """Stop accepting requests; the response thread then answers all and ends the process."""
+        log.critical("%s failed; the process ends with code %d", thread, FATAL_EXIT, exc_info=True)
         with self._wake:
             self._failed = self._stopping = True
             self._accepting = False
             self._wake.notify_all()
 
-    def _ending(self) -> VLoraError:
-        """Why what is left is ended."""
+    def _shutdown_reason(self) -> VLoraError:
+        """Return the error that ends the remaining requests."""
         if self._failed:
             return Internal("the engine failed, and its process ends; see the server's log")
         return Cancelled("the server is shutting down")
@@ -305,36 +284,36 @@ class EngineLoop:
 
     def _respond(self) -> None:
         try:
-            going_on = True
-            while going_on:
-                news, going_on = self._news()
-                for output in news:
+            more = True
+            while more:
+                outputs, more = self._next_outputs()
+                for output in outputs:
                     self._answer(output)
                 self.after_outputs()
         except Exception:
-            self._fail("the thread that answers")
-        reason = self._ending()
-        for request_id in list(self._clients):
+            self._fail("the response thread")
+        reason = self._shutdown_reason()
+        for request_id in self._clients.request_ids:
             self._answer(Output(request_id, error=reason))
         if self._failed:
             self._end_process(FATAL_EXIT)
 
-    def _news(self) -> tuple[list[Output], bool]:
-        """What nobody has been told yet, once there is some, and whether more will come.
+    def _next_outputs(self) -> tuple[list[Output], bool]:
+        """Wait for outputs; return all that are there, and whether more will come.
 
-        Where telling takes longer than a step (a response costs a millisecond or so on a busy
-        machine) the outputs of a request go out as one response: otherwise answers would
-        fall further and further behind the engine.
+        If sending takes longer than a step (a response costs about a millisecond on a busy
+        machine), the outputs of several steps are merged into one response per request (decision
+        55). Otherwise the responses would fall further and further behind the engine.
         """
-        found: list[Output] = []
-        steps = self._outbox.get()
-        while steps is not None:
-            found += steps
+        outputs: list[Output] = []
+        of_step = self._outbox.get()
+        while of_step is not None:
+            outputs += of_step
             try:
-                steps = self._outbox.get_nowait()
+                of_step = self._outbox.get_nowait()
             except queue.Empty:
-                return coalesce(found), True
-        return coalesce(found), False
+                return coalesce(outputs), True
+        return coalesce(outputs), False
 
     def _answer(self, output: Output) -> None:
         client = self._clients.get(output.request_id)
@@ -342,23 +321,15 @@ class EngineLoop:
             return
         if output.finished:
             with self._wake:
-                self._forget(output.request_id)
+                self._remove(output.request_id)
         try:
             client.sink(output)
         except Exception:
             log.exception("answering request %s failed; it is ended", output.request_id)
             self.abort(output.request_id)
 
-    def _forget(self, request_id: str) -> None:
-        """Holds the lock."""
-        client = self._clients.pop(request_id)
-        if client.sink is None:
-            self._preparing -= 1
-        same = self._by_client[client.id]
-        same.discard(request_id)
-        if not same:
-            del self._by_client[client.id]
-            if len(client.id) >= MIN_STOPPABLE_ID:
-                self._early_stops.ended(client.id)
+    def _remove(self, request_id: str) -> None:
+        """Remove a request, with the lock held; wake `shutdown` after the last one."""
+        self._clients.remove(request_id)
         if not self._clients:
             self._wake.notify_all()

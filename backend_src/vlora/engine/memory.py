@@ -1,40 +1,39 @@
 """The engine's memory: one region of pages for keys and values, cached prefixes and adapters.
 
-Puts pool, bytes, prefix cache and adapter store together, and brings nearer what waiting requests
-need. Knows sequences, not steps.
+Connects pool, KV storage, prefix cache and adapter store, and loads what waiting requests need.
+Knows sequences, not steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from vlora.config import AUTO, Options
-from vlora.engine.sequence import Sequence as Live
-from vlora.engine.sequence import scopes_of
+from vlora.engine.sequence import Sequence, scopes_of
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.store import AdapterStore
 from vlora.memory.block_table import BlockTable
-from vlora.memory.kv_cache import KVStore, page_bytes
+from vlora.memory.kv_cache import KVCache, page_bytes
 from vlora.memory.pool import Moves, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig
 
 MAX_AUTO_BYTES = 1 << 30
-"""Of pages for adapters, where their number is left to us."""
+"""Maximum size of the adapters' pages if `adapter_pool_bytes` is "auto"."""
 
-PATIENCE = 256
-"""Steps that the oldest request waits for its adapter's run before newer ones have to wait too:
-their adapters stay where they are as long as they run."""
+PATIENCE_STEPS = 256
+"""Number of steps that the oldest request waits for its adapter's pages before newer requests are
+held back too: the adapters of requests that run stay resident."""
 
 
 class EngineMemory:
-    """Owns the pool and its bytes. Belongs to the engine's thread."""
+    """Owner of the pool and its bytes. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -43,52 +42,51 @@ class EngineMemory:
         dtype: torch.dtype,
         adapters: AdapterStore,
     ) -> None:
-        """The adapters are loaded and not yet packed; `attach` does that."""
+        """Allocate the pages. The adapters are loaded already; `attach` packs them."""
         self._adapters = adapters
         self._version = adapters.version
-        self._starved = 0
+        self._stuck_steps = 0
         self._stuck: AdapterHandle | None = None
         self.block = options.block_size
-        self.barrier = math.inf
-        """Arrival after which no request begins to run."""
-        for places in lora_groups(config.layers):
-            adapters.group(places)
+        self.arrival_cutoff = math.inf
+        """Latest arrival of requests that may begin to run."""
+        for matrices in lora_groups(config.layers):
+            adapters.group(matrices)
         layout = config.layers, self.block, config.kv_heads, config.head_dim
         self._page_bytes = page_bytes(*layout, dtype)
         self._adapter_pages = self._pages_for_adapters(options)
         kv_pages = options.kv_cache_tokens // self.block
-        self.pool = self.make_pool(kv_pages, self._adapter_pages)
-        self.store = KVStore(self.pool.total, *layout, dtype)
+        self.pool = PagePool(kv_pages + self._adapter_pages)
+        self.store = KVCache(self.pool.total, *layout, dtype)
         self.pool.movers.append(self.store.move)
         self.prefix = PrefixCache(self.pool) if options.enable_prefix_caching else None
-
-    def make_pool(self, kv: int, adapters: int) -> PagePool:
-        """With so many pages meant for each."""
-        return PagePool(kv + adapters)
 
     def _pages_for_adapters(self, options: Options) -> int:
         if options.adapter_pool_bytes != AUTO:
             return -(-options.adapter_pool_bytes // self._page_bytes)
         handles = (self._adapters.handle(name) for name in self._adapters.names())
-        needed = sum(self._run_of(handle) for handle in handles)
+        needed = sum(self._run_length(handle) for handle in handles)
         return min(needed, MAX_AUTO_BYTES // self._page_bytes)
 
-    def _run_of(self, handle: AdapterHandle) -> int:
-        """Pages of an adapter's run."""
+    def _run_length(self, handle: AdapterHandle) -> int:
+        """Return the number of contiguous pages that an adapter needs."""
         return Run.length(self._adapters.packed_bytes(handle), self._page_bytes)
 
     def attach(self) -> None:
-        """Packs what is loaded, as far as the adapters' pages go."""
+        """Pack the loaded adapters, as many as fit the adapters' pages."""
         self._adapters.attach(self.pool, self.store, self._adapter_pages)
 
     def table(self) -> BlockTable:
+        """Return a new block table for one sequence."""
         return BlockTable(self.pool, self.block, self.prefix)
 
     def capacity(self, handle: AdapterHandle | None) -> int:
-        """Tokens that one request of this adapter can have in all, alone in the pool.
+        """Return the number of tokens that a request of this adapter can have at most.
 
-        Raises InvalidArgument where not even the adapter fits."""
-        pages = 0 if handle is None else self._run_of(handle)
+        This is what the pool holds for one request alone. Raises InvalidArgument if not even the
+        adapter fits.
+        """
+        pages = 0 if handle is None else self._run_length(handle)
         if pages >= self.pool.total:
             name = "" if handle is None else handle.name
             raise InvalidArgument(
@@ -99,55 +97,60 @@ class EngineMemory:
 
     # -- between steps -------------------------------------------------------------------------
 
-    def advance(self, waiting: Sequence[Live], running: int = 0) -> list[tuple[str, VLoraError]]:
-        """Loads, packs and makes room for what waits, in order of arrival. running: requests that
-        hold pages. Requests whose adapter does not load, or is gone, with the reason: they cannot
-        be served."""
-        self._adapters.keep = BASE
+    def advance(self, waiting: list[Sequence], running: int = 0) -> list[tuple[str, VLoraError]]:
+        """Load and pack the adapters of waiting requests, in order of arrival.
+
+        running: number of requests that hold pages.
+        Returns (request id, reason) of requests whose adapter is gone or does not load.
+        """
+        self._adapters.protected_slot = BASE
         failed = list(self._resolve(waiting))
-        wanted: dict[AdapterHandle, Live] = {}
-        for sequence in waiting:
-            if sequence.adapter is not None:
-                wanted.setdefault(sequence.adapter, sequence)
-        stuck = self._adapters.advance(list(wanted), running)
-        self._starved = self._starved + 1 if stuck is not None and stuck is self._stuck else 0
+        first_of: dict[AdapterHandle, Sequence] = {}
+        for item in waiting:
+            if item.adapter is not None:
+                first_of.setdefault(item.adapter, item)
+        stuck = self._adapters.advance(list(first_of), running)
+        same = stuck is not None and stuck is self._stuck
+        self._stuck_steps = self._stuck_steps + 1 if same else 0
         self._stuck = stuck
-        late = stuck is not None and self._starved > PATIENCE
-        self.barrier = wanted[stuck].arrival if stuck is not None and late else math.inf
+        hold_back = stuck is not None and self._stuck_steps > PATIENCE_STEPS
+        self.arrival_cutoff = (
+            first_of[stuck].arrival if stuck is not None and hold_back else math.inf
+        )
         return failed
 
-    def _resolve(self, waiting: Sequence[Live]) -> Iterable[tuple[str, VLoraError]]:
-        """Who has not started yet gets what its adapter's name means now."""
+    def _resolve(self, waiting: list[Sequence]) -> Iterable[tuple[str, VLoraError]]:
+        """Point requests that have not started to the present version of their adapter."""
         changed = self._version != self._adapters.version
         self._version = self._adapters.version
-        for sequence in waiting:
-            if sequence.adapter is None:
+        for item in waiting:
+            if item.adapter is None:
                 continue
-            if changed and not sequence.holds_adapter:
+            if changed and not item.holds_adapter:
                 try:
-                    sequence.adapter = self._adapters.handle(sequence.adapter.name)
+                    item.adapter = self._adapters.handle(item.adapter.name)
                 except VLoraError as error:
-                    yield sequence.id, error
+                    yield item.id, error
                     continue
-            if sequence.adapter.error is not None:
-                yield sequence.id, sequence.adapter.error
+            if item.adapter.error is not None:
+                yield item.id, item.adapter.error
 
     def evicted(self, handle: AdapterHandle) -> None:
-        """The adapter goes: what it computed goes next."""
+        """Make the prefix blocks of an evicted adapter the next to be evicted."""
         if self.prefix is not None:
             for scope in scopes_of(handle):
-                self.prefix.age(scope)
+                self.prefix.evict_first(scope)
 
-    def move(self, running: Iterable[Live], moves: Moves) -> None:
-        """Pages have been relocated: block tables follow."""
-        for sequence in running:
-            sequence.table.moved(moves)
+    def move(self, running: Iterable[Sequence], moves: Moves) -> None:
+        """Update the block tables after pages were relocated."""
+        for item in running:
+            item.table.relocate(moves)
 
-    def check_integrity(self, running: Iterable[Live]) -> None:
-        """Raises AssertionError where the books do not balance."""
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless the pages add up and belong to running sequences."""
         self.pool.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()
-        held = {page for sequence in running for page in sequence.table.pages}
+        held = {page for item in running for page in item.table.pages}
         assert all(self.pool.is_held(page) for page in held)
         assert len(held) == self.pool.kv, (len(held), self.pool.kv)

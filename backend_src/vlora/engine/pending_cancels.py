@@ -1,7 +1,8 @@
-"""Stops that come before their request.
+"""Cancellations that arrive before their request.
 
-A request of an ensemble can be stopped while its images are still being encoded, when the engine
-has not seen it yet. Such a stop waits for it a while. Knows ids and a clock; not thread-safe.
+A request of an ensemble can be cancelled while its images are still being encoded, before the
+engine has seen it. Such a cancellation is stored for a while. Knows ids and a clock; not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -11,40 +12,43 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE = 30.0
-"""Seconds that a stop waits for its request; encoding takes far less."""
+PATIENCE_SECONDS = 30.0
+"""Seconds that a cancellation waits for its request; encoding takes far less."""
 
-REMEMBERED = 4096
-"""Ids kept of each kind; the oldest are forgotten first."""
+MAX_IDS = 4096
+"""Maximum number of stored ids of each kind; the oldest are removed first."""
 
 
 class PendingCancels:
-    """Waiting stops by client id, and the ids that ended lately: a stop that is merely late must
-    not wait for a new request that reuses its id."""
+    """Pending cancellations by client id, and the ids of requests that ended recently.
+
+    The latter tell a late cancellation apart from an early one: it must not cancel a new request
+    that reuses the id.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waiting: OrderedDict[str, float] = OrderedDict()
+        self._pending: OrderedDict[str, float] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def ended(self, client_id: str) -> None:
-        """The request of this id has had its last output."""
+        """Note that the request of this id has ended."""
         self._ended[client_id] = None
         self._ended.move_to_end(client_id)
-        _bound(self._ended)
+        _evict_oldest(self._ended)
 
-    def wait(self, client_id: str) -> None:
-        """A stop came for an id that is not live."""
+    def add(self, client_id: str) -> None:
+        """Store a cancellation of an id that is not live, unless its request ended recently."""
         if client_id not in self._ended:
-            self._waiting[client_id] = self._clock()
-            _bound(self._waiting)
+            self._pending[client_id] = self._clock()
+            _evict_oldest(self._pending)
 
     def take(self, client_id: str) -> bool:
-        """Whether a stop waits for this request, which has just come; it waits no longer."""
-        since = self._waiting.pop(client_id, None)
-        return since is not None and self._clock() - since <= PATIENCE
+        """Remove the cancellation of a new request; return whether there was one in time."""
+        since = self._pending.pop(client_id, None)
+        return since is not None and self._clock() - since <= PATIENCE_SECONDS
 
 
-def _bound(entries: OrderedDict[str, Any]) -> None:
-    if len(entries) > REMEMBERED:
+def _evict_oldest(entries: OrderedDict[str, Any]) -> None:
+    if len(entries) > MAX_IDS:
         entries.popitem(last=False)

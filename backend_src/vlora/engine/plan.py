@@ -1,4 +1,4 @@
-"""What one step does, decided before it is done."""
+"""The plan of one step, decided before anything is computed."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from vlora.model.chunk import Chunk
 
 
 class Mode(StrEnum):
-    """How the rows of a step meet their adapters (§4.4): what `live` and the rows come to."""
+    """Inference mode of a step (§4.4); it follows from `live` and the rows."""
 
     MERGED = "merged"
-    """All rows are the live adapter's: there is nothing to add."""
+    """All rows use the live adapter; nothing is added."""
     MIXTURE = "mixture"
-    """Some are not: the live one is taken out of them, their own added (deLoRA)."""
+    """Some rows do not: the live adapter is subtracted there and their own added (deLoRA)."""
     UNMERGED = "unmerged"
-    """No adapter is live: each row's own is added."""
+    """Without a live adapter, each row's own adapter is added."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Chunks in the order of their rows, that of `segments.order_of`.
+    """The decisions of one step.
 
-    live: slot of the adapter in the active weights, or BASE for none.
-    preempted: sequences whose pages were taken to make room for older ones.
-    cached: tokens that those which begin found computed.
+    chunks: in the order of their rows, which is that of `ids.order_of`.
+    preempted: ids of sequences whose pages were taken for older ones.
+    live: slot of the adapter merged into the active weights, or BASE for none.
+    cached: tokens that the starting sequences found in the prefix cache.
     """
 
     chunks: tuple[Chunk, ...]
@@ -39,12 +40,12 @@ class StepPlan:
     def mode(self) -> Mode:
         if self.live == BASE:
             return Mode.UNMERGED
-        own = all(chunk.slot == self.live for chunk in self.chunks)
-        return Mode.MERGED if own else Mode.MIXTURE
+        only_live = all(chunk.slot == self.live for chunk in self.chunks)
+        return Mode.MERGED if only_live else Mode.MIXTURE
 
     @property
     def parts(self) -> list[Part]:
-        """What the step computes, in the cost model's terms."""
+        """The chunks in the terms of the cost model."""
         return [Part(c.slot, c.length, c.start, c.completes) for c in self.chunks]
 
     @property
@@ -53,4 +54,5 @@ class StepPlan:
 
     @property
     def decode_rows(self) -> int:
+        """Number of rows that continue an answer."""
         return sum(chunk.decodes for chunk in self.chunks)

@@ -1,4 +1,4 @@
-"""One request from the edge to its answer: what has been drawn, and what is told of it."""
+"""The state of one live request: its sequence, its sampler, and its output so far."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from vlora.request import HeadScores, Output, Timings, TokenLogprob
 
 
 class LogitsRow(NamedTuple):
-    """logits: [V] of one row. token: what a plain sampler draws from them. finite: all of them
-    are."""
+    """Logits of one row.
+
+    logits: [V] float32. token: the token that a batchable sampler draws from them.
+    finite: whether all logits are finite.
+    """
 
     logits: torch.Tensor
     token: int
@@ -27,25 +30,28 @@ class LogitsRow(NamedTuple):
 
 
 def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]:
-    """logits: [rows, V], a row for each request → its rows, all looked at together."""
+    """Split the logits of a step into rows and draw the tokens of all batchable samplers at once.
+
+    logits: [rows, V], one row per request of `states`.
+    """
     largest, finite = ops.argmax(logits)
-    tokens, told = largest.tolist(), finite.tolist()
+    tokens, all_finite = largest.tolist(), finite.tolist()
     drawn = [
         (row, state.sampler, state.sequence.known)
         for row, state in enumerate(states)
-        if told[row] and state.sampler.batchable and not state.sampler.greedy
+        if all_finite[row] and state.sampler.batchable and not state.sampler.greedy
     ]
     if drawn:
         for (row, _, _), token in zip(drawn, draw_rows(logits, drawn), strict=True):
             tokens[row] = token
-    return [LogitsRow(*row) for row in zip(logits, tokens, told, strict=True)]
+    return [LogitsRow(*row) for row in zip(logits, tokens, all_finite, strict=True)]
 
 
 class RequestState:
-    """All that is known of one live request; made at the edge, once it has passed every check.
+    """Everything about one live request; made once it has passed every check.
 
-    Owns the sequence that the scheduler sees, and its text and sampling state, which survive
-    preemption unchanged.
+    Owns the sequence that the scheduler sees, and the text and sampling state, which preemption
+    does not change.
     """
 
     def __init__(
@@ -58,28 +64,31 @@ class RequestState:
         self.sequence = sequence
         self.sampler = sampler
         self._stream = TextStream(vocabulary, params.stop, params.include_stop_str_in_output)
-        self._started: float | None = None
-        self._first: float | None = None
+        self._first_scheduled: float | None = None
+        self._first_token: float | None = None
         self._modes: Counter[str] = Counter()
 
     @property
     def _adapter(self) -> AdapterInfo | None:
-        """Of the version that it runs with."""
+        """The adapter version that the request runs with."""
         handle = self.sequence.adapter
         return None if handle is None else handle.info
 
     def scheduled(self, mode: Mode, now: float) -> None:
-        """Rows of the request are about to be computed in this mode."""
+        """Note that rows of the request are about to be computed in this mode."""
         self._modes[mode.value] += 1
-        if self._started is None:
-            self._started = now
+        if self._first_scheduled is None:
+            self._first_scheduled = now
 
     def drawn(self, row: LogitsRow, now: float) -> Output:
-        """The next token. Raises InvalidArgument or Internal where the logits are not finite."""
+        """Append the next token and return its output.
+
+        Raises InvalidArgument or Internal if the logits are not finite.
+        """
         if not row.finite:
-            raise self._overflow()
-        if self._first is None:
-            self._first = now
+            raise self._not_finite()
+        if self._first_token is None:
+            self._first_token = now
         sequence, sampler = self.sequence, self.sampler
         logprobs = None
         token = row.token
@@ -99,7 +108,7 @@ class RequestState:
         )
 
     def _read(self, token: int) -> tuple[str, str | None]:
-        """(new text, finish reason) once `token` has been drawn."""
+        """Return (new text, finish reason) after `token` was drawn."""
         choices = self.sampler.choices
         if choices is not None:
             if token not in self.sampler.ends:
@@ -119,20 +128,23 @@ class RequestState:
         return text, None
 
     def scored(self, values: torch.Tensor, now: float) -> Output:
-        """The vision task head's answer, from its values [classes]; no token is drawn.
+        """Return the answer of the vision task head; no token is drawn.
 
-        Raises InvalidArgument where they are not finite."""
+        values: [classes] float32. Raises InvalidArgument if they are not finite.
+        """
         if not bool(torch.isfinite(values).all()):
-            raise self._overflow()
-        self._first = now
+            raise self._not_finite()
+        self._first_token = now
         assert self._adapter is not None, "a head belongs to an adapter"
         scores = torch.softmax(values, dim=0)
         head = HeadScores(self._adapter.head_labels, tuple(scores.tolist()))
         return self._output(now, text=head.best, head=head, finish_reason="stop")
 
-    def _overflow(self) -> VLoraError:
-        """The error of a row that is not finite: of the adapter, else of the features that came
-        with the request, else of the model itself."""
+    def _not_finite(self) -> VLoraError:
+        """Return the error for a row that is not finite.
+
+        It names the adapter, else the request's image features, else the model as the cause.
+        """
         if self._adapter is not None:
             return InvalidArgument(
                 f"adapter '{self._adapter.name}' produces values that are not finite for this"
@@ -143,7 +155,7 @@ class RequestState:
         return Internal("the model produces values that are not finite for this prompt")
 
     def ended(self, error: VLoraError, now: float) -> Output:
-        """Ended from outside."""
+        """Return the last output of a request that is ended with an error."""
         return self._output(now, error=error)
 
     def _output(
@@ -171,8 +183,8 @@ class RequestState:
             adapter=self._adapter.name if self._adapter else None,
             adapter_digest=self._adapter.digest if self._adapter else None,
             timings=Timings(
-                queued=(now if self._started is None else self._started) - arrival,
-                first_token=0.0 if self._first is None else self._first - arrival,
+                queued=(now if self._first_scheduled is None else self._first_scheduled) - arrival,
+                first_token=0.0 if self._first_token is None else self._first_token - arrival,
                 total=now - arrival,
             ),
             modes=dict(self._modes),

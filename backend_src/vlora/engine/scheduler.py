@@ -1,8 +1,8 @@
-"""Which sequences the next step computes, and how much of each.
+"""The scheduler: which sequences the next step computes, and how much of each.
 
-A policy says who runs, in which order, and with which adapter in the weights; the allocator here
-walks that order and gives pages and rows. Pure but for the pages that it gives and takes back: no
-torch, no clock but the one it is given.
+A policy chooses the sequences, their order, and the adapter in the weights. The allocator here
+walks that order and gives out pages and rows. Except for the pages that it allocates and releases,
+the scheduler is pure: no torch, no clock but the one it is given.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from vlora.engine.plan import StepPlan
-from vlora.engine.policies.base import Candidate, Choice, Policy, UnmergeOnly
+from vlora.engine.policies.base import Candidate, Choice, Policy
+from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE, order_of
 from vlora.model.chunk import Chunk
@@ -23,43 +24,53 @@ from vlora.model.chunk import Chunk
 
 @dataclass(frozen=True)
 class Budgets:
-    """sequences: holding pages at once. rows: tokens computed in one step."""
+    """Limits of the scheduler.
+
+    sequences: maximum number of sequences that hold pages at once.
+    rows: maximum number of tokens computed in one step.
+    """
 
     sequences: int
     rows: int
 
 
 class Scheduler:
-    """Iteration-level scheduling with chunked prompts, in the order of a policy.
+    """Iteration-level scheduling with chunked prefill, in the order of a policy.
 
-    A sequence is admitted when pages for all it knows are free; it grows a page at a time from
-    there. One that runs and is not chosen is paused: it keeps its pages, and is the first to lose
-    them, lowest credit first; then the newest of the chosen. Who loses pages is computed anew
-    later. The oldest never does, so that it always advances once chosen, and nothing starves.
+    A sequence is admitted when there are free pages for all its known tokens; from then on it grows
+    page by page. A running sequence that the policy does not choose is paused: it keeps its pages.
+    When pages are short, paused sequences are preempted first, lowest credit first, then the newest
+    of the chosen ones. A preempted sequence is recomputed later. The oldest sequence is never
+    preempted, so it always advances once chosen, and nothing starves.
     """
 
     def __init__(
         self,
         budgets: Budgets,
         policy: Policy | None = None,
-        keep: Callable[[int], object] = lambda slot: None,
+        protect: Callable[[int], object] = lambda slot: None,
     ) -> None:
-        """policy: first come, first served, by default. keep: told which slot will be in the
-        weights, before pages are given, which could be its."""
-        self._keep = keep
+        """Make a scheduler without sequences.
+
+        policy: first come, first served by default.
+        protect: called with the slot of the adapter that the step will have in the weights, before
+            pages are allocated, so that this adapter is not evicted for them.
+        """
+        self._protect = protect
         self._budgets = budgets
         self.policy = policy or UnmergeOnly(budgets.sequences)
         self.waiting: list[Sequence] = []
+        """Sequences without pages, in order of arrival."""
         self.running: list[Sequence] = []
-        """Those that hold pages. Both in order of arrival."""
-        self._last: list[Sequence] = []
+        """Sequences that hold pages, in order of arrival."""
+        self._last_step: list[Sequence] = []
         self._preempted: dict[Sequence, None] = {}
-        """Those that wait and have run before: they have waited less than their arrival says."""
-        self._ranked = 0
-        """Requests with a priority of their own."""
+        """Waiting sequences that ran before: their wait is shorter than their arrival suggests."""
+        self._with_priority = 0
+        """Number of sequences whose priority is not 0."""
         self._chosen = 0
         self.choice = Choice((), BASE)
-        """What the policy said last; its order is not kept where nobody had to be asked."""
+        """The policy's last choice; its order is empty when the policy was not asked."""
 
     @property
     def idle(self) -> bool:
@@ -67,114 +78,128 @@ class Scheduler:
 
     @property
     def paused(self) -> int:
-        """How many hold pages and were not chosen for the last step."""
+        """Number of sequences that hold pages and were not chosen for the last step."""
         return max(0, len(self.running) - self._chosen)
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
         bisect.insort(self.waiting, sequence, key=_arrival)
-        self._ranked += sequence.priority != 0
+        self._with_priority += sequence.priority != 0
 
     def remove(self, sequence: Sequence) -> None:
-        """Ends a sequence, wherever it is, and frees its pages."""
+        """End a waiting or running sequence and release its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
             self._preempted.pop(sequence, None)
-        self._ranked -= sequence.priority != 0
+        self._with_priority -= sequence.priority != 0
         sequence.end()
 
-    def schedule(self, now: float = 0.0, live: int = BASE, barrier: float = math.inf) -> StepPlan:
-        """The next step. live: the adapter in the weights now. barrier: who came later does not
-        begin."""
+    def schedule(
+        self, now: float = 0.0, live: int = BASE, arrival_cutoff: float = math.inf
+    ) -> StepPlan:
+        """Return the plan of the next step; it has no chunks if nothing can be computed.
+
+        live: slot of the adapter in the weights now.
+        arrival_cutoff: waiting sequences that arrived later do not begin.
+        """
         if self.idle:
             return StepPlan(())
-        for sequence in self._last:
+        for sequence in self._last_step:
             sequence.ran(now)
-        if isinstance(self.policy, UnmergeOnly) and not self._ranked:
-            able = self._foremost(self.policy.size, barrier)
+        if isinstance(self.policy, UnmergeOnly) and not self._with_priority:
+            eligible = self._first_eligible(self.policy.max_batch, arrival_cutoff)
             self.choice = Choice((), BASE)
-            chosen = _in_turn(able, self.policy, now)
+            chosen = _first_come(eligible, self.policy, now)
         else:
-            able = list(_able(heapq.merge(self.running, self.waiting, key=_arrival), barrier))
-            chosen = self._asked(able, live, now) if able else []
-        if not able:
+            by_arrival = heapq.merge(self.running, self.waiting, key=_arrival)
+            eligible = list(_eligible(by_arrival, arrival_cutoff))
+            chosen = self._ask_policy(eligible, live, now) if eligible else []
+        if not eligible:
             return StepPlan(())
         self._chosen = len(chosen)
-        self._keep(self.choice.live)
+        self._protect(self.choice.live)
         step = self._allocate(chosen, self.choice)
         if not step.rows and self.running:
-            # Whoever was chosen finds no pages: those that have some go on.
+            # None of the chosen gets pages: the sequences that hold pages continue.
             step = self._allocate(list(self.running), Choice((), self.choice.live))
         elif not step.rows:
-            # Nor has anybody else: the oldest begins, whose pages the live adapter's may be.
+            # Nothing runs either: begin the oldest, which may take the live adapter's pages.
             self.choice = Choice((), BASE)
-            self._keep(BASE)
-            step = self._allocate(able[:1], self.choice)
-        self._last = list(step.rows)
-        for sequence in self._last:
+            self._protect(BASE)
+            step = self._allocate(eligible[:1], self.choice)
+        self._last_step = list(step.rows)
+        for sequence in self._last_step:
             sequence.scheduled(now)
         live = self.choice.live
         return StepPlan(_chunks(step.rows, live), tuple(step.preempted), live, step.cached)
 
-    def _foremost(self, size: int, barrier: float) -> list[Sequence]:
-        """Of those that a step could compute, in order of arrival, all but who is sure not to be
-        among the first `size` by arrival, nor among those that have waited longest: a step's work
-        does not grow with the queue."""
-        fresh = (s for s in self.waiting if s not in self._preempted)
-        able = [*_able((*self.running, *self._preempted), barrier)]
-        able += islice(_able(fresh, barrier), size)
-        return sorted(able, key=_arrival)
+    def _first_eligible(self, size: int, arrival_cutoff: float) -> list[Sequence]:
+        """Return the eligible sequences, by arrival, that could be among the first `size`.
 
-    def _asked(self, able: list[Sequence], live: int, now: float) -> list[Sequence]:
-        """Whom the policy chooses."""
-        known = {s.id: s for s in able}
-        self.choice = self.policy.choose([_ready(s, now) for s in able], live, now)
-        return [known[r.id] for r in self.choice.order]
+        Only sequences that are certain to be neither among the first by arrival nor among those
+        that waited longest are left out, so that a step's work does not grow with the queue.
+        """
+        new = (s for s in self.waiting if s not in self._preempted)
+        eligible = [*_eligible((*self.running, *self._preempted), arrival_cutoff)]
+        eligible += islice(_eligible(new, arrival_cutoff), size)
+        return sorted(eligible, key=_arrival)
 
-    def _allocate(self, chosen: list[Sequence], choice: Choice) -> _Step:
-        """Rows that continue an answer first, so that no prompt holds them up, then prompts."""
-        step = _Step(self._budgets.rows, choice, self._paused(chosen, choice))
-        continuing = [s for s in chosen if s.table.pages and s.missing == 1]
-        for sequence in continuing:
+    def _ask_policy(self, eligible: list[Sequence], live: int, now: float) -> list[Sequence]:
+        """Return the sequences that the policy chooses, in its order."""
+        by_id = {s.id: s for s in eligible}
+        self.choice = self.policy.choose([_candidate(s, now) for s in eligible], live, now)
+        return [by_id[r.id] for r in self.choice.order]
+
+    def _allocate(self, chosen: list[Sequence], choice: Choice) -> _StepBuilder:
+        """Give rows to decoding sequences first, so that no prompt delays them, then to prompts."""
+        step = _StepBuilder(self._budgets.rows, choice, self._paused(chosen, choice))
+        decoding = [s for s in chosen if s.table.pages and s.missing == 1]
+        for sequence in decoding:
             if sequence.table.pages and self._grow(sequence, step):
-                step.give(sequence)
+                step.add(sequence)
         prompts = [s for s in chosen if s not in step.rows and s.id not in step.preempted]
-        # Nobody may take the pages that one before waits for; and whoever was just preempted would
-        # only take them back from those it yielded to.
+        # Once one prompt waits for pages, later ones must not take them. After a preemption no
+        # prompt is admitted: a sequence that was just preempted would take its pages back.
         full = bool(step.preempted)
         for sequence in prompts:
-            if step.room == 0:
+            if step.free_rows == 0:
                 break
             if not sequence.table.pages:
                 full = full or not self._admit(sequence, step)
             if sequence.table.pages:
-                step.give(sequence)
+                step.add(sequence)
         return step
 
     def _paused(self, chosen: list[Sequence], choice: Choice) -> list[Sequence]:
-        """Those with pages that are not chosen, in the order in which they lose them. Not the
-        oldest of all: it must end once."""
-        ids = {s.id for s in chosen}
-        paused = [s for s in self.running if s.id not in ids]
+        """Return the sequences with pages that are not chosen, in order of their preemption.
+
+        The oldest sequence of all is left out: it must end at some time.
+        """
+        chosen_ids = {s.id for s in chosen}
+        paused = [s for s in self.running if s.id not in chosen_ids]
         if not paused:
             return []
-        waiting = islice((s for s in self.waiting if s.ready), 1)
-        oldest = min((self.running[0], *waiting), key=_arrival)
+        oldest_waiting = islice((s for s in self.waiting if s.ready), 1)
+        oldest = min((self.running[0], *oldest_waiting), key=_arrival)
         credits = choice.credits or {}
-        yielding = (s for s in paused if s is not oldest)
-        return sorted(yielding, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
+        preemptible = (s for s in paused if s is not oldest)
+        return sorted(preemptible, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
 
-    def _admit(self, sequence: Sequence, step: _Step) -> bool:
-        """A place, and pages for all it knows: free ones, or those of paused newer ones."""
+    def _admit(self, sequence: Sequence, step: _StepBuilder) -> bool:
+        """Give a waiting sequence a batch slot and pages for all known tokens, if possible.
+
+        The pages are free ones, or those of paused sequences that arrived later.
+        """
         if not sequence.ready:
-            return False  # pages for somebody else were worth more
+            return False  # Its adapter was evicted for the pages of another sequence.
         while len(self.running) >= self._budgets.sequences:
-            if not self._pause_newer(sequence, step):
+            if not self._preempt_newer(sequence, step):
                 return False
         sequence.begin(self.choice.live)
         while not sequence.table.grow(sequence.known):
-            if not self._pause_newer(sequence, step):
+            if not self._preempt_newer(sequence, step):
                 sequence.leave()
                 return False
         self.waiting.remove(sequence)
@@ -183,8 +208,8 @@ class Scheduler:
         step.cached += sequence.cached
         return True
 
-    def _pause_newer(self, sequence: Sequence, step: _Step) -> bool:
-        """Takes the pages of the first paused one that came later; False where there is none."""
+    def _preempt_newer(self, sequence: Sequence, step: _StepBuilder) -> bool:
+        """Preempt the first paused sequence that arrived later; return whether there was one."""
         newer = [s for s in step.paused if s.arrival > sequence.arrival]
         if newer:
             step.paused.remove(newer[0])
@@ -192,13 +217,15 @@ class Scheduler:
             step.preempted.append(newer[0].id)
         return bool(newer)
 
-    def _grow(self, sequence: Sequence, step: _Step) -> bool:
-        """Pages for the sequence's next row, at the cost of paused ones, then of the newest; False
-        if it is that."""
+    def _grow(self, sequence: Sequence, step: _StepBuilder) -> bool:
+        """Allocate pages for the sequence's next row, preempting paused sequences, then the newest.
+
+        Returns False if the sequence itself was the newest and was preempted.
+        """
         while not sequence.table.grow(sequence.known):
             victim = step.paused.pop(0) if step.paused else self.running[-1]
             self._preempt(victim)
-            step.take_back(victim)
+            step.remove_preempted(victim)
             if victim is sequence:
                 return False
         return True
@@ -211,27 +238,32 @@ class Scheduler:
         self._preempted[sequence] = None
 
 
-class _Step:
-    """A step as the walk fills it. rows: by sequence. paused: in the order in which they yield."""
+class _StepBuilder:
+    """A step while it is filled.
 
-    def __init__(self, room: int, choice: Choice, paused: list[Sequence]) -> None:
-        self.room = room
+    rows: number of rows by sequence.
+    paused: paused sequences in order of their preemption.
+    """
+
+    def __init__(self, max_rows: int, choice: Choice, paused: list[Sequence]) -> None:
+        self.free_rows = max_rows
         self.rows: dict[Sequence, int] = {}
         self.paused = paused
         self.preempted: list[str] = []
         self.cached = 0
-        self._most = choice.rows or {}
+        self._max_rows = choice.max_rows or {}
 
-    def give(self, sequence: Sequence) -> None:
-        """As many rows as it misses, as the policy lets it have, and as there are."""
-        rows = min(sequence.missing, self._most.get(sequence.id, sequence.missing), self.room)
+    def add(self, sequence: Sequence) -> None:
+        """Add the missing rows of a sequence, as far as the policy and the budget allow."""
+        allowed = self._max_rows.get(sequence.id, sequence.missing)
+        rows = min(sequence.missing, allowed, self.free_rows)
         if rows:
             self.rows[sequence] = rows
-            self.room -= rows
+            self.free_rows -= rows
 
-    def take_back(self, sequence: Sequence) -> None:
-        """It has lost its pages."""
-        self.room += self.rows.pop(sequence, 0)
+    def remove_preempted(self, sequence: Sequence) -> None:
+        """Remove the rows of a sequence that was preempted."""
+        self.free_rows += self.rows.pop(sequence, 0)
         self.preempted.append(sequence.id)
 
 
@@ -239,22 +271,23 @@ def _arrival(sequence: Sequence) -> float:
     return sequence.arrival
 
 
-def _able(sequences: Iterable[Sequence], barrier: float) -> Iterable[Sequence]:
-    """Those that a step could compute."""
-    return (s for s in sequences if s.table.pages or (s.ready and s.arrival <= barrier))
+def _eligible(sequences: Iterable[Sequence], arrival_cutoff: float) -> Iterable[Sequence]:
+    """Return the sequences that a step could compute."""
+    return (s for s in sequences if s.table.pages or (s.ready and s.arrival <= arrival_cutoff))
 
 
-def _in_turn(able: list[Sequence], policy: UnmergeOnly, now: float) -> list[Sequence]:
-    """What `policy` says of requests of one priority, in order of arrival."""
-    late = bool(able) and now - able[0].arrival > policy.max_wait  # else nobody has waited so long
+def _first_come(eligible: list[Sequence], policy: UnmergeOnly, now: float) -> list[Sequence]:
+    """Return what `policy` would choose among sequences of one priority, sorted by arrival."""
+    # No sequence has waited longer than the time since the first arrival.
+    any_late = bool(eligible) and now - eligible[0].arrival > policy.max_wait
 
-    def turn(s: Sequence) -> tuple[bool, bool]:
-        return not late or s.wait(now) <= policy.max_wait, not s.table.pages
+    def rank(s: Sequence) -> tuple[bool, bool]:
+        return not any_late or s.wait(now) <= policy.max_wait, not s.table.pages
 
-    return sorted(able, key=turn)[: policy.size]
+    return sorted(eligible, key=rank)[: policy.max_batch]
 
 
-def _ready(sequence: Sequence, now: float) -> Candidate:
+def _candidate(sequence: Sequence, now: float) -> Candidate:
     return Candidate(
         sequence.id,
         sequence.slot,
@@ -262,20 +295,18 @@ def _ready(sequence: Sequence, now: float) -> Candidate:
         sequence.wait(now),
         sequence.missing,
         sequence.computed,
-        sequence.left,
+        sequence.remaining,
         bool(sequence.table.pages),
         sequence.deadline,
         sequence.priority,
     )
 
 
-def _chunks(scheduled: Mapping[Sequence, int], live: int) -> tuple[Chunk, ...]:
-    """The next so many positions of each sequence, one adapter after the other."""
+def _chunks(rows: Mapping[Sequence, int], live: int) -> tuple[Chunk, ...]:
+    """Return one chunk per sequence: its next positions, in the row order of the adapters."""
     chunks: list[Chunk] = []
     row = 0
-    for sequence, length in sorted(
-        scheduled.items(), key=lambda item: order_of(item[0].slot, live)
-    ):
+    for sequence, length in sorted(rows.items(), key=lambda item: order_of(item[0].slot, live)):
         start = sequence.computed
         chunks.append(
             Chunk(

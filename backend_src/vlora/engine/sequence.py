@@ -1,7 +1,7 @@
 """A request as the scheduler sees it: two counters, tokens computed and tokens known.
 
-There is no prefill phase and no decode phase: a step computes some of what is known but not yet
-computed, and where it reaches the end, one more token becomes known.
+There is no prefill phase and no decode phase: a step computes some of the tokens that are known and
+not yet computed, and where it reaches the last one, one more token becomes known.
 """
 
 from __future__ import annotations
@@ -11,25 +11,31 @@ from typing import TYPE_CHECKING
 
 from vlora.engine.plan import Mode
 from vlora.ids import BASE
-from vlora.lora.handle import AdapterHandle
-from vlora.memory.block_table import BlockTable
-from vlora.memory.prefix import BlockDigests, BlockKey
-from vlora.request import Request
+from vlora.memory.prefix import BlockKey
 
 if TYPE_CHECKING:
+    from vlora.lora.handle import AdapterHandle
+    from vlora.memory.block_table import BlockTable
+    from vlora.memory.prefix import BlockDigests
     from vlora.model.inputs import Prompt
+    from vlora.request import Request
 
 
-SHARED_MODES = ("", "merged")
-"""Modes of the weights under which blocks are shared; where a live adapter is taken out of rows
-again (mixture), they are not."""
+SHAREABLE_MODES = ("", "merged")
+"""Weight modes under which prefix blocks are shared. Blocks of mixture rows, where the live adapter
+is subtracted again, are not."""
 
 
 class Sequence:
-    """tokens: known ids, the prompt's first. computed: how many have their KV in `table`.
-    cached: how many of these were found computed when it last began.
-    arrival: on the engine's clock, set when it is queued.
-    waited: seconds that it was ready but not scheduled, until the last time it was."""
+    """The scheduling state of one request.
+
+    tokens: known token ids, the prompt's first.
+    computed: number of tokens whose keys and values are in `table`.
+    cached: how many of these came from the prefix cache when the sequence last began.
+    arrival: on the engine's clock in seconds; set when the request is queued.
+    waited: seconds ready but not scheduled, up to the last time it was scheduled.
+    preemptions: how often the sequence has lost its pages.
+    """
 
     def __init__(
         self,
@@ -40,10 +46,13 @@ class Sequence:
         table: BlockTable,
         digests: BlockDigests | None = None,
         *,
-        rounded: bool = False,
+        merge_is_lossy: bool = False,
     ) -> None:
-        """digests: of its blocks, where they are to be shared. rounded: whether merged weights
-        are."""
+        """Make a sequence that holds no pages.
+
+        digests: digests of its blocks, if they are to be shared.
+        merge_is_lossy: whether merged weights are rounded.
+        """
         self.request = request
         self.prompt = prompt
         self.tokens = list(prompt.ids)
@@ -51,8 +60,9 @@ class Sequence:
         self._pinned: AdapterHandle | None = None
         self._held: AdapterHandle | None = None
         self._digests = digests
-        self._merge_is_lossy = rounded
+        self._merge_is_lossy = merge_is_lossy
         self._mode: str | None = ""
+        """Weight mode of all computed tokens, or None if they were computed under several."""
         self.max_tokens = max_tokens
         self.arrival = 0.0
         self.table = table
@@ -60,17 +70,17 @@ class Sequence:
         self.cached = 0
         self.preemptions = 0
         self.waited = 0.0
-        self._since: float | None = None
+        self._last_scheduled: float | None = None
 
     @property
     def id(self) -> str:
         return self.request.id
 
-    # -- its adapter and pages -----------------------------------------------------------------
+    # -- adapter and pages -------------------------------------------------------------------
 
     @property
     def slot(self) -> int:
-        """Of its adapter, which is resident; BASE for none."""
+        """Slot of its adapter, which must be resident; BASE without an adapter."""
         if self.adapter is None:
             return BASE
         assert self.adapter.slot is not None, f"adapter {self.adapter.name!r} is not resident"
@@ -78,38 +88,40 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """Whether a step could compute it: its adapter is resident."""
+        """True if a step could compute it: its adapter is resident, or it has none."""
         return self.adapter is None or self.adapter.resident
 
     @property
     def holds_adapter(self) -> bool:
-        """Whether it has started with this version of its adapter, and will end with it."""
+        """True if it has started with this version of its adapter, and will end with it."""
         return self._held is not None
 
     def begin(self, live: int = BASE) -> None:
-        """It gets pages: its adapter stays where it is, and blocks that are known are computed:
-        those of the mode in which it is to run. live: the adapter in the weights of its step."""
+        """Pin the adapter and take cached prefix blocks, before pages are allocated.
+
+        live: slot of the adapter in the weights of the next step. It decides which blocks match.
+        """
         if self.adapter is not None:
             self.adapter.pin()
             self._pinned = self.adapter
             if self._held is None:
                 self.adapter.hold()
                 self._held = self.adapter
-        mode = mode_of(self.slot, live, rounded=self._merge_is_lossy)
-        keys = self._keys(mode, self.known - 1) if mode in SHARED_MODES else []
-        self.cached = self.table.begin(keys)
+        mode = mode_of(self.slot, live, merge_is_lossy=self._merge_is_lossy)
+        keys = self._keys(mode, self.known - 1) if mode in SHAREABLE_MODES else []
+        self.cached = self.table.reuse_prefix(keys)
         if self.cached:
             self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
-        """So many more are computed. mode: of the weights, where it changes keys and values."""
+        """Count computed rows and share the blocks that are full. mode: see `mode_of`."""
         self._mode = mode if self.computed == 0 or self._mode == mode else None
         self.computed += rows
-        if self._mode in SHARED_MODES and self.table.has_news(self.computed):
-            self.table.computed(self._keys(self._mode, self.computed))
+        if self._mode in SHAREABLE_MODES and self.table.has_unshared_block(self.computed):
+            self.table.share(self._keys(self._mode, self.computed))
 
     def leave(self) -> None:
-        """It gives its pages back, and its adapter may be evicted."""
+        """Release the pages, and unpin the adapter."""
         self.table.clear()
         self.computed = 0
         if self._pinned is not None:
@@ -117,17 +129,20 @@ class Sequence:
             self._pinned = None
 
     def end(self) -> None:
+        """Release the pages and this version of the adapter."""
         self.leave()
         if self._held is not None:
-            self._held.let_go()
+            self._held.release()
             self._held = None
 
     def _keys(self, mode: str, length: int) -> list[BlockKey]:
-        """Of the whole blocks among the first `length` tokens."""
+        """Return the keys of the full blocks among the first `length` tokens."""
         if self._digests is None:
             return []
         scope = _scope(self.adapter, mode)
-        return [BlockKey(scope, one) for one in self._digests.upto(self.tokens, length)]
+        return [BlockKey(scope, digest) for digest in self._digests.up_to(self.tokens, length)]
+
+    # -- counters ----------------------------------------------------------------------------
 
     @property
     def prompt_length(self) -> int:
@@ -135,15 +150,17 @@ class Sequence:
 
     @property
     def known(self) -> int:
+        """Number of known tokens."""
         return len(self.tokens)
 
     @property
     def missing(self) -> int:
-        """Known tokens whose keys and values have still to be computed."""
+        """Number of known tokens whose keys and values are still to be computed."""
         return self.known - self.computed
 
     @property
     def output(self) -> list[int]:
+        """Token ids of the answer."""
         return self.tokens[self.prompt_length :]
 
     @property
@@ -151,16 +168,18 @@ class Sequence:
         return self.known - self.prompt_length
 
     @property
-    def started(self) -> bool:
-        """Whether it has ever been scheduled."""
-        return self._since is not None
+    def remaining(self) -> int:
+        """Maximum number of tokens that the answer may still get, by the request's own limit."""
+        asked = self.request.sampling.max_tokens
+        limit = self.max_tokens if asked is None or self.request.use_head else asked
+        return max(0, limit - self.output_length)
+
+    # -- time --------------------------------------------------------------------------------
 
     @property
-    def left(self) -> int:
-        """The most it may still say: what was asked for, not what the answer will be."""
-        asked = self.request.sampling.max_tokens
-        most = self.max_tokens if asked is None or self.request.use_head else asked
-        return max(0, most - self.output_length)
+    def started(self) -> bool:
+        """True if it has ever been scheduled."""
+        return self._last_scheduled is not None
 
     @property
     def priority(self) -> int:
@@ -168,34 +187,41 @@ class Sequence:
 
     @property
     def deadline(self) -> float:
-        """On the engine's clock; infinite where there is none."""
-        asked = self.request.sampling.deadline_ms
-        return math.inf if asked is None else self.arrival + asked / 1e3
+        """Deadline on the engine's clock in seconds; infinity without a deadline."""
+        deadline_ms = self.request.sampling.deadline_ms
+        return math.inf if deadline_ms is None else self.arrival + deadline_ms / 1e3
 
     def wait(self, now: float) -> float:
-        """Seconds ready but not scheduled, in all: it does not grow while running, never resets."""
-        return self.waited + now - (self.arrival if self._since is None else self._since)
+        """Return the total seconds ready but not scheduled.
+
+        The wait does not grow while the sequence runs, and never resets.
+        """
+        since = self.arrival if self._last_scheduled is None else self._last_scheduled
+        return self.waited + now - since
 
     def scheduled(self, now: float) -> None:
-        """It is part of the step that begins now."""
-        self.waited, self._since = self.wait(now), now
+        """Note that it is part of the step that begins now."""
+        self.waited, self._last_scheduled = self.wait(now), now
 
     def ran(self, now: float) -> None:
-        """The step that it was part of has ended."""
-        self._since = now
+        """Note that the step that it was part of has ended."""
+        self._last_scheduled = now
 
 
-def mode_of(slot: int, live: int, *, rounded: bool) -> str:
-    """What a mode does to a row's keys and values: nothing in fp32, else merged weights are
-    rounded. slot: the row's adapter."""
-    if live == BASE or not rounded:
+def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
+    """Return the weight mode of a row: which weights computed its keys and values.
+
+    slot: the row's adapter. live: the adapter in the weights. The mode is "" if it does not change
+    keys and values, as in fp32, and otherwise the name of the mode.
+    """
+    if live == BASE or not merge_is_lossy:
         return ""
     return (Mode.MERGED if slot == live else Mode.MIXTURE).value
 
 
 def scopes_of(adapter: AdapterHandle) -> list[str]:
-    """Scopes of all blocks that were computed with it."""
-    return [_scope(adapter, mode) for mode in SHARED_MODES]
+    """Return the scopes of all prefix blocks that are computed with an adapter."""
+    return [_scope(adapter, mode) for mode in SHAREABLE_MODES]
 
 
 def _scope(adapter: AdapterHandle | None, mode: str) -> str:

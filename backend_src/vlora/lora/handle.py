@@ -1,4 +1,4 @@
-"""One version of one adapter, from its folder to a slot of the operator.
+"""Handle of one version of one adapter, from its folder to a slot of the operator.
 
 A request takes the handle when it is first scheduled and keeps it until it ends: it finishes with
 the version that it started with, whatever happens to the folder meanwhile.
@@ -14,16 +14,23 @@ from vlora.lora.adapter import Adapter, AdapterInfo, Description
 from vlora.memory.pool import Run
 
 Stamp = bytes
-"""What tells that a folder's files are the same: where links lead, sizes, times."""
+"""Fingerprint of a folder's files (link targets, sizes, times): it differs after any change."""
 
 
 @dataclass(eq=False)
 class AdapterHandle:
-    """Changed by the store alone, under its lock; `pin` and its like are the engine thread's.
+    """State of one version of an adapter.
 
-    adapter: the host's copy, where it has one. slot: in the operator, from when it is packed until
-    it is evicted. run: its pages, taken before it is packed. error: why it does not load. used: on
-    the pool's clock. loading: a job of the loader has it. needed: bytes once packed.
+    Only the adapter store changes it, under its lock; `pin`, `hold` and their opposites belong to
+    the engine's thread.
+
+    adapter: the host copy, or None.
+    slot: index in the operator while the adapter is resident, from packing to eviction.
+    run: its pages, allocated before it is packed.
+    error: why it cannot be loaded.
+    last_used: time of the last use on the pool's clock, see `memory/eviction.py`.
+    loading: whether a job of the loader or the packer is working on it.
+    packed_bytes: size of its packed copies; 0 until it has been computed.
     """
 
     name: str
@@ -34,38 +41,36 @@ class AdapterHandle:
     slot: int | None = None
     run: Run | None = None
     error: InvalidArgument | None = None
-    used: int = 0
+    last_used: int = 0
     loading: bool = False
-    needed: int = 0
+    packed_bytes: int = 0
     _pins: int = field(default=0, repr=False)
     _holders: int = field(default=0, repr=False)
 
-    @classmethod
-    def imagined(cls, slot: int) -> AdapterHandle | None:
-        """One without files, resident in this slot, for simulations; None for the base."""
-        info = AdapterInfo(f"slot {slot}", "", (), (), (), {}, (), ())
-        handle = cls(info.name, Path(), b"", Description(info, {}, 0), slot=slot)
-        return None if slot < 0 else handle
-
     @property
     def info(self) -> AdapterInfo:
-        """With its digest from when it has been loaded."""
+        """Description of the adapter; it includes the digest once the weights have been loaded."""
         return self.description.info if self.adapter is None else self.adapter.info
 
     @property
     def resident(self) -> bool:
-        """Whether a step can use it."""
+        """True if steps can use it."""
         return self.slot is not None
 
     @property
     def pinned(self) -> bool:
-        """Whether a running or paused request needs it where it is."""
+        """True if a running or paused request needs it to stay resident."""
         return self._pins > 0
 
     @property
     def held(self) -> bool:
-        """Whether a request has started with this version: its host copy stays."""
+        """True if a request has started with this version, which keeps its host copy."""
         return self._holders > 0
+
+    @property
+    def needs_host_copy(self) -> bool:
+        """True if the host copy is in use and cannot be evicted."""
+        return self.resident or self.loading or self.held or self.run is not None
 
     def pin(self) -> None:
         self._pins += 1
@@ -77,6 +82,6 @@ class AdapterHandle:
     def hold(self) -> None:
         self._holders += 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         assert self._holders > 0, f"adapter {self.name!r} is not held"
         self._holders -= 1

@@ -1,6 +1,7 @@
-"""Adapters in host memory: fp32 copies within a byte budget, the longest unused first to go.
+"""Host tier: fp32 copies of adapters in host memory, within a byte budget.
 
-Knows neither folders nor the pool. Not thread-safe: the store's lock guards it.
+Knows neither folders nor the pool. Not thread-safe: the adapter store's lock guards it.
+`memory/eviction.py` states what is evicted first.
 """
 
 from __future__ import annotations
@@ -9,62 +10,66 @@ import math
 
 from vlora.lora.adapter import Adapter
 from vlora.lora.handle import AdapterHandle
+from vlora.memory.eviction import least_recently_used
 
 
 class HostTier:
-    """A copy stays, whatever the budget, while its adapter is resident or being packed, and while a
-    request has started with that version: its folder may hold another one by now."""
+    """Host copies of adapters.
+
+    A copy stays, whatever the budget, while `AdapterHandle.needs_host_copy`: its adapter is
+    resident or being packed, or a request has started with this version, whose folder may hold
+    another one by now.
+    """
 
     def __init__(self, budget: int | None) -> None:
-        """budget: bytes; None: any number."""
+        """budget: maximum number of bytes; None for no limit."""
         self._budget = budget
         self._handles: set[AdapterHandle] = set()
-        self.used = 0
-        """Bytes of all copies."""
+        self.used_bytes = 0
 
     def __contains__(self, handle: AdapterHandle) -> bool:
         return handle in self._handles
 
-    def room_for(self, more: int) -> bool:
-        return self._budget is None or self.used + more <= self._budget
+    def fits(self, size: int) -> bool:
+        """Return whether `size` more bytes fit into the budget without eviction."""
+        return self._budget is None or self.used_bytes + size <= self._budget
 
     @property
-    def spare(self) -> float:
-        """Bytes that are free, or could be, whoever wants what is idle."""
+    def available_bytes(self) -> float:
+        """Bytes that are free or can be freed by eviction; negative if copies in use exceed the
+        budget."""
         if self._budget is None:
             return math.inf
-        fixed = (handle.description.host_bytes for handle in self._handles if not _may_go(handle))
-        return self._budget - sum(fixed)
+        in_use = (h.description.host_bytes for h in self._handles if h.needs_host_copy)
+        return self._budget - sum(in_use)
 
     def add(self, handle: AdapterHandle, adapter: Adapter) -> None:
         handle.adapter = adapter
         self._handles.add(handle)
-        self.used += handle.description.host_bytes
+        self.used_bytes += handle.description.host_bytes
 
     def drop(self, handle: AdapterHandle) -> bool:
-        """Forgets its copy, if it may go; whether it did."""
-        if handle not in self._handles or not _may_go(handle):
+        """Drop the copy unless it is needed; return whether it was dropped."""
+        if handle not in self._handles or handle.needs_host_copy:
             return False
         self._handles.remove(handle)
-        self.used -= handle.description.host_bytes
+        self.used_bytes -= handle.description.host_bytes
         handle.adapter = None
         return True
 
-    def trim(self, more: int) -> int:
-        """Makes room for so many bytes, as far as that can be; copies dropped."""
-        dropped = 0
-        while not self.room_for(more):
-            idle = [handle for handle in self._handles if _may_go(handle)]
-            if not idle:
+    def evict_until_fits(self, size: int) -> int:
+        """Evict copies until `size` more bytes fit or all others are in use; return the number of
+        evicted copies."""
+        evicted = 0
+        while not self.fits(size):
+            idle = [handle for handle in self._handles if not handle.needs_host_copy]
+            oldest = least_recently_used(idle)
+            if oldest is None:
                 break
-            dropped += self.drop(min(idle, key=lambda handle: handle.used))
-        return dropped
+            evicted += self.drop(oldest)
+        return evicted
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books do not balance."""
-        assert self.used == sum(handle.description.host_bytes for handle in self._handles)
+        """Raise AssertionError if the byte count or a copy is wrong."""
+        assert self.used_bytes == sum(handle.description.host_bytes for handle in self._handles)
         assert all(handle.adapter is not None for handle in self._handles)
-
-
-def _may_go(handle: AdapterHandle) -> bool:
-    return not (handle.resident or handle.loading or handle.held or handle.run)

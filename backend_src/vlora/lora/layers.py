@@ -1,4 +1,4 @@
-"""A linear layer whose rows may each go through an adapter of their own."""
+"""Linear layers that apply a different adapter to each row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LoraLinear:
     """Fused projections of one layer that share their input: y = x Wᵀ + bias + LoRA by segment.
 
     W is the switcher's view `index` at the time of the call. `lora` holds the adapters' pairs by
-    slot, for each target of the group; it is shared with the adapter store, and grows there.
+    slot for each target of the group; the adapter store shares it and adds slots.
     """
 
     def __init__(
@@ -30,11 +30,17 @@ class LoraLinear:
     def __call__(
         self, x: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x: [T, d_in] fp32 → [T, sum of the group's d_out] fp32, in `out` if there is one."""
+        """Return y for all rows.
+
+        x: [T, d_in] fp32.
+        out: optional output.
+
+        Returns [T, sum of the group's d_out] fp32.
+        """
         matrix = self._current()
         if not self._lora.has(segments):
             return matrix(x, out=out)
-        epilogue = op.adding(segments, self._lora)
+        epilogue = op.bind_epilogue(segments, self._lora)
         y = matrix(x, out=out, epilogue=epilogue)
         if epilogue is None:
             op.apply(y, x, segments, self._lora)
@@ -43,7 +49,10 @@ class LoraLinear:
     def gated(
         self, x: torch.Tensor, segments: Segments, scratch: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """Return `ops.gate` of the product, in `out`. scratch: as `out` of a call, overwritten."""
+        """Return `ops.gate` of the product: [T, half of the group's d_out], in `out`.
+
+        scratch: buffer for the whole product, as `out` of a call; overwritten.
+        """
         if self._lora.has(segments):
             return ops.gate(self(x, segments, scratch), out=out)
         return self._current().gated(x, scratch=scratch, out=out)
@@ -53,7 +62,7 @@ class LoraLinear:
         if self._matrix is None or self._matrix.weight is not weight:
             if weight.shape != (self._lora.width, self._lora.d_in):
                 raise ValueError(
-                    f"adapters of {self._lora.d_in} → {self._lora.width} beside a matrix"
+                    f"adapters of {self._lora.d_in} → {self._lora.width} do not fit a matrix"
                     f" {tuple(weight.shape)}"
                 )
             self._matrix = ops.Matrix(weight, self._bias)

@@ -1,7 +1,7 @@
-"""What an adapter's name means now: a handle, or the error that its folder is.
+"""Adapters by name: the handle that a name means now, or the error of a folder that is unusable.
 
-Reads folders as they come, change and go. Where the weights of a handle are is the store's to say,
-which shares the lock.
+Reads folders as they are added, changed and removed. `lora/store.py`, which shares the lock, keeps
+track of where a handle's weights are.
 """
 
 from __future__ import annotations
@@ -13,21 +13,34 @@ from pathlib import Path
 
 from vlora.errors import InvalidArgument, NotFound, known_names
 from vlora.ids import MatrixId
-from vlora.lora.adapter import AdapterFiles, AdapterInfo, ModelShape
+from vlora.lora.adapter import AdapterFiles, AdapterInfo
 from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle, Stamp
 from vlora.lora.host import HostTier
-from vlora.lora.peft_config import Refusal, as_text
+from vlora.lora.model_shape import ModelShape
+from vlora.lora.peft_config import ErrorFactory, as_text
+from vlora.memory.eviction import EVICT_FIRST
 
 log = logging.getLogger(__name__)
 
 
+def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgument:
+    """Return `error` as one that names the adapter; log it with its traceback if it is untyped."""
+    if isinstance(error, InvalidArgument):
+        return error
+    log.error("adapter '%s' does not load", as_text(name), exc_info=error)
+    return ErrorFactory(name, str(folder))(f"does not load: {error!r}")
+
+
 class AdapterNames:
-    """Names → handles. Everything here may be called from any thread."""
+    """Mapping from names to handles. All methods may be called from any thread."""
 
     def __init__(self, model: ModelShape, max_bytes: int, host: HostTier) -> None:
-        """max_bytes: what one adapter's weights may need in fp32. host: takes weights that are
-        read, while its budget lasts."""
+        """Create a mapping without names.
+
+        max_bytes: maximum size of one adapter's weights in fp32.
+        host: keeps weights that are read, while its budget lasts.
+        """
         self._model = model
         self._max_bytes = max_bytes
         self._host = host
@@ -35,26 +48,28 @@ class AdapterNames:
         self._current: dict[str, AdapterHandle] = {}
         self._broken: dict[str, InvalidArgument] = {}
         self._stamps: dict[str, tuple[Path, Stamp]] = {}
-        self.places: set[MatrixId] = set()
-        """Matrices that any known adapter changes."""
+        self.matrices: set[MatrixId] = set()
+        """Matrices that any adapter seen so far changes."""
         self.version = 0
-        """Grows whenever a name may mean another handle."""
-        self.on_news: Callable[[], None] = lambda: None
-        """Called on their threads: something that was waited for may be there."""
+        """Counter that grows whenever a name may mean another handle."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called on the reading thread after an adapter was read, removed, loaded or packed."""
 
     def read(self, folders: Mapping[str, Path]) -> None:
-        """Each named folder, in order of name: with its weights while the host's budget lasts, else
-        what it declares. Whatever fails is that adapter's error alone."""
+        """Read each named folder, in order of name: with its weights while the host's budget lasts,
+        otherwise its declarations only. Any failure is an error of that adapter only."""
         for name, folder in sorted(folders.items()):
             self._read(name, folder, stamp_of(folder))
 
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
-        """The folders as they are now: what is new or has changed is read, what is gone is
-        forgotten. Requests that have started finish with the version they started with."""
+        """Read folders that are new or have changed and forget those that are missing here.
+
+        Requests that have started finish with the version that they started with.
+        """
         with self._lock:
-            gone = set(self._stamps) - set(folders)
+            removed = set(self._stamps) - set(folders)
             before = dict(self._stamps)
-        for name in gone:
+        for name in removed:
             self._forget(name)
         for name, (folder, stamp) in sorted(folders.items()):
             if before.get(name) != (folder, stamp):
@@ -62,77 +77,83 @@ class AdapterNames:
 
     @property
     def stamps(self) -> Mapping[str, tuple[Path, Stamp]]:
-        """What has been read."""
+        """Folder and stamp of each name, as last read."""
         return self._stamps
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
-        """A new version of the name's adapter, or the error that it is."""
-        known = as_text(name)
+        """Replace the name's adapter by what the folder holds now, or by its error."""
+        text = as_text(name)
         try:
             files = AdapterFiles(name, folder, self._model, self._max_bytes)
             handle = AdapterHandle(name, folder, stamp, files.description)
-            room = self._host.room_for(handle.description.host_bytes)
-            adapter = files.read() if room else None
-        except InvalidArgument as error:
-            self._refuse(known, error)
+            fits = self._host.fits(handle.description.host_bytes)
+            adapter = files.read() if fits else None
         except Exception as error:
-            log.exception("while an adapter was loaded")
-            self._refuse(known, Refusal(name, str(folder))(f"does not load: {error!r}"))
+            self._mark_broken(text, as_adapter_error(name, folder, error))
         else:
             with self._lock:
-                self._retire(known)
-                self._broken.pop(known, None)
-                self._current[known] = handle
-                self.places.update(handle.description.ranks)
+                self._retire(text)
+                self._broken.pop(text, None)
+                self._current[text] = handle
+                self.matrices.update(handle.description.ranks)
                 if adapter is not None:
                     self._host.add(handle, adapter)
         with self._lock:
             self._stamps[name] = (folder, stamp)
             self.version += 1
-        self.on_news()
+        self.on_change()
 
-    def _refuse(self, name: str, error: InvalidArgument) -> None:
+    def _mark_broken(self, name: str, error: InvalidArgument) -> None:
         log.warning("%s", error)
         with self._lock:
             self._retire(name)
             self._broken[name] = error
 
-    def _forget(self, name: str) -> None:
-        log.info("adapter '%s' is gone", as_text(name))
+    def _fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
+        """Set the error of a handle, and of its name if that still means this handle."""
         with self._lock:
-            self._retire(as_text(name))
-            self._broken.pop(as_text(name), None)
+            handle.error = error
+            if self._is_current(handle):
+                self._mark_broken(as_text(handle.name), error)
+            self.version += 1
+
+    def _forget(self, name: str) -> None:
+        text = as_text(name)
+        log.info("adapter '%s' was removed", text)
+        with self._lock:
+            self._retire(text)
+            self._broken.pop(text, None)
             del self._stamps[name]
             self.version += 1
-        self.on_news()
+        self.on_change()
 
-    def _means(self, handle: AdapterHandle) -> bool:
-        """Whether its name still means this version."""
+    def _is_current(self, handle: AdapterHandle) -> bool:
+        """Return whether the handle's name still means this version."""
         return self._current.get(as_text(handle.name)) is handle
 
     def _retire(self, name: str) -> None:
-        """The name means this handle no more; nobody new takes it, so it is the first to go."""
+        """Detach the name from its handle, which no new request can use and is evicted first."""
         handle = self._current.pop(name, None)
         if handle is not None:
-            handle.used = 0
+            handle.last_used = EVICT_FIRST
             self._host.drop(handle)
 
     def __len__(self) -> int:
-        """Adapters that can be asked for."""
+        """Return the number of adapters that requests can use."""
         return len(self._current)
 
     def names(self) -> tuple[str, ...]:
-        """Names of the adapters that can be asked for, in order."""
+        """Return the names of the adapters that requests can use, in order."""
         return tuple(sorted(self._current))
 
     @property
     def broken(self) -> Mapping[str, InvalidArgument]:
-        """Adapters that exist but do not load, with the reason."""
+        """Adapters that exist but do not load, with the error of each."""
         return self._broken
 
     def handle(self, name: str) -> AdapterHandle:
-        """The present version. Raises NotFound (lists the known), or InvalidArgument for one that
-        does not load."""
+        """Return the present version. Raise NotFound, which lists the known names, or the
+        InvalidArgument of an adapter that does not load."""
         with self._lock:
             if name in self._broken:
                 raise self._broken[name]
@@ -141,5 +162,5 @@ class AdapterNames:
             return self._current[name]
 
     def info(self, name: str) -> AdapterInfo:
-        """Raises as `handle`."""
+        """Return the description of an adapter. Raise as `handle` does."""
         return self.handle(name).info

@@ -1,8 +1,8 @@
 """PEFT's patterns of module names, matched in bounded time and memory.
 
 An adapter's config may hold any regular expression, and Python's `re` can neither be interrupted
-nor bounded. So the language is `re`'s (what it refuses is refused here), the matching is done by
-`regex`, which can be told when to stop, and what would blow up while it is compiled is refused.
+nor bounded. Patterns must therefore be valid for `re`, but are matched by `regex`, which supports a
+timeout; patterns that would take too much memory to compile are rejected.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from typing import Any
 import regex
 
 MAX_CHARACTERS = 16 * 1024
-"""Of one pattern; compiling takes about 20 µs a character."""
+"""Maximum length of one pattern; compiling takes about 20 µs per character."""
 MAX_CHARACTERS_TOGETHER = 64 * 1024
+"""Maximum length of all patterns of one adapter."""
 MAX_REPETITIONS = 1000
-"""Product of all counted repetitions of a pattern: nested, they multiply while it is compiled."""
+"""Maximum product of all counted repetitions of a pattern: nested ones multiply in compilation."""
 SECONDS = 5.0
-"""Of processor time, which is what `regex` counts, for all matching of one adapter; a usual one
-needs milliseconds."""
+"""Processor time, which `regex` measures, for all matching of one adapter; typical adapters need
+milliseconds."""
 
 MAX_PATTERNS = 2000
-"""In one object of the config: a model of 126 layers has 882 matrices that can be named."""
+"""Maximum number of patterns in one object of the config; a model of 126 layers has 882 matrices
+that can be named."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 
 def suffixes(path: str) -> Iterator[str]:
-    """All that names the module at `path`: the whole of it, and what follows each dot."""
+    """Yield all names of the module at `path`: the whole path, and the rest after each dot."""
     yield path
     while "." in path:
         path = path.split(".", 1)[1]
@@ -39,66 +41,72 @@ def suffixes(path: str) -> Iterator[str]:
 
 
 class Matcher:
-    """Matches the patterns of one adapter, whose budget of characters and seconds it keeps.
+    """Matcher of one adapter's patterns, within a budget of characters and seconds.
 
-    refuse: makes the error for a pattern that is none, that is too long, or takes too long.
+    invalid: makes the error for a pattern that is no regular expression, too long or too slow.
     """
 
-    def __init__(self, refuse: Callable[[str], Exception]) -> None:
-        self._refuse = refuse
+    def __init__(self, invalid: Callable[[str], Exception]) -> None:
+        self._invalid = invalid
         self._characters = MAX_CHARACTERS_TOGETHER
         self._seconds = SECONDS
         self._compiled = cache(self._compile)
 
     def fullmatch(self, pattern: str, path: str) -> bool:
-        """As `re.fullmatch`."""
+        """Return whether the pattern matches the whole path, as `re.fullmatch` does."""
         return self._run("fullmatch", pattern, path) is not None
 
     def ends(self, pattern: str, path: str) -> bool:
-        """Whether `pattern` matches the whole path or what follows one of its dots."""
-        if _PLAIN.fullmatch(pattern):  # the usual case, hundreds of them: no regular expression
-            rest = len(path) - len(pattern)
-            return (rest == 0 or (rest > 0 and path[rest - 1] == ".")) and all(
-                ours in (".", theirs) for ours, theirs in zip(pattern, path[rest:], strict=True)
+        """Return whether `pattern` matches the whole path or the rest after one of its dots."""
+        if _PLAIN.fullmatch(pattern):
+            # Adapters may have hundreds of these, which need no regular expression.
+            start = len(path) - len(pattern)
+            return (start == 0 or (start > 0 and path[start - 1] == ".")) and all(
+                expected in (".", actual)
+                for expected, actual in zip(pattern, path[start:], strict=True)
             )
         return self._run("match", rf"(.*\.)?({pattern})$", path) is not None
 
     def layer(self, pattern: str, path: str) -> int | None:
-        """The number that the pattern's group `idx` matches, from the path's beginning on."""
+        """Return the number that the pattern's group `idx` matches, from the path's beginning;
+        None without a match."""
         match = self._run("match", pattern, path)
         return None if match is None or match["idx"] is None else int(match["idx"])
 
-    def _run(self, how: str, pattern: str, path: str) -> Any:
+    def _run(self, method: str, pattern: str, path: str) -> Any:
         compiled = self._compiled(pattern)
         started = time.process_time()
         try:
-            return getattr(compiled, how)(path, timeout=max(self._seconds, 1e-3))
+            return getattr(compiled, method)(path, timeout=max(self._seconds, 1e-3))
         except TimeoutError:
-            raise self._refuse(f"has the pattern {_shown(pattern)}, which takes too long") from None
+            raise self._invalid(
+                f"has the pattern {_shown(pattern)}, which takes too long"
+            ) from None
         finally:
             self._seconds -= time.process_time() - started
 
     def _compile(self, pattern: str) -> Any:
         self._characters -= len(pattern)
         if len(pattern) > MAX_CHARACTERS or self._characters < 0:
-            raise self._refuse(
+            raise self._invalid(
                 f"has patterns of more than {MAX_CHARACTERS} characters"
                 f" ({MAX_CHARACTERS_TOGETHER} all together)"
             )
         problem = _unlike_re(pattern) or _too_many(pattern)
         if problem:
-            raise self._refuse(f"has the pattern {_shown(pattern)}, which {problem}")
+            raise self._invalid(f"has the pattern {_shown(pattern)}, which {problem}")
         try:
             re.compile(pattern)
             return regex.compile(pattern, regex.VERSION0)
         except (re.error, regex.error, RecursionError, OverflowError) as error:
-            raise self._refuse(
+            raise self._invalid(
                 f"has the pattern {_shown(pattern)}, which is no regular expression: {error}"
             ) from None
 
 
 def _unlike_re(pattern: str) -> str | None:
-    """What `re` and `regex` read differently; no name of a module needs it."""
+    """Return how `re` and `regex` read the pattern differently, or None; module names need none
+    of it."""
     if "[[" in pattern or "[:" in pattern:
         return "has a set within a set"
     for braces in _braces(pattern):
@@ -108,6 +116,7 @@ def _unlike_re(pattern: str) -> str | None:
 
 
 def _too_many(pattern: str) -> str | None:
+    """Return why the pattern repeats too often, or None."""
     product = 1
     for braces in _braces(pattern):
         highest = braces.split(",")[-1] or braces.split(",")[0]

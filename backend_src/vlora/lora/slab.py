@@ -1,8 +1,8 @@
-"""Target matrices of all layers in one contiguous slab.
+"""Weight slab: the target matrices of all layers in one contiguous tensor.
 
-The base slab is written once, at load, and then sealed: its pages fault on a write (DESIGN: base
-weights are never modified). q, k, v lie adjacent, and so do gate and up: a fused GEMM is a view.
-Which slab a forward pass reads is the switcher's.
+The base slab is written once, at load, and then sealed: a write to its pages faults, since base
+weights are never modified (decision 39). q, k and v are adjacent, and so are gate and up, so a
+fused gemm uses a view. The switcher decides which slab a forward pass reads.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ TARGETS: tuple[str, ...] = tuple(target for group in GROUPS for target in group)
 
 @dataclass(frozen=True)
 class Region:
-    """Where one matrix, or one fused group of them, lies in the slab (in elements)."""
+    """Location of one matrix, or of one fused group, in the slab; offset in elements."""
 
     offset: int
     rows: int
     columns: int
 
     def view(self, slab: torch.Tensor) -> torch.Tensor:
-        """[rows, columns] view, no copy."""
+        """Return a view [rows, columns] without a copy."""
         return slab[self.offset : self.offset + self.rows * self.columns].view(
             self.rows, self.columns
         )
 
 
 class WeightSlab:
-    """Owns the base weights.
+    """Owner of the base weights.
 
-    shapes: target → (d_out, d_in), the same in every layer. dtype: in which they are stored.
-    regions: the fused groups of all layers, GROUPS within a layer.
+    shapes: target → (d_out, d_in), the same in every layer.
+    dtype: of the stored weights.
+    regions: of the fused groups of all layers, in the order of GROUPS within a layer.
     """
 
     def __init__(
@@ -63,31 +64,33 @@ class WeightSlab:
         self.layers = layers
         self.shapes = dict(shapes)
         self.dtype = dtype
-        self._places: dict[tuple[int, str], Region] = {}
+        self._regions: dict[tuple[int, str], Region] = {}
         offset = 0
         for layer in range(layers):
             for target in TARGETS:
                 rows, columns = shapes[target]
-                self._places[layer, target] = Region(offset, rows, columns)
+                self._regions[layer, target] = Region(offset, rows, columns)
                 offset += rows * columns
         self.elements = offset
         self.base = self.reserve()
         self.regions = tuple(
-            self.place(layer, *group) for layer in range(layers) for group in GROUPS
+            self.region(layer, *group) for layer in range(layers) for group in GROUPS
         )
 
-    def place(self, layer: int, *targets: str) -> Region:
-        """Where one target lies, or of adjacent targets that share their input, fused."""
-        first = self._places[layer, targets[0]]
-        rows = sum(self._places[layer, target].rows for target in targets)
+    def region(self, layer: int, *targets: str) -> Region:
+        """Return the location of one target, or of adjacent targets that share their input,
+        fused."""
+        first = self._regions[layer, targets[0]]
+        rows = sum(self._regions[layer, target].rows for target in targets)
         return Region(first.offset, rows, first.columns)
 
     def reserve(self) -> torch.Tensor:
-        """Another slab of this layout: addresses, which take memory where they are written."""
+        """Return another slab of this layout; it takes memory only where it is written."""
         return hugepages.hugepage_zeros(self.elements, dtype=self.dtype)
 
     def seal(self) -> None:
-        """From now on a write to the base slab is a fault of memory. OSError if that is refused."""
+        """Make the base slab read-only: writing to it faults from now on. Raise OSError if that
+        fails."""
         libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(self.base.data_ptr())
         if libc.mprotect(address, ctypes.c_size_t(self.base.nbytes), mmap.PROT_READ):
@@ -95,5 +98,5 @@ class WeightSlab:
             raise OSError(error, f"mprotect: {os.strerror(error)}")
 
     def digest(self) -> str:
-        """SHA-256 of the base weights: the same before and after any work."""
+        """Return the SHA-256 of the base weights, which must never change."""
         return hashlib.sha256(self.base.view(torch.uint8).numpy().data).hexdigest()

@@ -1,7 +1,7 @@
-"""What the operator goes through, by slot: the adapters that a step can use.
+"""Slots of the operator: the adapters that steps can use.
 
-A slot is an index in every group of projections and in the heads; an evicted adapter's is given to
-the next. Knows nothing of names, files or who waits.
+A slot is an index into every group of projections and into the heads; the slot of an evicted
+adapter is reused. This module knows no names, files or waiting requests.
 """
 
 from __future__ import annotations
@@ -13,51 +13,54 @@ import torch
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
-from vlora.lora.adapter import Adapter, ModelShape
+from vlora.lora.adapter import Adapter
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.weights_reader import cast
 
 
 class Slots:
-    """Owns the groups; a slot's adapter is whole: taken, packed into all of them, then used."""
+    """Owner of the groups. An adapter is assigned to a slot, then packed into all groups, then
+    used."""
 
     def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
-        """dtype: in which the operator gets the pairs."""
+        """Create the slots. dtype: of the operator's pairs."""
         self._model = model
         self._dtype = dtype
         self._groups: dict[tuple[MatrixId, ...], LoraGroup] = {}
         self.heads = HeadGroup(model.hidden)
         self._adapters: list[Adapter | None] = []
-        self._given_up: set[int] = set()
+        self._released: set[int] = set()
 
-    def group(self, places: Sequence[MatrixId]) -> LoraGroup:
-        """Pairs of matrices that share their input, by slot, now and later."""
-        key = tuple(places)
+    def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
+        """Return the present and future pairs of matrices that share their input, by slot."""
+        key = tuple(matrices)
         if key not in self._groups:
-            shapes = [self._model.shape_of(place) for place in key]
+            shapes = [self._model.shape_of(matrix) for matrix in key]
             group = LoraGroup(shapes[0][1], [d_out for d_out, _ in shapes], self._dtype)
             for adapter in self._adapters:
                 pairs = {} if adapter is None else self._pairs(adapter)
-                group.append([pairs.get(place) for place in key])
+                group.append([pairs.get(matrix) for matrix in key])
             self._groups[key] = group
         return self._groups[key]
 
     def _pairs(self, adapter: Adapter) -> Mapping[MatrixId, LoraPair]:
-        """In the operator's type."""
+        """Return the adapter's pairs in the operator's dtype."""
         if self._dtype == torch.float32:
             return adapter.pairs
         return cast(adapter.pairs, self._dtype)
 
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
-        """Of an adapter's packed copies in all groups. Its head is the core's own beside them."""
+        """Return the size of an adapter's packed copies in all groups. The compiled core
+        allocates the head's copy itself."""
         return sum(
-            group.slot_bytes([ranks.get(place, 0) for place in places])
-            for places, group in self._groups.items()
+            group.slot_bytes([ranks.get(matrix, 0) for matrix in matrices])
+            for matrices, group in self._groups.items()
         )
 
     def take(self, adapter: Adapter) -> int:
-        """A slot for it, not to be used until `pack`."""
-        if self._given_up:
-            slot = self._given_up.pop()
+        """Return a slot for the adapter; it must not be used before `pack`."""
+        if self._released:
+            slot = self._released.pop()
         elif None in self._adapters:
             slot = self._adapters.index(None)
         else:
@@ -69,42 +72,48 @@ class Slots:
         self._adapters[slot] = adapter
         return slot
 
-    def pack(self, slot: int, address: int | None = None, room: int = 0) -> None:
-        """The slot's adapter into all groups: into `room` bytes at `address`, one group after the
-        other in the order of use, or without one into memory of the core's own. On any thread,
-        while nothing uses the slot yet."""
+    def pack(self, slot: int, address: int | None = None, size: int = 0) -> None:
+        """Pack the slot's adapter into all groups.
+
+        May run on any thread, while nothing uses the slot.
+
+        address: where the copies are written, one group after the other in the order of use; None
+            lets the compiled core allocate memory.
+        size: number of bytes at `address`.
+        """
         adapter = self._adapters[slot]
-        assert adapter is not None, f"slot {slot} is nobody's"
+        assert adapter is not None, f"slot {slot} is empty"
         pairs = self._pairs(adapter)
-        for places, group in list(self._groups.items()):
-            row = [pairs.get(place) for place in places]
+        for matrices, group in list(self._groups.items()):
+            row = [pairs.get(matrix) for matrix in matrices]
             if address is None:
                 group.put(slot, row)
                 continue
-            size = group.slot_bytes([0 if pair is None else pair.rank for pair in row])
-            group.put(slot, row, (address, room))
-            address, room = address + size, room - size
+            used = group.slot_bytes([0 if pair is None else pair.rank for pair in row])
+            group.put(slot, row, (address, size))
+            address, size = address + used, size - used
         self.heads.put(slot, adapter.head.linear if adapter.head else None)
 
     def clear(self, slot: int) -> None:
-        """Nothing goes through the slot any more; the next may take it."""
+        """Empty the slot, which can then be assigned again."""
         for group in self._groups.values():
             group.clear(slot)
         self.heads.put(slot, None)
         self._adapters[slot] = None
 
-    def give_up(self, slot: int) -> None:
-        """Nothing uses the slot any more; it is cleared by `sweep`, unless the next takes it."""
+    def release(self, slot: int) -> None:
+        """Release a slot that nothing uses any more; it keeps its pairs until `sweep` or its
+        reuse."""
         self._adapters[slot] = None
-        self._given_up.add(slot)
+        self._released.add(slot)
 
     def sweep(self) -> None:
-        """Clears what was given up."""
-        while self._given_up:
-            self.clear(self._given_up.pop())
+        """Clear all released slots."""
+        while self._released:
+            self.clear(self._released.pop())
 
     def adapter(self, slot: int) -> Adapter:
-        found = self._adapters[slot]
-        if found is None:
+        adapter = self._adapters[slot]
+        if adapter is None:
             raise KeyError(f"slot {slot} is empty")
-        return found
+        return adapter

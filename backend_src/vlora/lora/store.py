@@ -1,62 +1,52 @@
-"""The adapters of a server in three tiers: folders → host memory → the page pool.
+"""Adapter store: the adapters of a server in three tiers, folders → host memory → page pool.
 
-Every known adapter is described; as many as the host's budget holds are loaded; as many as the pool
-has room for are packed into slots of the operator, where steps use them. Both budgets give up the
-longest unused first. Loading and packing are a loader thread's work; who needs an adapter waits in
-the scheduler. One that does not load is an error for its own requests alone.
+Every adapter is described from its files. The host tier holds the weights of as many as its byte
+budget allows, and the page pool the packed copies of as many as fit; these are resident, in slots
+of the operator, where steps use them. `memory/eviction.py` states the order of eviction. Worker
+threads load and pack; a request whose adapter is not resident waits in the scheduler. An adapter
+that cannot be loaded is an error for its own requests only.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.errors import InvalidArgument
 from vlora.ids import BASE, MatrixId
-from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, ModelShape, read_adapter
+from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, read_adapter
 from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.host import HostTier
-from vlora.lora.names import AdapterNames
-from vlora.lora.peft_config import Refusal, as_text
+from vlora.lora.model_shape import ModelShape
+from vlora.lora.names import AdapterNames, as_adapter_error
+from vlora.lora.peft_config import ErrorFactory
 from vlora.lora.slots import Slots
 from vlora.lora.workers import Workers
-from vlora.memory.pool import PagePool, Run
+from vlora.memory.eviction import least_recently_used
+from vlora.memory.pool import PageMemory, PagePool, Run
 from vlora.metrics import TierCounters
 
-log = logging.getLogger(__name__)
+MAX_PREFETCHED = 8
+"""Maximum number of adapters, in the order of the requests that need them, that are on their way
+into the pool at the same time."""
 
-PREFETCH = 8
-"""Adapters, from the oldest request's on, that may be on their way into the pool at once."""
-
-
-AT_ONCE = 4 << 20
-"""Bytes of adapters that a step packs by itself. The packer's thread takes the interpreter's lock
-once for each group, and who waits begins some steps later (decision 57)."""
-
-
-class Region(Protocol):
-    """The pool's memory, as `memory/store.py` has it."""
-
-    @property
-    def page_bytes(self) -> int: ...
-    def address(self, page: int) -> int: ...
-    def clear(self, pages: range) -> None: ...
+INLINE_PACK_BYTES = 4 << 20
+"""Bytes of adapters that `advance` packs on the engine's thread between two steps. The packer's
+thread takes the interpreter's lock once per group, which delays the waiting requests by some steps
+(decision 57)."""
 
 
 class AdapterStore(AdapterNames):
-    """What names mean, and where each adapter's weights are.
+    """Adapters by name, and the tier that each one's weights are in.
 
-    What concerns names may be called from any thread; `advance`, pins and what the pool asks belong
-    to the engine's.
+    Methods that concern names may be called from any thread; `advance`, pins and the methods called
+    by the pool belong to the engine's thread.
     """
 
     holds_runs = True
@@ -68,40 +58,46 @@ class AdapterStore(AdapterNames):
         dtype: torch.dtype = torch.float32,
         host_bytes: int | None = None,
     ) -> None:
-        """max_bytes: what one adapter's weights may need in fp32. dtype: in which the operator gets
-        them; the host's copies stay fp32, as merging needs them. host_bytes: of these copies in
-        all, but for what is in use; None: any number."""
+        """Create a store without adapters.
+
+        max_bytes: maximum size of one adapter's weights in fp32.
+        dtype: of the operator's copies. Host copies stay fp32, as merging needs them.
+        host_bytes: maximum size of all host copies that are not in use; None for no limit.
+        """
         super().__init__(model, max_bytes, HostTier(host_bytes))
         self._slots = Slots(model, dtype)
         self._resident: dict[int, AdapterHandle] = {}
-        self._older: set[AdapterHandle] = set()
-        self._at_once = 0
-        self._unpacked: deque[tuple[AdapterHandle, int]] = deque()
+        self._needed_by_older: set[AdapterHandle] = set()
+        self._inline_bytes_left = 0
+        self._failed_packs: deque[tuple[AdapterHandle, int]] = deque()
         self._pool: PagePool | None = None
-        self._region: Region | None = None
+        self._memory: PageMemory | None = None
         self._workers = Workers()
-        self.keep = BASE
-        """Slot that is not evicted, whoever asks: the one in the weights of the next step."""
+        self.protected_slot = BASE
+        """Slot that is never evicted: that of the adapter merged in the next step."""
         self.counters = TierCounters()
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
-        """Called on the engine's thread before a slot's adapter is gone."""
+        """Called on the engine's thread before a slot's adapter is evicted."""
 
-    def load(self, folders: Mapping[str, Path], *, place: bool = True) -> None:
-        """Read each named folder, as `read` does. place: into slots, in memory of the core's own,
-        for a store without a pool."""
+    def load(self, folders: Mapping[str, Path], *, make_resident: bool = True) -> None:
+        """Read each named folder, as `read` does.
+
+        make_resident: also pack each adapter into a slot, in memory that the compiled core
+            allocates; for a store without a pool.
+        """
         self.read(folders)
-        if place:
+        if make_resident:
             for handle in self._current.values():
                 if handle.adapter is not None:
                     slot = self._slots.take(handle.adapter)
                     self._slots.pack(slot)
-                    self._settle(handle, slot)
+                    self._set_resident(handle, slot)
 
-    # -- what steps use ------------------------------------------------------------------------
+    # -- used by steps -------------------------------------------------------------------------
 
-    def group(self, places: Sequence[MatrixId]) -> LoraGroup:
-        """Pairs of matrices that share their input, by slot, now and later."""
-        return self._slots.group(places)
+    def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
+        """Return the present and future pairs of matrices that share their input, by slot."""
+        return self._slots.group(matrices)
 
     @property
     def heads(self) -> HeadGroup:
@@ -112,8 +108,8 @@ class AdapterStore(AdapterNames):
         return self._slots.adapter(slot)
 
     def slot(self, name: str | None) -> int:
-        """Slot of a resident adapter, `BASE` for None. Raises as `handle`, and ValueError for one
-        that is not resident."""
+        """Return the slot of a resident adapter, `BASE` for None. Raise as `handle` does, and
+        ValueError if the adapter is not resident."""
         if name is None:
             return BASE
         slot = self.handle(name).slot
@@ -124,68 +120,73 @@ class AdapterStore(AdapterNames):
     # -- the pool, on the engine's thread ------------------------------------------------------
 
     def pages_of(self, handle: AdapterHandle) -> int:
-        """Pages of its run; 0 without a pool."""
-        if self._region is None:
+        """Return the number of pages of the adapter's run; 0 without a pool."""
+        if self._memory is None:
             return 0
-        return Run.length(self.packed_bytes(handle), self._region.page_bytes)
+        return Run.length(self.packed_bytes(handle), self._memory.page_bytes)
 
     def packed_bytes(self, handle: AdapterHandle) -> int:
-        if not handle.needed:
-            handle.needed = self.bytes_of(handle.description.ranks)
-        return handle.needed
+        """Return the size of the adapter's packed copies."""
+        if not handle.packed_bytes:
+            handle.packed_bytes = self.bytes_of(handle.description.ranks)
+        return handle.packed_bytes
 
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
-        """Of the packed copies of an adapter with these ranks; the groups have to be there."""
+        """Return the size of the packed copies of an adapter with these ranks; all groups must have
+        been created."""
         return self._slots.bytes_of(ranks)
 
-    def attach(self, pool: PagePool, region: Region, pages: int) -> None:
-        """From now on slots lie in the pool's pages. What is loaded is packed now, as far as it
-        fits `pages`: the groups have to be there."""
-        self._pool, self._region = pool, region
-        pool.reclaimers.append(self)
+    def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:
+        """Keep packed copies in the pool's pages from now on, and pack the loaded adapters as far
+        as `pages` pages go. All groups must have been created."""
+        self._pool, self._memory = pool, memory
+        pool.evictors.append(self)
         for handle in list(self._current.values()):
             needed = self.pages_of(handle)
             if handle.adapter is not None and needed <= min(pages, pool.free):
                 pages -= needed
-                self._place(handle)
+                self._make_resident(handle)
         self.finish()
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
-        """Brings what waiting requests need nearer. wanted: their adapters, the oldest request's
-        first. running: requests that will need a page each, which nobody who waits may take. The
-        first that is loaded and found no room in the pool; None: all did.
+        """Load and pack the adapters that waiting requests need.
 
-        A resident adapter that an older request waits for makes no room for a newer one's.
+        A resident adapter that an older request needs is not evicted for a newer one's.
+
+        wanted: adapters of waiting requests, in the order of arrival.
+        running: number of running requests, each of which will need one more page.
+
+        Returns the first adapter that is loaded but found too few pages, or None.
         """
-        self._give_back()
-        self._at_once = AT_ONCE
-        stuck: AdapterHandle | None = None
-        coming, room = 0, None
+        self._release_failed_packs()
+        self._inline_bytes_left = INLINE_PACK_BYTES
+        blocked: AdapterHandle | None = None
+        missing, host_bytes_left = 0, None
         for handle in wanted:
             if not (handle.resident or handle.error):
-                coming += 1
-                if room is None:
+                missing += 1
+                if host_bytes_left is None:
                     with self._lock:
-                        room = self._host.spare
-                room -= handle.description.host_bytes
-                # More than the host has room for would push each other out before they are packed.
-                ahead = coming == 1 or (coming <= PREFETCH and room >= 0)
-                if not handle.loading and handle.adapter is None and ahead:
+                        host_bytes_left = self._host.available_bytes
+                host_bytes_left -= handle.description.host_bytes
+                # Copies beyond the host's budget would evict each other before they are packed.
+                prefetch = missing == 1 or (missing <= MAX_PREFETCHED and host_bytes_left >= 0)
+                if not handle.loading and handle.adapter is None and prefetch:
                     handle.loading = True
                     self._workers.load(partial(self._work, handle, self._load))
-                # Nobody newer takes the room that an older one waits for.
-                elif not handle.loading and handle.adapter is not None and stuck is None:
-                    stuck = None if self._place(handle, running) else handle
-            self._older.add(handle)
-        self._older.clear()
+                # A newer adapter must not take the pages that an older one waits for.
+                elif not handle.loading and handle.adapter is not None and blocked is None:
+                    blocked = None if self._make_resident(handle, running) else handle
+            self._needed_by_older.add(handle)
+        self._needed_by_older.clear()
         self._slots.sweep()
         assert self._pool is not None
         for handle in reversed(wanted):
-            handle.used = self._pool.tick()
-        return stuck
+            handle.last_used = self._pool.tick()
+        return blocked
 
-    def asked(self, handle: AdapterHandle) -> None:
-        """A request for it has been queued; counted by where it is."""
+    def count_request(self, handle: AdapterHandle) -> None:
+        """Count a queued request by the tier that its adapter is in."""
         if handle.resident:
             self._count(hits=1)
         elif handle.adapter is not None:
@@ -193,14 +194,14 @@ class AdapterStore(AdapterNames):
         else:
             self._count(misses=1)
 
-    def _place(self, handle: AdapterHandle, beside: int = 0) -> bool:
-        """Takes a run and a slot and has it packed; False where there is no room for it and so many
-        pages beside it."""
+    def _make_resident(self, handle: AdapterHandle, kv_pages: int = 0) -> bool:
+        """Allocate a run and a slot and pack the adapter, or have it packed; return False if the
+        pool has too few pages for it and `kv_pages` more."""
         assert self._pool is not None
         pages = self.pages_of(handle)
-        if not self._pool.has_room_for_run(pages, beside):
+        if not self._pool.can_allocate_run(pages, kv_pages):
             return False
-        handle.loading = True  # so that its host copy stays
+        handle.loading = True  # This keeps the host copy.
         adapter = handle.adapter
         run = None if adapter is None else self._pool.allocate_run(pages)
         if adapter is None or run is None:
@@ -208,20 +209,20 @@ class AdapterStore(AdapterNames):
             return adapter is None
         handle.run = run
         slot = self._slots.take(adapter)
-        job = partial(self._work, handle, lambda one: self._pack(one, slot))
+        job = partial(self._work, handle, lambda handle: self._pack(handle, slot))
         size = self.packed_bytes(handle)
-        if size <= self._at_once:
-            self._at_once -= size
+        if size <= self._inline_bytes_left:
+            self._inline_bytes_left -= size
             job()
         else:
             self._workers.pack(job)
         return True
 
-    def _give_back(self) -> None:
-        """What could not be packed holds its run no longer."""
+    def _release_failed_packs(self) -> None:
+        """Release the pages of adapters whose packing failed."""
         assert self._pool is not None
-        while self._unpacked:
-            handle, slot = self._unpacked.popleft()
+        while self._failed_packs:
+            handle, slot = self._failed_packs.popleft()
             assert handle.run is not None
             self._slots.clear(slot)
             self._pool.release_run(handle.run)
@@ -229,102 +230,98 @@ class AdapterStore(AdapterNames):
 
     def _evict(self, handle: AdapterHandle) -> None:
         assert self._pool is not None
-        assert self._region is not None
+        assert self._memory is not None
         assert handle.slot is not None
         assert handle.run is not None
         self.on_evict(handle.slot, handle)
         with self._lock:
-            self._slots.give_up(handle.slot)
+            self._slots.release(handle.slot)
             del self._resident[handle.slot]
-            self._region.clear(handle.run.pages)
+            self._memory.clear(handle.run.pages)
             self._pool.release_run(handle.run)
             handle.slot = handle.run = None
-            if not self._means(handle):
+            if not self._is_current(handle):
                 self._host.drop(handle)
-            self._count(evictions=1, host_evictions=self._host.trim(0))
+            self._count(evictions=1, host_evictions=self._host.evict_until_fits(0))
 
-    def _idle(self) -> list[AdapterHandle]:
+    def _evictable(self) -> list[AdapterHandle]:
         return [
             handle
             for slot, handle in self.resident.items()
-            if handle.run and not handle.pinned and slot != self.keep and handle not in self._older
+            if handle.run
+            and not handle.pinned
+            and slot != self.protected_slot
+            and handle not in self._needed_by_older
         ]
 
     @property
-    def spare(self) -> int:
-        return sum(handle.run.count for handle in self._idle() if handle.run)
+    def evictable_pages(self) -> int:
+        return sum(handle.run.count for handle in self._evictable() if handle.run)
 
-    def oldest(self) -> float | None:
-        return min((handle.used for handle in self._idle()), default=None)
+    def oldest_use(self) -> int | None:
+        oldest = least_recently_used(self._evictable())
+        return None if oldest is None else oldest.last_used
 
-    def give_up(self) -> None:
-        self._evict(min(self._idle(), key=lambda handle: handle.used))
+    def evict_oldest(self) -> None:
+        oldest = least_recently_used(self._evictable())
+        assert oldest is not None, "no adapter can be evicted"
+        self._evict(oldest)
 
     # -- on the workers' threads ---------------------------------------------------------------
 
     def finish(self) -> None:
-        """Waits until all that was asked for is loaded and packed."""
+        """Wait until all requested adapters are loaded and packed."""
         self._workers.finish()
 
     @property
     def loading(self) -> bool:
-        """Whether something is being loaded or packed."""
+        """True if an adapter is being loaded or packed."""
         return self._workers.busy
 
     def close(self) -> None:
         self._workers.close()
 
     def _work(self, handle: AdapterHandle, job: Callable[[AdapterHandle], None]) -> None:
-        """Whatever fails is the adapter's error."""
+        """Run a job; any failure becomes the adapter's error."""
         try:
             job(handle)
-        except InvalidArgument as error:
-            self._fail(handle, error)
         except Exception as error:
-            log.exception("while an adapter was loaded")
-            refuse = Refusal(handle.name, str(handle.folder))
-            self._fail(handle, refuse(f"does not load: {error!r}"))
+            self._fail(handle, as_adapter_error(handle.name, handle.folder, error))
         finally:
             handle.loading = False
-            self.on_news()
-
-    def _fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
-        with self._lock:
-            handle.error = error
-            if self._means(handle):
-                self._refuse(as_text(handle.name), error)
-            self.version += 1
+            self.on_change()
 
     def _load(self, handle: AdapterHandle) -> None:
         adapter = read_adapter(handle.name, handle.folder, handle.description, self._model.hidden)
         if stamp_of(handle.folder) != handle.stamp:
-            raise Refusal(handle.name, str(handle.folder))("has changed while it was being loaded")
+            invalid = ErrorFactory(handle.name, str(handle.folder))
+            raise invalid("has changed while it was being loaded")
         with self._lock:
-            dropped = self._host.trim(handle.description.host_bytes)
+            evicted = self._host.evict_until_fits(handle.description.host_bytes)
             self._host.add(handle, adapter)
-            self._count(loads=1, host_evictions=dropped)
+            self._count(loads=1, host_evictions=evicted)
 
     def _pack(self, handle: AdapterHandle, slot: int) -> None:
-        assert self._region is not None
+        assert self._memory is not None
         assert handle.run is not None
-        room = handle.run.count * self._region.page_bytes
+        size = handle.run.count * self._memory.page_bytes
         try:
-            self._slots.pack(slot, self._region.address(handle.run.first), room)
+            self._slots.pack(slot, self._memory.address(handle.run.first), size)
         except BaseException:
-            self._unpacked.append((handle, slot))
+            self._failed_packs.append((handle, slot))
             raise
-        self._settle(handle, slot)
+        self._set_resident(handle, slot)
         self._count(packs=1)
 
-    def _settle(self, handle: AdapterHandle, slot: int) -> None:
+    def _set_resident(self, handle: AdapterHandle, slot: int) -> None:
         with self._lock:
             self._resident[slot] = handle
             handle.slot = slot
 
     @property
     def host_bytes(self) -> int:
-        """Of the fp32 copies in host memory."""
-        return self._host.used
+        """Size of the fp32 copies in host memory."""
+        return self._host.used_bytes
 
     @property
     def resident(self) -> Mapping[int, AdapterHandle]:
@@ -332,17 +329,19 @@ class AdapterStore(AdapterNames):
         with self._lock:
             return dict(self._resident)
 
-    def _count(self, **more: int) -> None:
+    def _count(self, **increments: int) -> None:
         with self._lock:
-            found = {name: getattr(self.counters, name) + n for name, n in more.items()}
-            self.counters = replace(self.counters, **found)
+            counts = {name: getattr(self.counters, name) + n for name, n in increments.items()}
+            self.counters = replace(self.counters, **counts)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books do not balance; with the loader at rest."""
+        """Raise AssertionError if slots, host copies or runs disagree; call it while the workers
+        are idle."""
         for slot, handle in self._resident.items():
             assert handle.slot == slot
             assert handle.adapter is self._slots.adapter(slot), "resident without its host copy"
         if self._pool is not None:
             runs = [handle.run for handle in self._resident.values() if handle.run is not None]
-            assert sum(run.count for run in runs) == self._pool.adapter, "a run is nobody's"
+            pages = sum(run.count for run in runs)
+            assert pages == self._pool.adapter, "a run belongs to no resident adapter"
         self._host.check_integrity()

@@ -1,7 +1,8 @@
-"""Which weights are active: the base model's, or those with one adapter in them (§4.4.1).
+"""Switcher: owner of the active weights, the base model's or those with one adapter merged
+(§4.4.1).
 
-One object owns that state, the merged slab and the merge; layers read its views, the signs of a
-step's segments follow from its `live`, and nothing else has a say. Knows nothing of when to switch.
+It owns the merged slab and the merge. Layers read its views, and the signs of a step's segments
+follow from its `live` alone. It does not decide when to switch.
 """
 
 from __future__ import annotations
@@ -25,18 +26,22 @@ MIB = 1 << 20
 
 
 class Adapters(Protocol):
-    """What is merged. places: the matrices that any known adapter changes."""
+    """Source of the adapters to merge. matrices: those that any known adapter changes."""
 
     @property
-    def places(self) -> Collection[MatrixId]: ...
+    def matrices(self) -> Collection[MatrixId]: ...
 
     def adapter(self, slot: int) -> Adapter: ...
 
 
 @dataclass(frozen=True)
 class Active:
-    """live: slot of the adapter in the weights, or BASE. views: the matrix of each layer and group,
-    in the order of `WeightSlab.regions`: the base's own where the adapter changes nothing."""
+    """Weights that a forward pass reads.
+
+    live: slot of the merged adapter, or BASE.
+    views: matrix of each layer and group, in the order of `WeightSlab.regions`; a view of the base
+        slab where the adapter changes nothing.
+    """
 
     live: int
     views: tuple[torch.Tensor, ...]
@@ -44,8 +49,8 @@ class Active:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """An adapter's merge: its work list, and what is active once it is done. It does not keep the
-    adapter alive: who evicts one need not know of this."""
+    """Prepared merge of an adapter: its work list, and the weights that are active afterwards.
+    It does not keep the adapter alive, so that evicting one need not involve the switcher."""
 
     adapter: weakref.ref[Adapter]
     merges: Merges
@@ -53,12 +58,12 @@ class _Prepared:
 
 
 class Switcher:
-    """The active weights, changed by `switch` and read by every layer.
+    """Active weights, which `switch` changes and every layer reads.
 
-    Out of place, M = base + B·A of all layers goes to a second slab in one ATMM call, and the base
-    stays as it was: going back to it is one assignment, as is returning to the adapter that the
-    merged slab still holds. In place (the paper's way) needs no second slab; the base is changed
-    and changed back, and drifts by the rounding of either.
+    Out of place, M = base + B·A of all layers is written to a second slab in one ATMM call, and the
+    base slab stays unchanged: switching back to it is one assignment, and so is returning to the
+    adapter that the merged slab still holds. In place (the paper's way) needs no second slab, but
+    the base is changed and changed back, and drifts by the rounding of both.
     """
 
     def __init__(
@@ -68,19 +73,23 @@ class Switcher:
         merging: str = "out_of_place",
         memory: int | None = None,
     ) -> None:
-        """merging: "out_of_place", "in_place" or "off". memory: see there."""
+        """Create a switcher whose base model is active.
+
+        merging: "out_of_place", "in_place" or "off".
+        memory: maximum size of merged weights in bytes; None for no limit.
+        """
         self.memory = memory
-        """Bytes that merged weights may take; None: any number."""
+        """Maximum size of merged weights in bytes; None for no limit."""
         self._slab = slab
         self._adapters = adapters
         self._merging = merging
         self._base = Active(BASE, tuple(region.view(slab.base) for region in slab.regions))
         self.active = self._base
         self._merged: torch.Tensor | None = None
-        self._holds: _Prepared | None = None
+        self._in_slab: _Prepared | None = None
         self._prepared: dict[int, _Prepared] = {}
-        self._counted = (0, 0)
-        """Places of all known adapters, and the memory that they need."""
+        self._size_of_matrices = (0, 0)
+        """Number of matrices that adapters change, and the memory that they need when merged."""
         if merging != "in_place":
             slab.seal()
 
@@ -91,30 +100,31 @@ class Switcher:
 
     @property
     def merged(self) -> int:
-        """Slot whose weights are merged, live or not, or BASE: `switch` to it merges nothing."""
-        return BASE if self._holds is None else self._holds.active.live
+        """Slot whose weights are merged, whether live or not, or BASE; `switch` to it merges
+        nothing."""
+        return BASE if self._in_slab is None else self._in_slab.active.live
 
     @property
     def merged_bytes(self) -> int:
-        """Memory of merged weights: whole pages of each group that a known adapter changes."""
+        """Memory of merged weights: whole huge pages of each group that a known adapter changes."""
         if self._merging != "out_of_place":
             return 0
-        places = self._adapters.places
-        if len(places) != self._counted[0]:  # they grow, and this is asked in every step
-            self._counted = (len(places), self._bytes_of(places))
-        return self._counted[1]
+        matrices = self._adapters.matrices
+        if len(matrices) != self._size_of_matrices[0]:  # The set only grows; each step asks.
+            self._size_of_matrices = (len(matrices), self._bytes_of(matrices))
+        return self._size_of_matrices[1]
 
-    def _bytes_of(self, places: Collection[MatrixId]) -> int:
+    def _bytes_of(self, matrices: Collection[MatrixId]) -> int:
         size = self._slab.dtype.itemsize
         pages: set[int] = set()
-        for index in _groups(places):
+        for index in _groups(matrices):
             region = self._slab.regions[index]
             first, count = region.offset * size, region.rows * region.columns * size
             pages.update(range(first // PAGE, (first + count - 1) // PAGE + 1))
         return min(len(pages) * PAGE, self._slab.base.nbytes)
 
     def refusal(self, slot: int) -> str | None:
-        """Why `switch` to a slot is refused; None if it is not."""
+        """Return why `switch` to a slot is rejected; None if it is not."""
         if slot == BASE:
             return None
         if self._merging == "off":
@@ -123,7 +133,7 @@ class Switcher:
         if self.memory is not None and needed > self.memory:
             base = self._slab.base.nbytes
             return (
-                f"merged weights need {needed / MIB:.1f} MiB beside the base model's"
+                f"merged weights need {needed / MIB:.1f} MiB in addition to the base model's"
                 f" {base / MIB:.1f}; {self.memory / MIB:.1f} MiB are left for them"
             )
         return None
@@ -132,9 +142,10 @@ class Switcher:
         return self.refusal(slot) is None
 
     def switch(self, slot: int) -> None:
-        """Make `slot` the live one; BASE: the base model. Raises ValueError where it is refused.
+        """Make `slot` the live one, or the base model for BASE. Raise ValueError if that is
+        rejected.
 
-        A fault on the way leaves the base model's weights active; in place, none at all.
+        If merging fails, the base model's weights stay active; in place, no weights are.
         """
         if self._merging == "in_place":
             self._switch_in_place(slot)
@@ -144,52 +155,52 @@ class Switcher:
             self.active = self._merge(self._ready(slot))
 
     def _merge(self, wanted: _Prepared) -> Active:
-        if self._holds is not wanted:
+        if self._in_slab is not wanted:
             if self._merged is None:
                 self._merged = self._slab.reserve()
-            self.active, self._holds = self._base, None
+            self.active, self._in_slab = self._base, None
             op.merge(self._merged, self._slab.base, wanted.merges)
-            self._holds = wanted
+            self._in_slab = wanted
         return wanted.active
 
     def _switch_in_place(self, slot: int) -> None:
         wanted = None if slot == BASE else self._ready(slot)
-        if wanted is self._holds:
+        if wanted is self._in_slab:
             return
-        base, last = self._slab.base, self._holds
-        self.active = Active(self.live, ())  # half done, it is nobody's weights
-        if last is not None:
-            op.merge(base, base, last.merges, -1)
+        base, previous = self._slab.base, self._in_slab
+        self.active = Active(self.live, ())  # The weights are invalid while they are changed.
+        if previous is not None:
+            op.merge(base, base, previous.merges, -1)
         if wanted is not None:
             op.merge(base, base, wanted.merges)
-        self._holds = wanted
+        self._in_slab = wanted
         self.active = self._base if wanted is None else wanted.active
 
     def _ready(self, slot: int) -> _Prepared:
-        """The adapter's work list, made when it is first merged."""
+        """Return the adapter's prepared merge, made when it is first merged."""
         if (reason := self.refusal(slot)) is not None:
             raise ValueError(f"slot {slot} cannot be merged: {reason}")
         adapter = self._adapters.adapter(slot)
-        known = self._prepared.get(slot)
-        if known is None or known.adapter() is not adapter:
-            known = self._prepared[slot] = self._prepare(slot, adapter)
-        return known
+        prepared = self._prepared.get(slot)
+        if prepared is None or prepared.adapter() is not adapter:
+            prepared = self._prepared[slot] = self._prepare(slot, adapter)
+        return prepared
 
     def forget(self, slot: int) -> None:
-        """The slot will be another adapter's; it must not be live."""
+        """Forget a slot that another adapter will use. Raise ValueError if it is live."""
         if self.live == slot:
             raise ValueError(f"slot {slot} is live")
-        known = self._prepared.pop(slot, None)
-        if known is not None and known is self._holds:
-            self._holds = None
+        prepared = self._prepared.pop(slot, None)
+        if prepared is not None and prepared is self._in_slab:
+            self._in_slab = None
 
     def _forget(self, slot: int, gone: weakref.ref[Adapter]) -> None:
-        """The adapter exists no more; nor do its factors, once this lets them go."""
-        known = self._prepared.get(slot)
-        if known is not None and known.adapter is gone:
+        """Forget a slot whose adapter no longer exists, and thereby free its factors."""
+        prepared = self._prepared.get(slot)
+        if prepared is not None and prepared.adapter is gone:
             del self._prepared[slot]
-            if self._holds is known and self.live == BASE:
-                self._holds = None
+            if self._in_slab is prepared and self.live == BASE:
+                self._in_slab = None
 
     def _prepare(self, slot: int, adapter: Adapter) -> _Prepared:
         slab, updates, copied = self._slab, [], []
@@ -197,27 +208,27 @@ class Switcher:
         for index in _groups(adapter.pairs):
             layer, group = divmod(index, len(GROUPS))
             for target in GROUPS[group]:
-                place = slab.place(layer, target)
+                region = slab.region(layer, target)
                 if pair := adapter.pairs.get((layer, target)):
-                    whole = LoraPair(*(factor.float().contiguous() for factor in pair))
-                    updates.append(MergeUpdate(place.offset, whole))
+                    factors = LoraPair(*(factor.float().contiguous() for factor in pair))
+                    updates.append(MergeUpdate(region.offset, factors))
                 elif self._merging == "out_of_place":
-                    # The fused view needs it beside the others.
-                    copied.append(CopiedPart(place.offset, place.rows * place.columns))
+                    # The fused view of the merged slab contains this matrix, too.
+                    copied.append(CopiedPart(region.offset, region.rows * region.columns))
             if self._merging == "out_of_place":
                 if self._merged is None:
                     self._merged = slab.reserve()
                 views[index] = slab.regions[index].view(self._merged)
-        known = weakref.ref(adapter, partial(self._forget, slot))
-        return _Prepared(known, Merges(updates, copied), Active(slot, tuple(views)))
+        reference = weakref.ref(adapter, partial(self._forget, slot))
+        return _Prepared(reference, Merges(updates, copied), Active(slot, tuple(views)))
 
 
-def _groups(places: Iterable[MatrixId]) -> list[int]:
-    """Indices, in order, of the layers' groups that hold any of these matrices."""
-    found = {
+def _groups(matrices: Iterable[MatrixId]) -> list[int]:
+    """Return the indices, in order, of the layers' groups that contain any of these matrices."""
+    indices = {
         layer * len(GROUPS) + number
-        for layer, target in places
+        for layer, target in matrices
         for number, group in enumerate(GROUPS)
         if target in group and layer >= 0
     }
-    return sorted(found)
+    return sorted(indices)

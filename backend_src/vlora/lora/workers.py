@@ -1,5 +1,7 @@
-"""The two threads that bring adapters nearer: one reads files, the other packs into pages, so that
-nothing that is in memory waits behind a disk. Knows no adapters.
+"""Two threads that load and pack adapters.
+
+One thread reads files and the other packs weights into pages, so that adapters in memory do not
+wait for the disk. This module knows no adapters.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 
 class Workers:
-    """Jobs of each thread are done in the order in which they were given."""
+    """The loader and the packer; each runs its jobs in the order of submission."""
 
     def __init__(self) -> None:
         self._loader = ThreadPoolExecutor(1, "adapter-loader")
         self._packer = ThreadPoolExecutor(1, "adapter-packer")
         self._lock = threading.Lock()
-        self._left = 0
+        self._unfinished = 0
 
     def load(self, job: Callable[[], None]) -> None:
         self._submit(self._loader, job)
@@ -26,7 +28,7 @@ class Workers:
 
     def _submit(self, thread: Executor, job: Callable[[], None]) -> None:
         with self._lock:
-            self._left += 1
+            self._unfinished += 1
         thread.submit(self._work, job)
 
     def _work(self, job: Callable[[], None]) -> None:
@@ -34,14 +36,14 @@ class Workers:
             job()
         finally:
             with self._lock:
-                self._left -= 1
+                self._unfinished -= 1
 
     @property
     def busy(self) -> bool:
-        return self._left > 0
+        return self._unfinished > 0
 
     def finish(self) -> None:
-        """Waits until both have done all that they have been given."""
+        """Wait until both threads have done all jobs submitted so far."""
         for thread in (self._loader, self._packer):
             thread.submit(lambda: None).result()
 

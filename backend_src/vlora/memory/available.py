@@ -1,4 +1,4 @@
-"""The memory that this process may still take, as the kernel has it."""
+"""Memory that this process can still allocate, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,38 @@ MEMINFO = Path("/proc/meminfo")
 def available_bytes(
     meminfo: Path = MEMINFO, process: Path = PROCESS, root: Path = CGROUPS
 ) -> int | None:
-    """Bytes: what the machine has left and the tightest control group allows; None if unknown."""
+    """Return the smaller of the machine's available memory and what the tightest control group
+    leaves, in bytes; None if neither is known."""
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    machine = None if found is None else int(found[1]) * 1024
+        match = None
+    machine = None if match is None else int(match[1]) * 1024
     group = tightest_limit(_version_2, "memory", _version_1, process, root)
-    known = [int(value) for value in (machine, group) if value is not None]
-    return min(known, default=None)
+    limits = [int(value) for value in (machine, group) if value is not None]
+    return min(limits, default=None)
 
 
 def _version_2(folder: Path) -> float | None:
-    """`memory.max` holds bytes, or "max"."""
-    return _left(folder, "memory.max", "memory.current", "inactive_file")
+    """Return the bytes left in a group of control groups version 2, or None without a limit
+    (`memory.max` is "max")."""
+    return _bytes_left(folder, "memory.max", "memory.current", "inactive_file")
 
 
 def _version_1(folder: Path) -> float | None:
-    """`memory.limit_in_bytes` is enormous where there is none."""
+    """Return the bytes left in a group of version 1; without a limit it reports a huge number."""
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    return _left(folder, *names)
+    return _bytes_left(folder, *names)
 
 
-def _left(folder: Path, limit: str, used: str, cache: str) -> float | None:
-    """Files that nobody has used lately are dropped before anything is refused."""
+def _bytes_left(folder: Path, limit: str, usage: str, inactive: str) -> float | None:
+    """Return limit - usage, plus inactive file pages, which the kernel drops before an allocation
+    fails; None if there is no limit."""
     try:
         allowed = int((folder / limit).read_text())
-        current = int((folder / used).read_text())
-        found = re.search(rf"^{cache} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+        used = int((folder / usage).read_text())
+        stat = (folder / "memory.stat").read_text()
     except (OSError, ValueError):
         return None
-    return max(1, allowed - current + (int(found[1]) if found else 0))
+    match = re.search(rf"^{inactive} (\d+)$", stat, re.MULTILINE)
+    return max(1, allowed - used + (int(match[1]) if match else 0))

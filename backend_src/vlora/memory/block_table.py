@@ -1,4 +1,4 @@
-"""Block tables: which pages hold the keys and values of a sequence, in order of position."""
+"""Block tables: the pages that hold a sequence's keys and values, in order of position."""
 
 from __future__ import annotations
 
@@ -9,40 +9,45 @@ from vlora.memory.prefix import BlockKey, PrefixCache
 
 
 class BlockTable:
-    """Pages of one sequence; position p lies in `pages[p // block_size]`, at `p % block_size`.
+    """Pages of one sequence; position p is in `pages[p // block_size]`, at `p % block_size`.
 
-    Holds its pages until `clear`; those of whole blocks that `prefix` knows are shared.
+    Holds its pages until `clear`. Whole blocks that are in `prefix` are shared with other tables.
     """
 
     def __init__(self, pool: PagePool, block_size: int, prefix: PrefixCache | None = None) -> None:
         self._pool = pool
         self._block_size = block_size
         self._prefix = prefix
-        self._known = 0
+        self._shared_blocks = 0
         self.pages: list[int] = []
 
-    def begin(self, keys: Sequence[BlockKey]) -> int:
-        """An empty table takes the cached pages of the first blocks: positions that are computed
-        so. keys: of whole blocks, in order."""
-        assert not self.pages, "begun twice"
-        if self._prefix is not None:
-            self.pages = self._prefix.take(keys)
-        self._known = len(self.pages)
-        return self._known * self._block_size
+    def reuse_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Fill an empty table with the cached pages of its first blocks.
 
-    def has_news(self, computed: int) -> bool:
-        """Whether so many computed tokens fill a block that is not shared yet."""
-        return self._prefix is not None and computed // self._block_size > self._known
+        keys: of the sequence's whole blocks, in order.
 
-    def computed(self, keys: Sequence[BlockKey]) -> None:
-        """The first `len(keys)` blocks are computed, for others to share."""
+        Returns the number of positions whose keys and values are thereby computed.
+        """
+        assert not self.pages, "the table is not empty"
         if self._prefix is not None:
-            for index in range(self._known, len(keys)):
+            self.pages = self._prefix.acquire(keys)
+        self._shared_blocks = len(self.pages)
+        return self._shared_blocks * self._block_size
+
+    def has_unshared_block(self, computed: int) -> bool:
+        """Return whether `computed` tokens fill a block that is not in the prefix cache yet."""
+        return self._prefix is not None and computed // self._block_size > self._shared_blocks
+
+    def share(self, keys: Sequence[BlockKey]) -> None:
+        """Add the first `len(keys)` blocks, which are computed, to the prefix cache."""
+        if self._prefix is not None:
+            for index in range(self._shared_blocks, len(keys)):
                 self._prefix.add(keys[index], self.pages[index])
-            self._known = max(self._known, len(keys))
+            self._shared_blocks = max(self._shared_blocks, len(keys))
 
     def grow(self, tokens: int) -> bool:
-        """Room for `tokens` tokens in all; False (and nothing taken) where pages are short."""
+        """Allocate pages for `tokens` tokens in all; return False (and allocate nothing) if pages
+        are short."""
         missing = pages_for(tokens, self._block_size) - len(self.pages)
         if missing <= 0:
             return True
@@ -52,18 +57,20 @@ class BlockTable:
         self.pages.extend(pages)
         return True
 
-    def moved(self, moves: Moves) -> None:
-        """Pages have been relocated."""
+    def relocate(self, moves: Moves) -> None:
+        """Update page numbers after a relocation."""
         self.pages = [moves.get(page, page) for page in self.pages]
 
     def clear(self) -> None:
+        """Release all pages."""
         if self._prefix is None:
             self._pool.release(self.pages)
         else:
             self._prefix.release(self.pages)
         self.pages = []
-        self._known = 0
+        self._shared_blocks = 0
 
 
 def pages_for(tokens: int, block_size: int) -> int:
+    """Return the number of pages that `tokens` tokens need."""
     return -(-tokens // block_size)

@@ -1,6 +1,7 @@
-"""Memory that the kernel may back with huge pages: what every step reads from end to end.
+"""Memory that the kernel may back with huge pages, for data that each step reads in full.
 
-A core reads it half as fast again as memory in pages of 4 KiB, whose table it walks all the while.
+A core reads it 1.5 times as fast as memory in pages of 4 KiB, which need far more page table
+walks.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import mmap
 import torch
 
 PAGE = 2 << 20
-"""Bytes of a huge page."""
+"""Size of a huge page in bytes."""
 
 
 def hugepage_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that begin on a huge page; they take memory where they are first written."""
+    """Return a tensor of zeros that starts on a huge page; it takes memory only where it is
+    written."""
     count = math.prod(shape)
     size = count * dtype.itemsize
     memory = mmap.mmap(-1, size + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # The kernel may lack huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)

@@ -1,20 +1,24 @@
-"""The page pool: one region, pages of one size, and who owns which. Pure bookkeeping; the bytes are
-the store's (`memory/store.py`).
+"""Page pool: one region of pages of one size, and the owner of each page.
 
-A page is free, or holds keys and values of running sequences (KV, counted by how many share it),
-or such that nobody runs on but a later prompt may begin with (CACHE), or a part of an adapter
-(ADAPTER). KV is taken from the region's end, an adapter's run of neighbouring pages from its
-beginning, so that they meet late.
+A page is free, holds keys and values of running sequences (KV, counted by the sequences that share
+it), holds keys and values that a later prompt may reuse (CACHE), or is part of an adapter
+(ADAPTER). KV pages are allocated from the region's end and adapters, as runs of contiguous pages,
+from its beginning, which keeps them from fragmenting each other.
 
-**Invariant:** free + KV + adapter + cached = total, and a page has one owner.
+The pool only does the bookkeeping; `memory/kv_cache.py` holds the bytes and `memory/eviction.py`
+says what is evicted.
+
+**Invariant:** free + KV + adapter + cached = total, and each page has one owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+
+from vlora.memory.eviction import Evictor, evict_oldest
 
 
 class Owner(IntEnum):
@@ -26,63 +30,53 @@ class Owner(IntEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring pages `first … first + count - 1`, one adapter's."""
+    """Contiguous pages `first … first + count - 1` of one adapter."""
 
     first: int
     count: int
 
     @staticmethod
-    def length(packed: int, page: int) -> int:
-        """Pages that so many bytes take, of pages of so many."""
-        return max(1, -(-packed // page))
+    def length(packed_bytes: int, page_bytes: int) -> int:
+        """Return the number of pages of `page_bytes` that `packed_bytes` need, at least 1."""
+        return max(1, -(-packed_bytes // page_bytes))
 
     @property
     def pages(self) -> range:
         return range(self.first, self.first + self.count)
 
 
-class Reclaimer(Protocol):
-    """Holds pages that it can do without: cached blocks, or idle adapters, in runs."""
+class PageMemory(Protocol):
+    """Memory of a pool's pages, as `memory/kv_cache.py` implements it."""
 
     @property
-    def holds_runs(self) -> bool: ...
-
-    def oldest(self) -> float | None:
-        """When what it would give up next was last used, on the pool's clock; None: nothing."""
-        ...
-
-    def give_up(self) -> None:
-        """Frees that."""
-        ...
-
-    @property
-    def spare(self) -> int:
-        """Pages that it could give up in all."""
-        ...
+    def page_bytes(self) -> int: ...
+    def address(self, page: int) -> int: ...
+    def clear(self, pages: range) -> None: ...
 
 
 Moves = Mapping[int, int]
-"""Page → where its content goes."""
+"""Relocation of pages: page → page that its content moves to."""
 
 
 class PagePool:
-    """Pages 0..total-1. What is taken belongs to the caller until it is given back.
+    """Pages 0 … total-1. An allocated page belongs to the caller until it is released.
 
-    reclaimers: asked, the longest unused first, where free pages are short. movers: told of every
-    relocation, in order, before the pages have new owners: who knows page numbers rewrites them.
+    evictors: evict from these, the least recently used item first, when free pages are short.
+    movers: called in order with every relocation, before the pages change owners; each of them
+        copies the content or rewrites page numbers that it holds.
     """
 
     def __init__(self, total: int) -> None:
         if total < 1:
-            raise ValueError(f"a pool needs at least one page, not {total}")
+            raise ValueError(f"a pool of {total} pages; it needs at least one")
         self.total = total
         self._owner = bytearray(total)
         self._refs = [0] * total
         self._counts = {Owner.FREE: total, Owner.KV: 0, Owner.CACHE: 0, Owner.ADAPTER: 0}
         self._ticks = 0
-        self.moved = 0
-        """Pages relocated so far."""
-        self.reclaimers: list[Reclaimer] = []
+        self.pages_moved = 0
+        """Number of pages relocated so far."""
+        self.evictors: list[Evictor] = []
         self.movers: list[Callable[[Moves], None]] = []
 
     @property
@@ -91,6 +85,7 @@ class PagePool:
 
     @property
     def kv(self) -> int:
+        """Number of pages with keys and values of running sequences."""
         return self._counts[Owner.KV]
 
     @property
@@ -101,63 +96,60 @@ class PagePool:
     def adapter(self) -> int:
         return self._counts[Owner.ADAPTER]
 
-    @property
-    def used(self) -> int:
-        """Pages that are not there for the asking: keys and values of running sequences."""
-        return self.kv
+    def can_allocate(self, count: int) -> bool:
+        """Return whether `count` pages are free or can be freed by eviction."""
+        if count <= self.free:
+            return True
+        return count <= self.free + sum(evictor.evictable_pages for evictor in self.evictors)
 
-    def has_room(self, count: int) -> bool:
-        """Whether so many pages are free, or would be for the asking."""
-        return count <= self.free or count <= self.free + sum(one.spare for one in self.reclaimers)
-
-    def has_room_for_run(self, count: int, beside: int = 0) -> bool:
-        """Whether an adapter's run of so many pages leaves so many for keys and values."""
-        return self.has_room(count + beside)
+    def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
+        """Return whether `count` pages for an adapter leave `kv_pages` for keys and values."""
+        return self.can_allocate(count + kv_pages)
 
     def tick(self) -> int:
-        """The pool's clock: each use is later than all before."""
+        """Advance the clock of uses and return its new time."""
         self._ticks += 1
         return self._ticks
 
     # -- keys and values -----------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages for keys and values, one holder each; None (and nothing taken) where not
-        even all that can be reclaimed would do."""
-        if not self._make_room(count):
+        """Return `count` pages for keys and values with one holder each, or None (and allocate
+        nothing) if eviction cannot free that many."""
+        if not self._evict_until_free(count):
             return None
         pages = []
         end = self.total
         for _ in range(count):
             end = self._owner.rfind(Owner.FREE, 0, end)
             pages.append(end)
-            self._become(end, Owner.KV)
+            self._set_owner(end, Owner.KV)
             self._refs[end] = 1
         return pages
 
     def share(self, page: int) -> None:
-        """One more holder of a page that is held, or cached."""
+        """Add a holder to a page that is held or cached."""
         assert self._owner[page] in (Owner.KV, Owner.CACHE), f"page {page} holds no keys"
-        self._become(page, Owner.KV)
+        self._set_owner(page, Owner.KV)
         self._refs[page] += 1
 
     def release(self, pages: Iterable[int], keep: Container[int] = ()) -> list[int]:
-        """One holder less; a page without any becomes cached where it is in `keep`, else free. The
-        pages that became cached."""
-        kept = []
+        """Remove one holder of each page. A page without holders becomes cached if it is in `keep`
+        and free otherwise. Return the pages that became cached."""
+        cached = []
         for page in pages:
-            assert self._refs[page] > 0, f"page {page} is held by nobody"
+            assert self._refs[page] > 0, f"page {page} has no holder"
             self._refs[page] -= 1
             if self._refs[page] == 0:
-                self._become(page, Owner.CACHE if page in keep else Owner.FREE)
+                self._set_owner(page, Owner.CACHE if page in keep else Owner.FREE)
                 if page in keep:
-                    kept.append(page)
-        return kept
+                    cached.append(page)
+        return cached
 
     def drop(self, page: int) -> None:
-        """A cached page becomes free."""
+        """Free a cached page."""
         assert self._owner[page] == Owner.CACHE, f"page {page} is not cached"
-        self._become(page, Owner.FREE)
+        self._set_owner(page, Owner.FREE)
 
     def is_held(self, page: int) -> bool:
         return self._owner[page] == Owner.KV
@@ -168,34 +160,36 @@ class PagePool:
     # -- adapters --------------------------------------------------------------------------------
 
     def allocate_run(self, count: int) -> Run | None:
-        """Neighbouring pages for an adapter; None where other adapters leave no room for it.
+        """Return contiguous pages for an adapter, or None if other adapters leave too few.
 
-        Where free pages are enough but apart, keys and values in the way are moved.
+        Where enough pages are free but not contiguous, keys and values are moved away.
         """
         if count < 1:
-            raise ValueError(f"a run has at least one page, not {count}")
-        if not self._make_room(count):
+            raise ValueError(f"a run of {count} pages; it needs at least one")
+        if not self._evict_until_free(count):
             return None
         first = self._owner.find(bytes(count))
         if first < 0:
-            found = self._window(count)
-            while found is None and self._reclaim([r for r in self.reclaimers if r.holds_runs]):
-                found = self._window(count)
-            if found is None:
+            window = self._cheapest_window(count)
+            adapters = [evictor for evictor in self.evictors if evictor.holds_runs]
+            while window is None and evict_oldest(adapters):
+                window = self._cheapest_window(count)
+            if window is None:
                 return None
-            first = found
-            self._empty(range(first, first + count))
+            first = window
+            self._vacate(range(first, first + count))
         for page in range(first, first + count):
-            self._become(page, Owner.ADAPTER)
+            self._set_owner(page, Owner.ADAPTER)
         return Run(first, count)
 
     def release_run(self, run: Run) -> None:
         for page in run.pages:
-            assert self._owner[page] == Owner.ADAPTER, f"page {page} is no adapter's"
-            self._become(page, Owner.FREE)
+            assert self._owner[page] == Owner.ADAPTER, f"page {page} belongs to no adapter"
+            self._set_owner(page, Owner.FREE)
 
-    def _window(self, count: int) -> int | None:
-        """Where a run costs the fewest moves; None where adapters lie in every one."""
+    def _cheapest_window(self, count: int) -> int | None:
+        """Return the first page of the window that needs the fewest moves, or None if each window
+        of `count` pages contains adapter pages."""
         best: tuple[int, int] | None = None
         start = 0
         while start + count <= self.total:
@@ -209,8 +203,9 @@ class PagePool:
             start += 1
         return None if best is None else best[1]
 
-    def _empty(self, window: range) -> None:
-        """Moves what lies in the window elsewhere; free pages outside are enough."""
+    def _vacate(self, window: range) -> None:
+        """Move the content of the window's pages to free pages outside, of which there must be
+        enough."""
         moves: dict[int, int] = {}
         end = self.total
         for page in window:
@@ -223,40 +218,31 @@ class PagePool:
         for mover in self.movers:
             mover(moves)
         for page, to in moves.items():
-            self._become(to, Owner(self._owner[page]))
+            self._set_owner(to, Owner(self._owner[page]))
             self._refs[to], self._refs[page] = self._refs[page], 0
-            self._become(page, Owner.FREE)
-        self.moved += len(moves)
+            self._set_owner(page, Owner.FREE)
+        self.pages_moved += len(moves)
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- bookkeeping -----------------------------------------------------------------------------
 
-    def _make_room(self, count: int) -> bool:
-        """`count` free pages, at the cost of what has been unused for longest."""
-        if not self.has_room(count):
+    def _evict_until_free(self, count: int) -> bool:
+        """Evict until `count` pages are free; return False if that is impossible."""
+        if not self.can_allocate(count):
             return False
         while self.free < count:
-            if not self._reclaim(self.reclaimers):
+            if not evict_oldest(self.evictors):
                 return False
         return True
 
-    def _reclaim(self, whose: Sequence[Reclaimer]) -> bool:
-        """The longest unused goes; False where there is nothing."""
-        found = [(one.oldest(), index) for index, one in enumerate(whose)]
-        ages = [(age, index) for age, index in found if age is not None]
-        if not ages:
-            return False
-        whose[min(ages)[1]].give_up()
-        return True
-
-    def _become(self, page: int, owner: Owner) -> None:
+    def _set_owner(self, page: int, owner: Owner) -> None:
         self._counts[Owner(self._owner[page])] -= 1
         self._counts[owner] += 1
         self._owner[page] = owner
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books do not balance."""
+        """Raise AssertionError if counts, owners and holders disagree."""
         for owner, count in self._counts.items():
-            assert self._owner.count(owner) == count, f"{owner.name}: {count} by the books"
+            assert self._owner.count(owner) == count, f"{owner.name}: counted as {count}"
         assert self.free + self.kv + self.adapter + self.cached == self.total
         for page, refs in enumerate(self._refs):
             owner = Owner(self._owner[page])

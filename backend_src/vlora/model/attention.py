@@ -12,7 +12,7 @@ from vlora import backends, native
 from vlora.atmm.types import DTYPES
 from vlora.backends import Backend
 from vlora.kernels import ops
-from vlora.memory.kv_cache import KVStore
+from vlora.memory.kv_cache import KVCache
 from vlora.model import attention_reference
 from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
@@ -31,7 +31,7 @@ class AttentionPlan:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        store: KVStore,
+        store: KVCache,
         heads: int,
         *,
         backend: Backend | None = None,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from vlora.kernels import reference
-from vlora.memory.kv_cache import LANES, KVStore
+from vlora.memory.kv_cache import LANES, KVCache
 from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
@@ -19,7 +19,7 @@ class Plan:
     Chunks of one row are attended together, padded to the longest context; others one by one.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], store: KVStore) -> None:
+    def __init__(self, chunks: Sequence[Chunk], store: KVCache) -> None:
         self._store = store
         block = store.block
         rows = [

@@ -14,8 +14,8 @@ from vlora.atmm import op
 from vlora.atmm.types import Segments
 from vlora.ids import MatrixId
 from vlora.kernels import ops
-from vlora.lora.adapter import LM_HEAD
 from vlora.lora.layers import LoraLinear
+from vlora.lora.model_shape import LM_HEAD
 from vlora.lora.slab import GROUPS
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlora.errors import InvalidArgument
-from vlora.lora.adapter import ModelShape
+from vlora.lora.model_shape import ModelShape
 from vlora.lora.slab import TARGETS, WeightSlab
 from vlora.memory import hugepages
 from vlora.model.decoder_config import DecoderConfig, load_rope_frequencies
@@ -71,7 +71,7 @@ def load_weights(
     stored = _find_weights(folder, config)
     slab = WeightSlab(config.layers, config.target_shapes, dtype)
     tensors = {
-        names.matrix(layer, target): slab.place(layer, target).view(slab.base)
+        names.matrix(layer, target): slab.region(layer, target).view(slab.base)
         for layer in range(config.layers)
         for target in TARGETS
     }

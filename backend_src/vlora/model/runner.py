@@ -14,7 +14,7 @@ from vlora.atmm import op
 from vlora.lora.segments import signed_segments
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
-from vlora.memory.kv_cache import KVStore
+from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder
@@ -43,7 +43,7 @@ class Runner:
         weights: DecoderWeights,
         adapters: AdapterStore,
         switcher: Switcher,
-        store: KVStore,
+        store: KVCache,
     ) -> None:
         """store: the KV pages, which the engine owns."""
         self._decoder = Decoder(config, weights, adapters, switcher)

@@ -1,6 +1,6 @@
-"""Engine outputs → response tensors, as the vLLM backend lays them out.
+"""Conversion of engine outputs to response tensors, in the vLLM backend's format.
 
-Not known here: Triton, and when a response is sent.
+Independent of Triton and of when a response is sent.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from vlora.request import HeadScores, Output, Timings, TokenLogprob
 from vlora.serving.codec import Call
 from vlora.serving.tensors import Array, strings
 
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have, as in vLLM's own server."""
+MIN_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON does not have; the same value as in vLLM's server."""
 
 
 class AnswerWriter:
-    """Turns the outputs of one request into its responses.
+    """Converts the outputs of one request to its responses.
 
-    Streaming: one response per output, with what is new. Otherwise: nothing until the last one,
-    then everything at once.
+    If the request streams, every output becomes a response with the new text and tokens. Otherwise
+    there is one response with everything, after the last output.
     """
 
     def __init__(self, call: Call, task: str) -> None:
@@ -32,11 +32,12 @@ class AnswerWriter:
         self._num_tokens = 0
         self._logprobs: list[dict[str, dict[str, object]]] | None = None
         self._cumulative = 0.0
-        # Computed for `cumulative_logprob` as well; listed only for who asked, as upstream.
+        # As in vLLM, log probabilities are listed only if the request asks for them, although
+        # `cumulative_logprob` needs them too.
         self._lists_logprobs = call.sampling.get("logprobs") is not None
 
     def write(self, output: Output) -> dict[str, Array] | None:
-        """The response for `output` (which carries no error), or None when there is none yet."""
+        """Return the response for `output`, which has no error, or None if there is none yet."""
         self._collect(output)
         if not (self._call.wanted.stream or output.finished):
             return None
@@ -98,11 +99,11 @@ class AnswerWriter:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)
 
 
 def _listed(token: Sequence[TokenLogprob]) -> dict[str, dict[str, object]]:
-    """The alternatives of one token by their ids."""
+    """Return the alternatives of one token by their ids."""
     return {
         str(entry.token_id): {
             "logprob": _finite(entry.logprob),

@@ -1,10 +1,10 @@
-"""Tensors of the wire ↔ values of the engine. Pure: numpy in, values out, and back.
+"""Conversion of a request's tensors and parameters to a request of the engine.
 
-Names, shapes and defaults follow the vLLM backend, so that its clients work unchanged; a request
-that carries `image_layout` came through the vision encoder (the ensembles' first step always
-sends it) and gets the ensembles' defaults instead.
+Names, shapes and defaults follow the vLLM backend, so that its clients work unchanged. A request
+with `image_layout` came through the vision encoder (the ensembles' first step always sends it) and
+gets the ensembles' defaults instead.
 
-Not known here: Triton, threads, the engine.
+All functions are pure. Independent of Triton, threads and the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vlora.vision.prompts import TASKS, ChatTemplate, render
 if TYPE_CHECKING:
     from vlora.lora.adapter import AdapterInfo
 
-TRITONS_OWN_PARAMETERS = frozenset(
+TRITON_PARAMETERS = frozenset(
     {
         "binary_data",
         "binary_data_output",
@@ -43,24 +43,24 @@ TRITONS_OWN_PARAMETERS = frozenset(
         "timeout",
     }
 )
-"""Request parameters that Triton's protocols define; never sampling keys."""
+"""Request parameters that Triton's protocols define. They are not sampling keys."""
 
-TRITONS_OWN_PREFIXES = ("triton_", "x-")
-"""Reserved by Triton, and headers forwarded by its HTTP front end."""
+TRITON_PREFIXES = ("triton_", "x-")
+"""Prefixes of parameters that Triton reserves or forwards from HTTP headers."""
 
 IMAGE_INPUTS = ("image", "frames", "frames_raw")
 INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters")
-"""What every model that answers takes."""
+"""Inputs of every model that answers."""
 
 FEATURE_INPUTS = ("image_features", "image_layout", "image_size")
 
 DEFAULT_TASK = "vqa"
-"""The ensembles' task where neither the request nor its adapter says which."""
+"""Task of a request to an ensemble if neither the request nor its adapter sets one."""
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What the client asked to be told beside the text, and how."""
+    """The outputs that the client requests in addition to the text, and their form."""
 
     stream: bool
     prepend_input: bool
@@ -70,16 +70,17 @@ class OutputOptions:
     logprobs: bool
     cumulative_logprob: bool
     everything: bool
-    """Every output is set in every response: an ensemble's step must not leave one out."""
+    """Whether every response has every output: a step of an ensemble must not omit one."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One `lmm` request as read from the wire, before adapter, task and template are applied.
+    """One `lmm` request as it was received, before adapter, task and template are applied.
 
-    images: features that came with the request; None when there are no images, or when
-        `raw_images` still has to go through the vision encoder.
-    counts: images and frames, in the order of the prompt's placeholders.
+    images: features that the request brought; None if it has no images, or if `raw_images` have
+        not been encoded yet.
+    counts: number of images and of frames.
+    ensemble: whether the request came through an ensemble.
     """
 
     text: str
@@ -94,20 +95,21 @@ class Call:
     ensemble: bool
 
     def with_images(self, images: ImageFeatures) -> Call:
+        """Return this call with its images encoded."""
         return replace(self, images=images, counts=count_images(images.layout), raw_images={})
 
 
 def is_cancel(tensors: Tensors) -> bool:
-    """Whether this request only asks to end another one (`cancel: true`)."""
+    """Return whether the request cancels another one (`cancel: true`)."""
     return bool(Inputs(tensors).flag("cancel"))
 
 
 def read_call(
     tensors: Tensors, parameters: Mapping[str, Any], client_id: str, limits: Limits
 ) -> Call:
-    """The request in `tensors`, every field checked that needs no engine to be.
+    """Read a request, and check every field that can be checked without the engine.
 
-    Raises InvalidArgument (or Unsupported) naming the field and what would fit.
+    Raises InvalidArgument or Unsupported, with the name of the field and its valid values.
     """
     inputs = Inputs(tensors)
     ensemble = "image_layout" in tensors
@@ -116,8 +118,8 @@ def read_call(
     raw_images = {name: tensors[name] for name in IMAGE_INPUTS if inputs.has_rows(name)}
     if raw_images and "image_features" in tensors:
         raise InvalidArgument(
-            f"'{next(iter(raw_images))}' and 'image_features' were both given;"
-            " send images, or the encoder's features of them"
+            f"the request has both '{next(iter(raw_images))}' and 'image_features';"
+            " send either images or their features"
         )
     return Call(
         text=text,
@@ -136,24 +138,24 @@ def read_call(
 def read_sampling(
     inputs: Inputs, parameters: Mapping[str, Any], limits: Limits
 ) -> Mapping[str, Any]:
-    """Sampling keys: those of `sampling_parameters`, or, without it, the request's parameters."""
-    given = inputs.blob("sampling_parameters", limits.max_json_bytes)
-    if given is not None:
-        text = inputs.decode("sampling_parameters", given)
+    """Return the keys in `sampling_parameters`, or the request's parameters if that is absent."""
+    content = inputs.blob("sampling_parameters", limits.max_json_bytes)
+    if content is not None:
+        text = inputs.decode("sampling_parameters", content)
         return load_object(text, "'sampling_parameters'")
     return sampling_keys(parameters)
 
 
 def sampling_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The request's parameters without Triton's own.
+    """Return the request's parameters without Triton's.
 
-    Raises InvalidArgument for one that is no sampling key: at `generate`, where inputs and
-    parameters are one object, it may have been meant as either.
+    Raises InvalidArgument for a key that is not a sampling key. In a request to `generate`, which
+    has inputs and parameters in one object, it may be meant as either.
     """
     keys = {
         key: value
         for key, value in parameters.items()
-        if key not in TRITONS_OWN_PARAMETERS and not key.lower().startswith(TRITONS_OWN_PREFIXES)
+        if key not in TRITON_PARAMETERS and not key.lower().startswith(TRITON_PREFIXES)
     }
     for key in keys:
         if not is_known(key):
@@ -174,27 +176,27 @@ def _read_wanted(inputs: Inputs, ensemble: bool) -> OutputOptions:
         exclude = ensemble or stream
     if stream and not exclude:
         raise InvalidArgument(
-            "'exclude_input_in_output' = false is not possible while streaming;"
-            " leave it out or send 'stream' = false"
+            "'exclude_input_in_output' = false is not possible with 'stream' = true;"
+            " leave one of them out"
         )
 
-    def asked(name: str) -> bool:
+    def requested(name: str) -> bool:
         return bool(inputs.flag(name))
 
     return OutputOptions(
         stream=stream,
         prepend_input=not exclude,
-        finish_reason=asked("return_finish_reason") or ensemble,
-        num_input_tokens=asked("return_num_input_tokens") or ensemble,
-        num_output_tokens=asked("return_num_output_tokens") or ensemble,
-        logprobs=asked("return_logprobs"),
-        cumulative_logprob=asked("return_cumulative_logprob"),
+        finish_reason=requested("return_finish_reason") or ensemble,
+        num_input_tokens=requested("return_num_input_tokens") or ensemble,
+        num_output_tokens=requested("return_num_output_tokens") or ensemble,
+        logprobs=requested("return_logprobs"),
+        cumulative_logprob=requested("return_cumulative_logprob"),
         everything=ensemble,
     )
 
 
 def count_images(layout: IntArray) -> tuple[int, int]:
-    """Images and frames in a layout; frames are its video rows."""
+    """Return the number of images and of frames in a layout; frames are its video rows."""
     frames = int((layout[:, 5] != 0).sum())
     return int(layout.shape[0]) - frames, frames
 
@@ -206,24 +208,26 @@ def _read_features(inputs: Inputs) -> ImageFeatures | None:
     if layout is None:
         if features is not None:
             raise InvalidArgument(
-                "'image_features' came without 'image_layout'; send both as the encoder gave them"
+                "'image_layout' is missing; send it together with 'image_features'"
             )
         return None
     if features is None:
         if layout.shape[0]:
-            raise InvalidArgument("'image_layout' describes images but 'image_features' is absent")
+            raise InvalidArgument(
+                f"'image_features' is missing; 'image_layout' has {layout.shape[0]} images"
+            )
         return None
     if sizes is not None and sizes.shape[0] != layout.shape[0]:
         raise InvalidArgument(
             f"'image_size' has {sizes.shape[0]} rows but 'image_layout' has {layout.shape[0]};"
-            " there must be one for each image"
+            " send one row per image in both"
         )
     return ImageFeatures(features, layout) if layout.shape[0] else None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request ready for the engine, with the task that was chosen for it."""
+    """A request for the engine, with the task that was chosen for it."""
 
     request: Request
     task: str
@@ -234,7 +238,7 @@ def prepare(
 ) -> Prepared:
     """Choose the task, render the prompt and parse the sampling parameters.
 
-    info: of the adapter that `call` names, None for the base model.
+    info: the adapter that `call` names, None for the base model.
     """
     task = call.task or _default_task(call, info)
     prompt = render(task, call.text, *call.counts, template)
@@ -257,7 +261,7 @@ def prepare(
 
 
 def adapter_name(call: Call) -> str | None:
-    """The adapter that the request names, checked to be a string."""
+    """Return the name of the request's adapter, None for the base model. Raises InvalidArgument."""
     name = call.sampling.get("lora_name")
     if name is not None and not isinstance(name, str):
         raise InvalidArgument(f"'lora_name' must be a string, not {json.dumps(name)}")

@@ -1,7 +1,8 @@
-"""Errors that clients were told, by code: counted by the model that found each, exported by it.
+"""Counts of the errors that a model's process sends, by code, and their metric.
 
-An error passes through several models on its way to the client (encoder → `lmm` → `lmm_unary`);
-who passes one on does not count it again, so that the sum over models is that of failed requests.
+An error may pass through several models on its way to the client (encoder → `lmm` → `lmm_unary`).
+Only the model that raised it counts it, so the sum over all models is the number of failed
+requests.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from vlora.errors import BY_CODE, VLoraError
 from vlora.serving.registry import Exporter, Level, Registry
 
 NAME = "vlora:request_errors_total"
-HELP = "Requests ended by an error that this model found, by the error's code."
+HELP = "Requests ended by an error that this model raised, by the error's code."
 
 
 class ErrorCounts:
-    """What a process has told its clients. Safe from any thread."""
+    """Number of errors of each code that a process has sent. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def add(self, error: VLoraError) -> None:
-        """Count `error`, unless another model has."""
+        """Count `error`, unless another model has counted it."""
         if not error.counted_elsewhere:
             with self._lock:
                 self._counts[error.code] += 1
@@ -36,7 +37,7 @@ class ErrorCounts:
 
 
 class ErrorExporter(Exporter):
-    """One counter a code, all of them there from the start, so that the first error is a change."""
+    """Exports one counter per code, from the start: the first error then shows as an increase."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str], counts: ErrorCounts) -> None:
         super().__init__()

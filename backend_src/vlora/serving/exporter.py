@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from vlora.engine.plan import Mode
-from vlora.metrics import EngineStats
+from vlora.metrics import EngineStats, exported_stats
 from vlora.request import Output
 from vlora.serving.registry import Exporter, Level, Metric, Registry
-from vlora.vision.features import Counters
+from vlora.vision.features import EncoderCounters
 
 CATCH_UP_SECONDS = 0.1
 MAX_LORA_LABEL_SETS = 128
@@ -28,49 +28,8 @@ MAX_OBSERVED = 65536
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
 
-
-GAUGES: dict[str, tuple[str, str]] = {
-    "vllm:num_requests_waiting": ("waiting", "Requests waiting to be scheduled."),
-    "vllm:num_requests_running": ("running", "Requests being computed."),
-    "vlora:pool_pages_cached": ("pages_cached", "Pages of prefixes kept for later prompts."),
-    "vlora:pool_pages_adapter": ("pages_adapter", "Pages of packed adapters."),
-    "vlora:adapters_known": ("adapters_known", "Adapters that can be asked for."),
-    "vlora:adapters_resident": ("adapters_resident", "Adapters that steps can use now."),
-    "vlora:adapter_host_bytes": ("adapter_host_bytes", "Of adapters in host memory."),
-    "vllm:kv_cache_usage_perc": ("kv_usage", "Share of KV pages in use, 0 to 1."),
-    "vlora:requests_paused": ("paused", "Requests with pages that the last step left out."),
-    "vlora:credit_seconds_highest": ("highest_credit", "Of the requests that were ready."),
-    "vlora:credit_seconds_median": ("median_credit", "Of the requests that were ready."),
-    "vlora:step_prediction_error": ("prediction_error", "Median error of predicted steps, share."),
-}
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
-COUNTERS: dict[str, tuple[str, str]] = {
-    "vllm:prompt_tokens_total": ("prompt_tokens", "Prompt tokens computed."),
-    "vllm:generation_tokens_total": ("generated_tokens", "Tokens generated."),
-    "vllm:num_preemptions_total": ("preemptions", "Requests put back to make room for others."),
-    "vlora:prefix_cached_tokens_total": ("cached_tokens", "Tokens of prompts found computed."),
-    "vlora:pool_pages_moved_total": ("pages_moved", "Pages relocated to make room for adapters."),
-    "vlora:adapter_hits_total": ("adapter_hits", "Requests that found their adapter resident."),
-    "vlora:adapter_host_hits_total": ("adapter_host_hits", "That found it in host memory."),
-    "vlora:adapter_misses_total": ("adapter_misses", "That found it on disk alone."),
-    "vlora:adapter_loads_total": ("adapter_loads", "Adapters read from disk for requests."),
-    "vlora:adapter_evictions_total": ("adapter_evictions", "Adapters that left the pool."),
-    "vlora:engine_steps_total": ("steps", "Forward passes."),
-    "vlora:engine_rows_total": ("rows", "Token rows of all forward passes."),
-    "vlora:decode_steps_total": ("decode_steps", "Forward passes that continued an answer."),
-    "vlora:decode_rows_total": ("decode_rows", "Rows that did; over the steps: the batch."),
-    "vlora:requests_finished_total": ("finished", "Requests answered."),
-    "vlora:requests_aborted_total": ("aborted", "Requests cancelled."),
-    "vlora:step_seconds_total": ("step_seconds", "Time of all steps, without switches."),
-    "vlora:predicted_step_seconds_total": ("predicted_seconds", "What was predicted for them."),
-    "vlora:requests_superseded_total": ("superseded", "Ended by a newer one of their stream."),
-    "vlora:requests_expired_total": ("expired", "Ended by their deadline."),
-    "vlora:requests_failed_total": ("failed", "Requests ended by an error."),
-    "vlora:switches_total": ("switches", "Changes of the adapter in the active weights."),
-    "vlora:merges_total": ("merges", "Changes that had to compute merged weights."),
-    "vlora:switch_seconds_total": ("switch_seconds", "Spent on those changes."),
-}
-"""Names of metrics, with the field of `EngineStats` and a help text."""
+"""Kinds of `nv_trt_llm_kv_cache_block_metrics`, with the attribute of `EngineStats`."""
 
 
 class EngineExporter(Exporter):
@@ -94,25 +53,27 @@ class EngineExporter(Exporter):
         self._written = -math.inf
         self._told = False
         self._lora = _LoraInfo(registry, max_lora)
+        exports = exported_stats()
         self._gauges = {
-            field: Level(registry.gauge(name, text, labels))
-            for name, (field, text) in GAUGES.items()
+            attribute: Level(registry.gauge(export.name, export.help, labels))
+            for attribute, export in exports.items()
+            if export.kind == "gauge"
         }
         self._gauges |= {
-            field: Level(
+            attribute: Level(
                 registry.gauge(
                     "nv_trt_llm_kv_cache_block_metrics",
                     "KV cache blocks.",
                     {**labels, "kv_cache_block_type": kind},
                 )
             )
-            for kind, field in CACHE_BLOCKS.items()
+            for kind, attribute in CACHE_BLOCKS.items()
         }
         self._counters = {
-            field: Level(registry.counter(name, text, labels))
-            for name, (field, text) in COUNTERS.items()
+            attribute: Level(registry.counter(export.name, export.help, labels))
+            for attribute, export in exports.items()
+            if export.kind == "counter"
         }
-
         self._modes = {mode: _ModeLevels(registry, {**labels, "mode": mode.value}) for mode in Mode}
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Metric:
@@ -251,7 +212,7 @@ class EncoderExporter(Exporter):
     """Metrics of the vision encoder and its feature cache."""
 
     def __init__(
-        self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], Counters]
+        self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], EncoderCounters]
     ) -> None:
         super().__init__()
         self._read = counters

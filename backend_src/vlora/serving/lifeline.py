@@ -1,6 +1,6 @@
-"""What a model's process knows of the server it belongs to: that it lives, and that it stops.
+"""A model process's watch over its server: whether the server still runs, and whether it stops.
 
-Knows nothing of Triton, whose 2.51 tells neither.
+Triton 2.51 reports neither to its models, so this works without Triton.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from vlora.launcher import draining
 from vlora.launcher.run_folder import RUN_VARIABLE, release_shared_memory
 from vlora.launcher.tether import SERVER_VARIABLE
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 Drain = Callable[[float], None]
-"""Refuses what comes from now on, lets what runs finish within so many seconds, ends the rest."""
+"""Rejects new requests, lets running ones finish within this many seconds, and cancels the rest."""
 
 
 class Lifeline:
-    """Watches the server on a thread of its own, from construction until `close`.
+    """Watches the server on its own thread, from construction until `close`.
 
-    **Invariant:** this process ends within moments of its server, whatever it is doing, and takes
-    along the names of the shared memory that a killed server cannot.
+    **Invariant:** this process ends within moments after its server, whatever it is doing. It then
+    unlinks the shared memory that a killed server leaves.
     """
 
     def __init__(self, model: str) -> None:
@@ -40,23 +40,23 @@ class Lifeline:
 
     @property
     def draining(self) -> bool:
-        """Whether the server has begun to stop: new work is to be refused."""
+        """Whether the server has started to stop, so that new requests must be rejected."""
         return self._draining.is_set()
 
     def on_drain(self, drain: Drain) -> None:
-        """Have `drain` called, once, when the server begins to stop; the server waits for it."""
+        """Have `drain` called once, when the server starts to stop; the server waits for it."""
         self._drain = drain
         if self._folder is not None:
             draining.register(self._folder, self._name)
 
     def close(self) -> None:
-        """Look no more; the server is unloading the model."""
+        """Stop watching; the server is unloading the model."""
         self._closed.set()
         self._thread.join()
         self._drain = None
 
     def _watch(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(POLL_SECONDS):
             if os.getppid() != self._server:
                 if self._folder is not None:
                     release_shared_memory(self._folder)
@@ -68,7 +68,7 @@ class Lifeline:
                     self._finish(seconds)
 
     def _finish(self, seconds: float) -> None:
-        """On a thread of its own: this one goes on watching."""
+        """Drain on a new thread, while this one continues to watch."""
 
         def finish(drain: Drain, folder: Path) -> None:
             try:

@@ -1,10 +1,10 @@
-"""The `lmm` model without Triton: requests to the engine, outputs to the client.
+"""The `lmm` model without Triton: passes requests to the engine, and its outputs to the client.
 
-Life of a request here: `handle` reads it, has its images encoded on a pool thread if it brought
-any, hands it to the engine, and leaves; the engine's response thread then calls the sink, which
-sends. A watcher thread asks every live responder whether its client has gone.
+`handle` reads a request, has its images encoded on a pool thread if it has any, submits it to the
+engine and returns. The engine's response thread then calls the request's sink, which sends. A
+watcher thread checks every live responder for a client that has disconnected.
 
-Not known here: Triton, how an answer is computed.
+Independent of Triton and of how an answer is computed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.1
-"""How often responders are asked for cancellation."""
+"""Interval at which responders are checked for cancellation."""
 
 Encode = Callable[[Tensors], ImageFeatures]
-"""The vision encoder as this model reaches it: `text_input` and image inputs in, features out."""
+"""Calls the vision encoder: `text_input` and image inputs in, features out."""
 
 Observe = Callable[[Output], None]
-"""Told every output of one request, its error included, before it is sent; never raises."""
+"""Called with every output of one request, its error included, before it is sent; never raises."""
 
 
 class Adapters(Protocol):
@@ -48,7 +48,7 @@ class Adapters(Protocol):
 
 
 class Engine(Protocol):
-    """What the service needs of `engine.loop.EngineLoop`."""
+    """The part of `engine.loop.EngineLoop` that the service uses."""
 
     @property
     def adapters(self) -> Adapters: ...
@@ -61,7 +61,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class _Encoding:
-    """A request whose images wait for the encoder or are with it."""
+    """A request whose images wait for the encoder or are being encoded."""
 
     call: Call
     images: Tensors
@@ -71,14 +71,16 @@ class _Encoding:
 class LmmService:
     """Answers `lmm` requests with an engine.
 
-    Owns the responders of live requests: one is in `_live` from `handle` until its final
-    response, and only then. One in `_encoding` besides belongs to whoever takes it out: the pool
-    thread that goes on with it, or what ends it before.
+    The service owns the responders of live requests: a responder is in `_live` from `handle` until
+    its final response, and at no other time. A request that is also in `_encoding` belongs to the
+    thread that removes it from there: the pool thread that continues with it, or the thread that
+    ends it first.
 
-    pool: runs the calls of `encode`, which block. What waits there the engine has admitted, so
-    that it counts as its queue.
-    observe: makes the observer of one request. cancel_elsewhere: passes on the id of a cancelled
-    request to where it may still wait; it blocks, and may fail.
+    pool: runs the calls of `encode`, which block. The engine has admitted the requests that wait
+        there, so they count as part of its queue.
+    observe: makes the observer of one request.
+    cancel_elsewhere: passes the id of a cancelled request on to where it may still wait. It blocks,
+        and may fail.
     """
 
     def __init__(
@@ -108,13 +110,13 @@ class LmmService:
 
     @property
     def live(self) -> int:
-        """Requests that have not had their final response."""
+        """Number of requests without a final response yet."""
         return len(self._live)
 
     def handle(
         self, tensors: Tensors, parameters: Mapping[str, Any], client_id: str, responder: Responder
     ) -> None:
-        """Answer one request; never raises. The tensors may be gone once this returns."""
+        """Answer one request; never raises. The tensors may become invalid when this returns."""
         request_id = uuid.uuid4().hex
         try:
             if is_cancel(tensors):
@@ -138,8 +140,7 @@ class LmmService:
             self._fail(request_id, responder, error)
 
     def close(self) -> None:
-        """Refuse what comes from now on, and what waits for the encoder; what runs is the
-        engine's to drain."""
+        """Reject new requests and those that wait for the encoder; the engine drains the rest."""
         self._closed.set()
         self._watcher.join()
         for request_id in list(self._encoding):
@@ -147,12 +148,18 @@ class LmmService:
         self._cancels.shutdown()
 
     def _cancel(self, client_id: str) -> None:
-        """End the request of this client id, wherever it is. Raises InvalidArgument for an id that
-        is too short."""
+        """End the requests with this client id.
+
+        Raises InvalidArgument for an id that is too short.
+        """
         stoppable = len(client_id) >= MIN_STOPPABLE_ID
-        mine = [key for key, one in list(self._encoding.items()) if one.call.client_id == client_id]
+        own = [
+            key
+            for key, encoding in list(self._encoding.items())
+            if encoding.call.client_id == client_id
+        ]
         reason = Cancelled(f"the request '{client_id}' was cancelled")
-        ended = [self._end_encoding(key, reason) for key in mine if stoppable]
+        ended = [self._end_encoding(key, reason) for key in own if stoppable]
         if not any(ended):
             self._engine.stop_client(client_id)
         if not self._closed.is_set():
@@ -162,31 +169,32 @@ class LmmService:
         try:
             self._cancel_elsewhere(client_id)
         except Exception:
-            log.exception("could not pass on that '%s' is cancelled", client_id)
+            log.exception("could not pass on the cancellation of request '%s'", client_id)
 
     def _encode_then_submit(self, request_id: str) -> None:
         with self._lock:
-            one = self._encoding.get(request_id)
-        if one is None:
-            return  # ended while it waited
+            encoding = self._encoding.get(request_id)
+        if encoding is None:
+            return  # The request ended while it waited.
         try:
-            found = self._encode({"text_input": strings([one.call.text]), **one.images})
+            text = strings([encoding.call.text])
+            features = self._encode({"text_input": text, **encoding.images})
             if self._take_encoding(request_id) is not None:
-                self._submit(one.call.with_images(found), request_id, one.responder)
+                self._submit(encoding.call.with_images(features), request_id, encoding.responder)
         except Exception as error:
             if request_id in self._live:
-                self._fail(request_id, one.responder, error)
+                self._fail(request_id, encoding.responder, error)
 
     def _take_encoding(self, request_id: str) -> _Encoding | None:
         with self._lock:
             return self._encoding.pop(request_id, None)
 
     def _end_encoding(self, request_id: str, reason: VLoraError) -> bool:
-        """End a request whose images are not encoded yet; False where there is none."""
-        one = self._take_encoding(request_id)
-        if one is not None:
-            self._fail(request_id, one.responder, reason)
-        return one is not None
+        """End a request whose images are not encoded yet; return whether there was one."""
+        encoding = self._take_encoding(request_id)
+        if encoding is not None:
+            self._fail(request_id, encoding.responder, reason)
+        return encoding is not None
 
     def _submit(self, call: Call, request_id: str, responder: Responder) -> None:
         name = adapter_name(call)
@@ -207,7 +215,7 @@ class LmmService:
         responder: Responder,
         observe: Observe,
     ) -> None:
-        """The sink: on the engine's response thread, in order, never raising."""
+        """Send one output. Called in order on the engine's response thread; never raises."""
         try:
             observe(output)
             if output.error is not None:
@@ -230,7 +238,7 @@ class LmmService:
         try:
             responder.fail(as_vlora_error(error, "answering the request"))
         except Exception:
-            log.exception("could not send a client its error")
+            log.exception("could not send an error to its client")
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
@@ -244,7 +252,7 @@ class LmmService:
                 try:
                     if not responder.is_cancelled():
                         continue
-                    if not self._end_encoding(request_id, Cancelled("the client has gone")):
+                    if not self._end_encoding(request_id, Cancelled("the client has disconnected")):
                         self._engine.abort(request_id)
                 except Exception:
-                    log.exception("could not ask for cancellation")
+                    log.exception("could not check a request for cancellation")

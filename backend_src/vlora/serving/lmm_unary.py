@@ -1,8 +1,8 @@
-"""The `lmm_unary` model without Triton: one response per request, by a call of `lmm`.
+"""The `lmm_unary` model without Triton: answers a request with one response, by calling `lmm`.
 
-It exists because a decoupled model can neither be asked by unary gRPC nor stand in an ensemble
-that answers once. The inner request carries the client's id where that can be cancelled
-(16 characters and more), else one of ours, so that a client who goes away ends it.
+A decoupled model can neither be called by unary gRPC nor be part of an ensemble with one response.
+The inner request has the client's id if that is long enough to be cancelled (16 characters), else a
+new id, so that it can be ended when the client disconnects.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.2
 
 Ask = Callable[[Tensors, str], list[Tensors]]
-"""Calls `lmm`: inputs and request id in, its responses out; raises VLoraError."""
+"""Calls `lmm`: takes inputs and a request id, returns its responses, raises VLoraError."""
 
 
 @dataclass(eq=False)
 class _Relayed:
-    """One request that has not had its response yet.
+    """One request without a response yet.
 
-    tensors: the inner request's, until `lmm` is asked. cancelled: `lmm` was told that its client
-    has gone.
+    tensors: inputs of the inner request, until `lmm` is called.
+    cancelled: whether `lmm` has been asked to cancel it because its client disconnected.
     """
 
     responder: Responder
@@ -49,10 +49,12 @@ class _Relayed:
 class LmmUnaryService:
     """Answers `lmm_unary` requests; `pool` runs the calls of `ask`, which block.
 
-    most: requests here at once, those that wait for a thread included; more are refused before
-    anything of them is copied. running: how many of these the engine runs at once.
+    max_requests: maximum number of requests here, including those that wait for a thread. Further
+        requests are rejected before any of their tensors is copied.
+    max_running: number of these that the engine runs at the same time.
 
-    A request is in `_waiting`, then in `_asked`; who takes it out of there gives its response.
+    A request is first in `_waiting`, then in `_asked`. The thread that removes it sends its
+    response.
     """
 
     def __init__(self, ask: Ask, pool: Executor, max_requests: int, max_running: int) -> None:
@@ -69,13 +71,13 @@ class LmmUnaryService:
 
     @property
     def live(self) -> int:
-        """Requests that have not had their response."""
+        """Number of requests without a response yet."""
         return len(self._waiting) + len(self._asked)
 
     def handle(
         self, tensors: Tensors, parameters: Mapping[str, Any], client_id: str, responder: Responder
     ) -> None:
-        """Answer one request; never raises. The tensors may be gone once this returns."""
+        """Answer one request; never raises. The tensors may become invalid when this returns."""
         key = uuid.uuid4().hex
         relayed = _Relayed(
             responder, inner_id=client_id if len(client_id) >= MIN_STOPPABLE_ID else key
@@ -96,7 +98,7 @@ class LmmUnaryService:
             self._end_waiting(key, error)
 
     def close(self) -> None:
-        """Refuse what comes from now on and what still waits."""
+        """Reject new requests and those that still wait."""
         self._closed.set()
         self._watcher.join()
         for key in list(self._waiting):
@@ -112,7 +114,7 @@ class LmmUnaryService:
             self._waiting[key] = relayed
 
     def _cancel(self, client_id: str) -> None:
-        """End what waits under this id. What `lmm` was asked is its to end."""
+        """End the waiting requests with this id; `lmm` ends those that it has received."""
         for key, relayed in list(self._waiting.items()):
             if relayed.inner_id == client_id:
                 self._end_waiting(key, Cancelled(f"the request '{client_id}' was cancelled"))
@@ -127,13 +129,13 @@ class LmmUnaryService:
         with self._lock:
             relayed = self._waiting.pop(key, None)
             if relayed is None:
-                return  # ended while it waited
+                return  # The request ended while it waited.
             self._asked[key] = relayed
         tensors, relayed.tensors = relayed.tensors, {}
         try:
-            responses = [found for found in self._ask(tensors, relayed.inner_id) if found]
+            responses = [response for response in self._ask(tensors, relayed.inner_id) if response]
             if len(responses) != 1:
-                raise Internal(f"'lmm' gave {len(responses)} responses where one was due")
+                raise Internal(f"'lmm' sent {len(responses)} responses instead of one")
             self._forget(key)
             (response,) = responses
             relayed.responder.send({**response, "answer": response["text_output"]}, final=True)
@@ -153,21 +155,27 @@ class LmmUnaryService:
                 try:
                     if relayed.cancelled or not relayed.responder.is_cancelled():
                         continue
-                    self._end_waiting(key, Cancelled("the client has gone"))
+                    self._end_waiting(key, Cancelled("the client has disconnected"))
                     if key in self._asked:
                         self._ask({"cancel": flag(True)}, relayed.inner_id)
                         relayed.cancelled = True
                 except Exception:
-                    log.exception("could not cancel a request whose client has gone")
+                    log.exception("could not cancel a request whose client has disconnected")
 
 
 def inner_request(tensors: Tensors, parameters: Mapping[str, Any]) -> Tensors:
-    """The request to `lmm` that stands for this one: not streaming, parameters as a tensor."""
+    """Return the inputs of the call of `lmm`: without streaming, with parameters as a tensor.
+
+    Raises InvalidArgument.
+    """
     inputs = Inputs(tensors)
     if inputs.flag("stream"):
-        raise InvalidArgument("'lmm_unary' gives one response; send 'stream' = true to 'lmm'")
+        raise InvalidArgument(
+            "'stream' = true is not possible for 'lmm_unary', which sends one response; use 'lmm'"
+        )
     if "image_layout" in tensors:
-        inputs.text("metadata")  # `task_head` will put it into JSON
+        # `task_head` will put the metadata into JSON, so they must be valid UTF-8.
+        inputs.text("metadata")
     inner = {name: np.array(tensor) for name, tensor in tensors.items()}
     inner["stream"] = flag(False)
     if "sampling_parameters" not in inner and (keys := sampling_keys(parameters)):
@@ -179,4 +187,4 @@ def _fail(responder: Responder, error: Exception) -> None:
     try:
         responder.fail(as_vlora_error(error, "relaying the request"))
     except Exception:
-        log.exception("could not send a client its error")
+        log.exception("could not send an error to its client")

@@ -1,7 +1,7 @@
-"""What every exporter of metrics is made of: the server's registry as they see it, and the clock.
+"""The base of all exporters of metrics: the server's registry, and refreshing once a second.
 
-Each change is a message to the server, so values that stay are not sent.
-Not known here: Triton; it is reached through `Registry`.
+Every change of a value is a message to the server, so unchanged values are not sent. Independent of
+Triton, which is behind `Registry`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REFRESH_SECONDS = 1.0
 
 
 class Metric(Protocol):
-    """One time series. set is for gauges, increment for counters, observe for histograms."""
+    """One time series: a gauge has `set`, a counter `increment`, a histogram `observe`."""
 
     def set(self, value: float) -> None: ...
     def increment(self, value: float) -> None: ...
@@ -26,7 +26,7 @@ class Metric(Protocol):
 
 
 class Registry(Protocol):
-    """Makes metrics: one family per name, one metric per label set."""
+    """Creates metrics: one family per name, one metric per label set."""
 
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
     def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
@@ -36,15 +36,17 @@ class Registry(Protocol):
 
 
 class Exporter(ABC):
-    """Metrics of one model. `flush` may be called from any thread."""
+    """Exports the metrics of one model. `flush` may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failing = False
 
     def flush(self) -> None:
-        """Bring the server's values up to date. Never raises: what fails is logged, once until it
-        works again, and tried anew with the next call."""
+        """Bring the server's values up to date; never raises.
+
+        A failure is logged, once until writing works again, and the next call tries again.
+        """
         self._safely(self._write)
 
     def _safely(self, write: Callable[[], None]) -> None:
@@ -53,7 +55,7 @@ class Exporter(ABC):
                 write()
         except Exception:
             if not self._failing:
-                log.exception("metrics could not be written; this goes on until they can")
+                log.exception("could not write metrics; retrying every second")
             self._failing = True
         else:
             self._failing = False
@@ -63,7 +65,7 @@ class Exporter(ABC):
 
 
 class Refresher:
-    """Flushes an exporter once a second on its own thread, until closed."""
+    """Flushes an exporter once a second on its own thread, until it is closed."""
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
@@ -81,7 +83,7 @@ class Refresher:
 
 
 class Level:
-    """A gauge or a counter that is brought to a value; the server hears of changes alone."""
+    """A gauge or a counter that is set to a value; only changes are sent to the server."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric

@@ -1,7 +1,7 @@
-"""How services answer: the one interface between them and Triton.
+"""The interface through which services answer, and the form of errors on the wire.
 
-Errors carry their code in the message as well (`NOT_FOUND: …`): a gRPC stream and a BLS call
-lose the code that Triton keeps beside the message, and no refusal may reach a client untyped.
+An error's message begins with its code (`NOT_FOUND: …`), because gRPC streams and calls between
+models lose the separate code that Triton stores with the message.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 
 
 MAX_MESSAGE_BYTES = 4096
-"""Of one message as gRPC counts: its trailers, where errors go, hold 8 KiB by default, and every
-byte of a character that is not ASCII takes three there."""
+"""Maximum size of an error message as gRPC encodes it.
+
+gRPC sends errors in its trailers, which hold 8 KiB by default; a byte of a character that is not
+ASCII takes three bytes there.
+"""
 
 
 class Responder(Protocol):
-    """Answers one request. Owned by the service until it has sent the final response.
+    """Answers one request. The service owns it until it has sent the final response.
 
-    send and fail may be called from any thread, in order; after a final one nothing is sent.
+    All methods may be called from any thread. Responses are sent in the order of the calls; nothing
+    is sent after a final one.
     """
 
     def send(self, tensors: Tensors, final: bool) -> None: ...
@@ -37,34 +41,34 @@ class Responder(Protocol):
 
 
 def to_message(error: VLoraError) -> str:
-    """The message as it goes over the wire: `CODE: sentence`, whatever text the error holds."""
+    """Return the error's message for the wire, `CODE: sentence`. Any text can be sent."""
     return f"{error.code}: {as_sendable(error.message)}"
 
 
 def as_sendable(text: str) -> str:
-    """`text` as a message that Triton and gRPC take: printable, valid UTF-8, of bounded length.
+    """Return `text` as a message for Triton and gRPC: printable UTF-8 of bounded length.
 
-    What cannot be printed (half a surrogate pair, control and direction marks) is escaped.
+    Characters that cannot be printed (lone surrogates, control and direction marks) are escaped.
     """
-    room = MAX_MESSAGE_BYTES
+    available = MAX_MESSAGE_BYTES
     pieces: list[str] = []
     for character in text[: MAX_MESSAGE_BYTES + 1]:
         if not (character.isprintable() or character == "\n"):
             character = character.encode("unicode_escape").decode()
-        room -= len(character) if character.isascii() else 3 * len(character.encode())
-        if room < 0:
+        available -= len(character) if character.isascii() else 3 * len(character.encode())
+        if available < 0:
             return f"{''.join(pieces)} … ({len(text)} characters in all)"
         pieces.append(character)
     return "".join(pieces)
 
 
 def is_coded(message: str) -> bool:
-    """Whether a wire message is one of ours, and not Triton's own."""
+    """Return whether a message has one of our codes, and is not Triton's own."""
     return _CODED.search(message) is not None
 
 
 def from_message(message: str) -> VLoraError:
-    """The error behind a wire message; one without a code is not ours, hence Internal."""
+    """Return the error of a message from the wire: Internal if the message has no code."""
     match = _CODED.search(message)
     if match is None:
         return Internal(message)
@@ -72,8 +76,12 @@ def from_message(message: str) -> VLoraError:
 
 
 def as_vlora_error(error: BaseException, what: str) -> VLoraError:
-    """`error` if it is typed; else a fault of ours: logged here, told without detail."""
+    """Return `error` itself if it is typed, else an Internal error without details.
+
+    what: the action that failed. An error that is not typed is a bug: it is logged with its
+        traceback.
+    """
     if isinstance(error, VLoraError):
         return error
     log.error("%s failed", what, exc_info=error)
-    return Internal(f"{what} failed; the server's log says more")
+    return Internal(f"{what} failed; see the server's log for details")

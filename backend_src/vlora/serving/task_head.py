@@ -1,4 +1,4 @@
-"""The `task_head` model without Triton: an answer of `lmm_unary` in, `result` JSON out."""
+"""The `task_head` model without Triton: converts an answer of `lmm_unary` to `result` JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlora.vision.results import build_result
 
 
 def to_result(tensors: Tensors, limits: Limits) -> Tensors:
-    """`result` of one answer; InvalidArgument names the input that does not fit."""
+    """Return the `result` of one answer. Raises InvalidArgument for an input that does not fit."""
     inputs = Inputs(tensors)
     layout = inputs.array("image_layout", np.int32, (None, 6))
     size = inputs.array("image_size", np.int32, (None, 2))

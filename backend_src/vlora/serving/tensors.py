@@ -1,4 +1,4 @@
-"""Reading named tensors, and making them: every access checked, every error a sentence."""
+"""Named tensors: reading them with checks, and creating them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ Tensors = Mapping[str, Array]
 
 
 class Inputs:
-    """The input tensors of one request, read with checks; absent ones are None."""
+    """The input tensors of one request. Its methods raise InvalidArgument for a wrong tensor."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
 
     def has_rows(self, name: str) -> bool:
+        """Return whether the tensor is present and not empty."""
         tensor = self._tensors.get(name)
         return tensor is not None and tensor.size > 0
 
     def required_text(self, name: str, limit: int) -> str:
-        """The text of a STRING[1] that must be there, at most `limit` bytes of it."""
+        """Return the text of a required STRING[1] of at most `limit` bytes."""
         content = self.blob(name, limit)
         if content is None:
-            raise InvalidArgument(f"'{name}' is missing; it is STRING of shape [1]")
+            raise InvalidArgument(f"'{name}' is missing; send it as STRING of shape [1]")
         return self.decode(name, content)
 
     def text(self, name: str) -> str | None:
+        """Return the text of a STRING[1], or None if it is absent."""
         value = self._one(name, "STRING")
         return None if value is None else self.decode(name, as_bytes(value))
 
     def blob(self, name: str, limit: int) -> bytes | None:
-        """The bytes of a STRING[1], at most `limit` of them."""
+        """Return the bytes of a STRING[1], at most `limit`, or None if it is absent."""
         value = self._one(name, "STRING")
         if value is None:
             return None
@@ -45,6 +47,7 @@ class Inputs:
         return content
 
     def flag(self, name: str) -> bool | None:
+        """Return the value of a BOOL[1], or None if it is absent."""
         value = self._one(name, "BOOL")
         if value is None:
             return None
@@ -53,14 +56,17 @@ class Inputs:
         return bool(value)
 
     def strings(self, name: str) -> list[bytes]:
-        """All elements of a STRING tensor, whatever its shape; empty when absent."""
+        """Return all elements of a STRING tensor of any shape, none if it is absent."""
         tensor = self._tensors.get(name)
         return [] if tensor is None else [as_bytes(item) for item in tensor.reshape(-1)]
 
     def array(
         self, name: str, dtype: type[np.generic], shape: tuple[int | None, ...]
     ) -> Array | None:
-        """A copy that outlives the request; `shape` has None where any size fits."""
+        """Return a copy of a tensor, or None if it is absent.
+
+        shape: the required shape, with None for a dimension of any size.
+        """
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
@@ -69,18 +75,22 @@ class Inputs:
                 f"'{name}' must be {np.dtype(dtype).name}, not {tensor.dtype.name}"
             )
         fits = len(tensor.shape) == len(shape) and all(
-            want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
+            expected is None or size == expected
+            for size, expected in zip(tensor.shape, shape, strict=True)
         )
         if not fits:
-            wanted = ", ".join("any" if want is None else str(want) for want in shape)
-            raise InvalidArgument(f"'{name}' has shape {list(tensor.shape)}; it must be [{wanted}]")
+            expected_shape = ", ".join("any" if size is None else str(size) for size in shape)
+            raise InvalidArgument(
+                f"'{name}' has shape {list(tensor.shape)}; it must be [{expected_shape}]"
+            )
         return np.array(tensor)
 
     def decode(self, name: str, content: bytes) -> str:
+        """Return `content`, which belongs to the tensor `name`, decoded from UTF-8."""
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise InvalidArgument(f"'{name}' is not valid UTF-8: byte {error.start}") from error
+            raise InvalidArgument(f"'{name}' is not valid UTF-8 at byte {error.start}") from error
 
     def _one(self, name: str, kind: str) -> Any:
         tensor = self._tensors.get(name)
@@ -94,16 +104,17 @@ class Inputs:
 
 
 def as_bytes(value: Any) -> bytes:
+    """Return an element of a STRING tensor as bytes."""
     return value.encode("utf-8") if isinstance(value, str) else bytes(value)
 
 
 def strings(values: Sequence[str | bytes]) -> Array:
-    """A STRING tensor [len(values)]."""
+    """Return a STRING tensor of shape [len(values)]."""
     tensor = np.empty(len(values), dtype=np.object_)
     tensor[:] = [as_bytes(value) for value in values]
     return tensor
 
 
 def flag(value: bool) -> Array:
-    """A BOOL tensor [1]."""
+    """Return a BOOL tensor of shape [1]."""
     return np.array([value], dtype=np.bool_)

@@ -1,8 +1,9 @@
-"""The `vision_encoder` model without Triton: a batch of requests in, features of each out.
+"""The `vision_encoder` model without Triton: a batch of requests in, the features of each out.
 
-Each request of a batch is decoded on its own, so a corrupt image is an error of its request and
-of no other. The images of sound ones go through the tower together, as many as it takes a moment
-for, and are answered before the next, so that the LMM begins while a large tower is still at work.
+Each request of a batch is decoded separately, so a corrupt image is an error of its request only.
+The images of the other requests go through the tower in parts that take a short time each. The
+requests of a part are answered before the next part is encoded, so that the LMM can start while the
+tower is still working.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ OUTPUTS = ("image_features", "image_layout", "image_size", "image_digest")
 
 
 class BatchEncoder(Protocol):
-    """What is needed of `vision.features.EncoderService`."""
+    """The part of `vision.features.EncoderService` that is used here."""
 
     @property
-    def at_once(self) -> int: ...
+    def images_per_batch(self) -> int:
+        """Number of images that the tower encodes in one part."""
+
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]: ...
 
 
@@ -38,64 +41,65 @@ def encode_batch(
     limits: Limits,
     send: Callable[[Answers], None],
 ) -> Answers:
-    """One answer per request, by its number. What is there before the tower has to work on is sent;
-    what its last work brings is returned.
+    """Encode a batch, and return the answers of its last part by the requests' indices.
 
-    An answer is tensors with the batch dimension 1 in front, or an error (the request's own, where
-    it is one already). The inputs have that dimension too, as Triton gives them: image and frames
-    [1, n]. The requests go through the tower in parts, each of `encoder.at_once` images and at most
-    `limits.max_batch_megapixels` where there is more than one request in it; those without images
-    wait for nobody.
+    send: called with the answers of each earlier part. Every request gets one answer.
+
+    An answer is tensors with a leading batch dimension of 1, or an error; a request of the batch
+    that is an error already is its own answer. The inputs have that dimension too, as Triton passes
+    them: image and frames are [1, n]. Each part has about `encoder.images_per_batch` images and, if
+    it has more than one request, at most `limits.max_batch_megapixels`. Requests without images are
+    answered with the next part.
     """
-    there: dict[int, Tensors | VLoraError] = {}
+    answers: dict[int, Tensors | VLoraError] = {}
     part: dict[int, list[DecodedImage]] = {}
     pixels = images = 0
 
-    def work() -> None:
-        if there:
-            send(there.copy())
-            there.clear()
-        there.update(_encode(part, encoder))
+    def encode_part() -> None:
+        if answers:
+            send(answers.copy())
+            answers.clear()
+        answers.update(_encode(part, encoder))
         part.clear()
 
     for index, tensors in enumerate(batch):
         try:
             if isinstance(tensors, VLoraError):
                 raise tensors
-            own = decode(tensors, limits)
+            request_images = decode(tensors, limits)
         except Exception as error:
-            there[index] = as_vlora_error(error, "decoding an image")
+            answers[index] = as_vlora_error(error, "decoding an image")
             continue
-        if not own:
-            there |= _encode({index: own}, encoder)
+        if not request_images:
+            answers |= _encode({index: request_images}, encoder)
             continue
-        size = sum(image.height * image.width for image in own)
+        size = sum(image.height * image.width for image in request_images)
         too_many = pixels + size > limits.max_batch_megapixels * 1e6
-        if part and (too_many or images >= encoder.at_once):
-            work()
+        if part and (too_many or images >= encoder.images_per_batch):
+            encode_part()
             pixels = images = 0
-        part[index] = own
-        pixels, images = pixels + size, images + len(own)
+        part[index] = request_images
+        pixels, images = pixels + size, images + len(request_images)
     if part:
-        work()
-    return there
+        encode_part()
+    return answers
 
 
 def _encode(requests: Mapping[int, list[DecodedImage]], encoder: BatchEncoder) -> Answers:
-    """The features of each request; where the tower fails, its error for each."""
+    """Return the features of each request, or an error for each if the tower fails."""
     try:
-        found: Sequence[Tensors | VLoraError] = [
-            to_tensors(one) for one in encoder.run(list(requests.values()))
+        answers: Sequence[Tensors | VLoraError] = [
+            to_tensors(encoded) for encoded in encoder.run(list(requests.values()))
         ]
     except Exception as error:
-        found = [as_vlora_error(error, "encoding images")] * len(requests)
-    return dict(zip(requests, found, strict=True))
+        answers = [as_vlora_error(error, "encoding images")] * len(requests)
+    return dict(zip(requests, answers, strict=True))
 
 
 def decode(tensors: Tensors, limits: Limits) -> list[DecodedImage]:
-    """The images of one request; InvalidArgument for what does not fit."""
+    """Return the images of one request. Raises InvalidArgument."""
     if any(tensor.shape[0] != 1 for tensor in tensors.values()):
-        raise InvalidArgument("a request holds one prompt: send several requests, not a batch")
+        raise InvalidArgument("the request has a batch of prompts; send one request per prompt")
     inputs = Inputs(tensors)
     inputs.required_text("text_input", limits.max_prompt_bytes)
     raw = tensors.get("frames_raw")
@@ -108,6 +112,7 @@ def decode(tensors: Tensors, limits: Limits) -> list[DecodedImage]:
 
 
 def to_tensors(encoded: EncodedImages) -> Tensors:
+    """Return the model's outputs for one request."""
     return {
         "image_features": encoded.features[None],
         "image_layout": encoded.layout[None],
@@ -117,5 +122,5 @@ def to_tensors(encoded: EncodedImages) -> Tensors:
 
 
 def features_from(tensors: Tensors) -> ImageFeatures:
-    """What `to_tensors` made, as a caller of the model gets it."""
+    """Return the features in the model's outputs for one request."""
     return ImageFeatures(tensors["image_features"][0], tensors["image_layout"][0])

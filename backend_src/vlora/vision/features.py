@@ -1,10 +1,10 @@
-"""Image features by content: a cache with a byte budget, and the service that fills it.
+"""Cache of image features by content with a byte budget, and the service that fills it.
 
-A key is the SHA-256 of an image's pixels, its shape and the tower's digest, computed here and
-never taken from a client. Knows nothing of Triton.
+A key is the SHA-256 of an image's pixels, its shape and the tower's digest, computed here and never
+taken from a client. This module does not see Triton.
 
-**Invariant:** of the calls that miss one image at the same time, one encodes it and the others
-wait for it. Whoever encodes does so before it waits, so no two callers can wait for each other.
+**Invariant:** of the calls that miss the same image at the same time, one encodes it and the others
+wait for it. A call encodes its own images before it waits, so two calls never wait for each other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from vlora.errors import Internal, VLoraError
 from vlora.request import FloatArray, IntArray
 from vlora.vision.images import DecodedImage
 
-CHUNK = 32
-"""Images in one call of the tower, which bounds the memory of its activations."""
-MOMENT = 0.05
-"""Seconds of the tower's work that requests which came together may wait for each other."""
+MAX_TOWER_BATCH = 32
+"""Maximum number of images in one call of the tower, which bounds its activation memory."""
+
+TARGET_BATCH_SECONDS = 0.05
+"""Tower time for which requests of one batch may wait for each other."""
 
 
 class Encoder(Protocol):
-    """What the service needs of a `VisionEncoder`."""
+    """Interface of `VisionEncoder` that the service uses."""
 
     @property
     def hidden(self) -> int: ...
@@ -44,11 +45,13 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class EncodedImages:
-    """The images of one request.
+    """Encoded images of one request.
 
-    features: float32 [rows, hidden]. layout: int32 [n, 6] = first row, rows, t, h, w, is_video,
-    where t is 1 (a clip has one line per frame) and h, w count patches. size: int32 [n, 2] =
-    original height, width. digests: n hex keys.
+    features: float32 [rows, hidden].
+    layout: int32 [n, 6] with the columns first row, rows, t, h, w, is_video. t is 1, since a clip
+        has one line per frame; h and w count patches.
+    size: int32 [n, 2], original height and width in pixels.
+    digests: n cache keys, in hex.
     """
 
     features: FloatArray
@@ -58,10 +61,14 @@ class EncodedImages:
 
 
 @dataclass(frozen=True)
-class Counters:
-    """Since the start: images asked for = hits + misses; a miss is an image given to the tower.
+class EncoderCounters:
+    """Counters since the start.
 
-    batches: calls of the tower. evictions: entries that had to make room. bytes: held now.
+    images: images requested, the sum of hits and misses.
+    misses: images that the tower encoded.
+    batches: calls of the tower.
+    evictions: cache entries evicted.
+    bytes: bytes of features in the cache now.
     """
 
     images: int = 0
@@ -76,7 +83,7 @@ PendingFeatures = Future[FloatArray]
 
 
 class FeatureCache:
-    """Least recently used features within `budget` bytes; 0 turns it off. Safe among threads."""
+    """LRU cache of features of at most `budget` bytes; 0 turns it off. Thread-safe."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -87,20 +94,22 @@ class FeatureCache:
 
     @property
     def used(self) -> int:
-        """Bytes of features held."""
+        """Bytes of features in the cache."""
         return int(self._entries.currsize)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def claim(self, key: str) -> tuple[PendingFeatures, bool]:
-        """The features of `key`, there or still to come, and whether the caller must bring them,
-        by `fulfil` or `fail`."""
+        """Return the future features of `key` and whether the caller must compute them.
+
+        A caller that must compute them then calls `fulfil` or `fail`.
+        """
         with self._lock:
             if key in self._entries:
-                known: PendingFeatures = Future()
-                known.set_result(self._entries[key])
-                return known, False
+                cached: PendingFeatures = Future()
+                cached.set_result(self._entries[key])
+                return cached, False
             if key in self._pending:
                 return self._pending[key], False
             pending: PendingFeatures = Future()
@@ -109,7 +118,7 @@ class FeatureCache:
             return pending, True
 
     def fulfil(self, key: str, pending: PendingFeatures, features: FloatArray) -> None:
-        """The claimed features, float32 [rows, hidden]: cached if they fit, given to all."""
+        """Give claimed features, float32 [rows, hidden], to all waiters; cache them if they fit."""
         owned = np.array(features, np.float32)
         owned.flags.writeable = False
         with self._lock:
@@ -121,61 +130,64 @@ class FeatureCache:
         pending.set_result(owned)
 
     def fail(self, key: str, pending: PendingFeatures, error: VLoraError) -> None:
-        """They could not be had: whoever waits gets the same error; the next to ask tries anew."""
+        """Give `error` to all waiters for claimed features; the next claim computes them again."""
         with self._lock:
             self._pending.pop(key, None)
         pending.set_exception(error)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books do not balance; for tests and idle times."""
+        """Raise AssertionError if the accounting is inconsistent; for tests and idle times."""
         with self._lock:
-            # Past the order of use, which looking must not change.
+            # The base class's access does not change the order of use.
             entries = [Cache.__getitem__(self._entries, key) for key in self._entries]
-            held = sum(entry.nbytes for entry in entries)
-            assert held == self.used, f"holds {held} bytes, books say {self.used}"
+            total = sum(entry.nbytes for entry in entries)
+            assert total == self.used, f"entries have {total} bytes, {self.used} are recorded"
             assert self.used <= self.budget, f"{self.used} bytes of {self.budget}"
             assert not self._pending.keys() & self._entries.keys(), "pending and cached"
             assert not any(entry.flags.writeable for entry in entries)
 
 
 class EncoderService:
-    """Encodes the images of a batch of requests, each image that is not known once."""
+    """Encodes the images of a batch of requests; each image that is not cached is encoded once."""
 
     def __init__(self, encoder: Encoder, cache: FeatureCache) -> None:
         self._encoder = encoder
         self._cache = cache
         self._lock = threading.Lock()
-        self._counters = Counters()
-        self._pace = 0.0  # seconds an image took the last time
+        self._counters = EncoderCounters()
+        # Of the tower's last call.
+        self._seconds_per_image = 0.0
 
     @property
-    def at_once(self) -> int:
-        """Images that the tower encodes in a moment, at the pace of its last call; at least 1."""
-        return max(1, int(MOMENT / self._pace)) if self._pace else 1
+    def images_per_batch(self) -> int:
+        """Number of images that the tower encodes in TARGET_BATCH_SECONDS; at least 1."""
+        seconds = self._seconds_per_image
+        return max(1, int(TARGET_BATCH_SECONDS / seconds)) if seconds else 1
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> EncoderCounters:
+        """Counters of the service and its cache."""
         cache = self._cache
         return replace(self._counters, evictions=cache.evictions, bytes=cache.used)
 
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
-        """Features of each request of `batch`, which may have no images at all.
+        """Return the encoded images of each request of `batch`, which may have none.
 
-        Raises the encoder's VLoraError, or Internal where it failed in any other way.
+        Raises the encoder's VLoraError, or Internal for any other error of the encoder.
         """
         images = [image for request in batch for image in request]
         keys = [_key(image, self._encoder.tower_digest) for image in images]
         features = self._encode_all(images, keys)
-        answers = []
+        encoded = []
         start = 0
         for request in batch:
-            mine = slice(start, start + len(request))
-            answers.append(self._assemble(request, features[mine], keys[mine]))
+            own = slice(start, start + len(request))
+            encoded.append(self._assemble(request, features[own], keys[own]))
             start += len(request)
-        return answers
+        return encoded
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books do not balance."""
+        """Raise AssertionError if the accounting is inconsistent."""
         self._cache.check_integrity()
         counters = self.counters
         assert counters.images == counters.hits + counters.misses, counters
@@ -183,20 +195,20 @@ class EncoderService:
 
     def _encode_all(self, images: list[DecodedImage], keys: list[str]) -> list[FloatArray]:
         claims = [self._cache.claim(key) for key in keys]
-        mine = [i for i, (_, ours) in enumerate(claims) if ours]
-        self._count(images=len(images), hits=len(images) - len(mine), misses=len(mine))
+        missed = [i for i, (_, must_compute) in enumerate(claims) if must_compute]
+        self._count(images=len(images), hits=len(images) - len(missed), misses=len(missed))
         try:
-            for start in range(0, len(mine), CHUNK):
-                chunk = mine[start : start + CHUNK]
+            for first in range(0, len(missed), MAX_TOWER_BATCH):
+                batch = missed[first : first + MAX_TOWER_BATCH]
                 self._count(batches=1)
-                began = time.monotonic()
-                encoded = self._encoder.encode([images[i] for i in chunk])
-                self._pace = (time.monotonic() - began) / len(chunk)
-                for i, features in zip(chunk, encoded, strict=True):
+                start = time.monotonic()
+                encoded = self._encoder.encode([images[i] for i in batch])
+                self._seconds_per_image = (time.monotonic() - start) / len(batch)
+                for i, features in zip(batch, encoded, strict=True):
                     self._cache.fulfil(keys[i], claims[i][0], features)
         except BaseException as error:
-            failure = _typed(error)
-            for i in mine:
+            failure = _as_vlora_error(error)
+            for i in missed:
                 if not claims[i][0].done():
                     self._cache.fail(keys[i], claims[i][0], failure)
             raise failure from error
@@ -206,7 +218,7 @@ class EncoderService:
         self, images: Sequence[DecodedImage], features: list[FloatArray], keys: list[str]
     ) -> EncodedImages:
         height, width = self._encoder.grid
-        rows = [len(one) for one in features]
+        rows = [len(image_features) for image_features in features]
         firsts = np.cumsum([0, *rows])[:-1]
         layout = [
             (first, count, 1, height, width, int(image.is_video))
@@ -222,12 +234,12 @@ class EncoderService:
 
     def _count(self, images: int = 0, hits: int = 0, misses: int = 0, batches: int = 0) -> None:
         with self._lock:
-            before = self._counters
-            self._counters = Counters(
-                images=before.images + images,
-                hits=before.hits + hits,
-                misses=before.misses + misses,
-                batches=before.batches + batches,
+            counters = self._counters
+            self._counters = EncoderCounters(
+                images=counters.images + images,
+                hits=counters.hits + hits,
+                misses=counters.misses + misses,
+                batches=counters.batches + batches,
             )
 
 
@@ -237,7 +249,7 @@ def _key(image: DecodedImage, tower_digest: str) -> str:
     return digest.hexdigest()
 
 
-def _typed(error: BaseException) -> VLoraError:
+def _as_vlora_error(error: BaseException) -> VLoraError:
     if isinstance(error, VLoraError):
         return error
     return Internal(f"the vision tower failed: {type(error).__name__}: {error}")

@@ -1,15 +1,15 @@
-"""What the model said, as labels, boxes and counts: the JSON of output `result`. Pure values.
+"""The JSON of output `result`: labels, boxes and counts from the model's answer.
 
-The schema is `result.schema.json`, beside this file. What is decided here:
+The schema is `result.schema.json` in this folder. The rules:
 
-- Boxes in text are the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>...`, on a grid
-  of 0-999 (a coordinate is position * 1000 / edge, as in Qwen-VL). All boxes after a name are of
-  that name; a box before any name has label null. Corners may come in either order.
-- Text does not say which picture a box is on. With one image or frame it is on that; with several
-  it is on the last (images come before frames), as Qwen-VL draws boxes on the latest picture.
-- A score is null: text carries none.
-- A malformed piece (an unclosed tag, a coordinate off the grid) is left out and told in
-  `warnings`; text without tags is no fault.
+- Boxes in text have the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>...`, on a grid
+  of 0-999 (a coordinate is position * 1000 / edge, as in Qwen-VL). All boxes after a name have that
+  name as label; a box before any name has the label null. Corners may come in either order.
+- The text does not say which picture a box is on. It is assigned to the only image or frame, or to
+  the last of several (images come before frames), as Qwen-VL draws boxes on the latest picture.
+- The score of a box is null, since text carries none.
+- A malformed box or name (an unclosed tag, a coordinate off the grid) is omitted and reported in
+  `warnings`. Text without tags is valid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vlora.request import IntArray
 SCHEMA_VERSION = "1"
 SCHEMA_PATH = Path(__file__).with_name("result.schema.json")
 GRID = 1000
-"""Cells along an edge; coordinates in text are 0 to GRID - 1."""
+"""Number of cells along an edge; coordinates in text are 0 to GRID - 1."""
 
 _TAG = re.compile(r"<(/?)(ref|box)>")
 _POINT = r"\(\s*([0-9]{1,4})\s*,\s*([0-9]{1,4})\s*\)"
@@ -39,49 +39,53 @@ _BOX = re.compile(rf"\s*{_POINT}\s*,?\s*{_POINT}\s*")
 
 @dataclass(frozen=True)
 class TextBox:
-    """A box as text gives it: left, top, right, bottom on the grid; its name, if it has one."""
+    """A box in the model's text.
+
+    label: the name before it, None without one.
+    grid: left, top, right, bottom on the grid.
+    """
 
     label: str | None
     grid: tuple[int, int, int, int]
 
     def pixels(self, height: int, width: int) -> list[float]:
-        """xyxy in pixels of an image of that size, to a hundredth."""
+        """Return left, top, right, bottom in pixels of an image, rounded to 0.01."""
         left, top, right, bottom = self.grid
         scaled = (left * width, top * height, right * width, bottom * height)
         return [round(value / GRID, 2) for value in scaled]
 
 
 def parse_boxes(text: str) -> tuple[list[TextBox], list[str]]:
-    """The boxes in `text` in order, and one sentence for each piece that is malformed.
+    """Return the boxes in `text`, in order, and one sentence for each malformed box or name.
 
-    Never fails, whatever the text; takes time linear in its length.
+    Accepts any text and takes time linear in its length.
     """
     boxes: list[TextBox] = []
     warnings: list[str] = []
     label: str | None = None
-    opened: re.Match[str] | None = None
+    open_tag: re.Match[str] | None = None
     for tag in _TAG.finditer(text):
         closes, kind = bool(tag[1]), tag[2]
-        if closes and (opened is None or opened[2] != kind):
+        if closes and (open_tag is None or open_tag[2] != kind):
             warnings.append(f"{tag[0]} at character {tag.start()} closes nothing")
             continue
         if not closes:
-            if opened is not None:
-                warnings.append(_unclosed(opened))
-            opened = tag
+            if open_tag is not None:
+                warnings.append(_unclosed(open_tag))
+            open_tag = tag
             label = None if kind == "ref" else label
             continue
-        assert opened is not None
-        body = text[opened.end() : tag.start()]
-        opened = None
+        assert open_tag is not None
+        body = text[open_tag.end() : tag.start()]
+        open_tag = None
         if kind == "ref":
             label = body.strip() or None
         elif (grid := _parse_grid(body)) is not None:
             boxes.append(TextBox(label, grid))
         else:
             warnings.append(f"not a box on the grid of 0-{GRID - 1}: '{body[:60]}'")
-    if opened is not None:
-        warnings.append(_unclosed(opened))
+    if open_tag is not None:
+        warnings.append(_unclosed(open_tag))
     return boxes, warnings
 
 
@@ -95,12 +99,14 @@ def build_result(
     scores: Sequence[float] = (),
     metadata: str = "",
 ) -> str:
-    """The JSON of one answer, valid after the schema.
+    """Return the JSON of one answer, which conforms to the schema.
 
-    details: `task`, `adapter` ({name, digest} or None) and `timings` (seconds by name). layout:
-    int32 [n, 6], of which is_video tells frames from images. size: int32 [n, 2] = height, width.
-    labels, scores: of a vision task head, of equal length; empty without one. Raises
-    InvalidArgument where these do not fit together.
+    details: `task`, `adapter` ({name, digest} or None) and `timings` (seconds by name).
+    layout: int32 [n, 6], whose column is_video distinguishes frames from images.
+    size: int32 [n, 2], height and width in pixels.
+    labels, scores: output of a vision task head, of equal length; empty without a head.
+
+    Raises InvalidArgument if the arguments do not fit together.
     """
     _check(details, layout, size, labels, scores)
     boxes, warnings = parse_boxes(text)
@@ -120,8 +126,8 @@ def build_result(
         "adapter": details["adapter"],
         "timings": details["timings"],
         "metadata": metadata,
-        "images": _indexed(objects, is_video, wanted=False),
-        "frames": _indexed(objects, is_video, wanted=True),
+        "images": _pictures(objects, is_video, frames=False),
+        "frames": _pictures(objects, is_video, frames=True),
         "counts": dict(Counter(box.label for box in boxes if box.label is not None)),
         "scores": {label: float(score) for label, score in zip(labels, scores, strict=True)},
         "warnings": warnings,
@@ -131,7 +137,7 @@ def build_result(
 
 @cache
 def result_schema() -> dict[str, Any]:
-    """The committed JSON schema of `result`."""
+    """Return the JSON schema of `result`."""
     schema: dict[str, Any] = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     return schema
 
@@ -150,12 +156,12 @@ def _unclosed(tag: re.Match[str]) -> str:
     return f"{tag[0]} at character {tag.start()} is not closed"
 
 
-def _indexed(
-    objects: list[list[dict[str, Any]]], is_video: list[bool], wanted: bool
+def _pictures(
+    objects: list[list[dict[str, Any]]], is_video: list[bool], frames: bool
 ) -> list[dict[str, Any]]:
-    """The pictures of one kind, counted from 0 within that kind."""
-    chosen = [found for found, video in zip(objects, is_video, strict=True) if video is wanted]
-    return [{"index": index, "objects": found} for index, found in enumerate(chosen)]
+    """Return the objects of the frames, or of the images, numbered from 0."""
+    selected = [boxes for boxes, video in zip(objects, is_video, strict=True) if video is frames]
+    return [{"index": index, "objects": boxes} for index, boxes in enumerate(selected)]
 
 
 def _check(
@@ -167,7 +173,7 @@ def _check(
 ) -> None:
     for key in ("task", "adapter", "timings"):
         if key not in details:
-            raise InvalidArgument(f"'details' lacks '{key}'; it must be what 'lmm' answered")
+            raise InvalidArgument(f"'details' lacks '{key}'; it must be the output of 'lmm'")
     if layout.ndim != 2 or size.ndim != 2 or layout.shape[1] != 6 or size.shape[1] != 2:
         raise InvalidArgument(
             "'image_layout' must be [n, 6] and 'image_size' [n, 2],"
@@ -175,9 +181,12 @@ def _check(
         )
     if len(layout) != len(size):
         raise InvalidArgument(
-            f"'image_layout' tells of {len(layout)} images, 'image_size' of {len(size)}"
+            f"'image_layout' has {len(layout)} rows, 'image_size' has {len(size)};"
+            " both must have one per image"
         )
     if len(labels) != len(scores):
-        raise InvalidArgument(f"{len(labels)} head labels come with {len(scores)} scores")
+        raise InvalidArgument(
+            f"the head has {len(labels)} labels and {len(scores)} scores; both must be equal"
+        )
     if not all(math.isfinite(score) for score in scores):
         raise InvalidArgument("'head_scores' must be finite numbers")

@@ -13,7 +13,7 @@ from tests.support.atmm_problems import FP32, check, compiled, expected, group_o
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup, LoraGroup, factors
-from vlora.atmm.types import Head, LoraPair, MergeUpdate, Segment
+from vlora.atmm.types import HeadMatrix, LoraPair, MergeUpdate, Segment
 from vlora.backends import Backend
 from vlora.kernels import ops
 
@@ -54,7 +54,7 @@ def test_tensors_of_another_memory_are_refused() -> None:
     with pytest.raises(ValueError, match="on meta"):
         op.merge(torch.zeros(128), torch.zeros(128), [MergeUpdate(0, pair)], backend="cpu")
     heads = HeadGroup(16)
-    heads.append(Head(torch.randn(3, 16), torch.randn(3)))
+    heads.append(HeadMatrix(torch.randn(3, 16), torch.randn(3)))
     with pytest.raises(ValueError, match="on meta"):
         op.heads(x.to("meta"), segments, heads, backend="cpu")
 
@@ -75,8 +75,8 @@ def test_slots_are_set_and_cleared_for_the_calls_that_follow() -> None:
         group.put(3, [None, None])
     heads = HeadGroup(64)
     for classes in (3, 5):
-        heads.append(Head(torch.randn(classes, 64), torch.randn(classes)))
-    new = Head(torch.randn(7, 64), torch.randn(7))
+        heads.append(HeadMatrix(torch.randn(classes, 64), torch.randn(classes)))
+    new = HeadMatrix(torch.randn(7, 64), torch.randn(7))
     heads.put(0, new)
     torch.testing.assert_close(
         op.heads(x, [Segment(0, 9, 0)], heads), x @ new.weight.T + new.bias, rtol=1e-4, atol=1e-4
@@ -230,9 +230,9 @@ def test_what_a_product_adds_is_what_apply_adds_to_it(dtype: torch.dtype, backen
     want = matrix(x, backend=backend)
     op.apply(want, x, segments, group)
     with clocked() as spent:
-        got = matrix(x, epilogue=op.adding(segments, group), backend=backend)
+        got = matrix(x, epilogue=op.bind_epilogue(segments, group), backend=backend)
     assert torch.equal(got, want)
     assert spent[LORA] > 0
     assert spent[PRODUCTS] > 0
     with pytest.raises(ValueError, match="outside"):
-        matrix(x[:5], epilogue=op.adding(segments, group), backend=backend)
+        matrix(x[:5], epilogue=op.bind_epilogue(segments, group), backend=backend)

@@ -10,14 +10,14 @@ import torch
 from tests.support.atmm_problems import BF16, FP32, compiled
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup
-from vlora.atmm.types import CopiedPart, Head, LoraPair, Merges, MergeUpdate, Segment
+from vlora.atmm.types import CopiedPart, HeadMatrix, LoraPair, Merges, MergeUpdate, Segment
 from vlora.backends import Backend
 
 
 def test_heads_of_many_classes_equal_float64(backend: Backend) -> None:
     group = HeadGroup(200)
     for classes in (1, 5, 300, 16):
-        group.append(Head(torch.randn(classes, 200) / 14, torch.randn(classes)))
+        group.append(HeadMatrix(torch.randn(classes, 200) / 14, torch.randn(classes)))
     group.append(None)
     x = torch.randn(40, 200)
     segments = [Segment(0, 1, 0), Segment(1, 9, 1), Segment(12, 20, 2), Segment(39, 1, 3)]

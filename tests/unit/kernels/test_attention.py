@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from vlora.backends import Backend
 from vlora.kernels import reference
-from vlora.memory.kv_cache import KVStore
+from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.inputs import Prompt
@@ -45,7 +45,7 @@ class Case:
 
     def __post_init__(self) -> None:
         counts = [-(-sum(one) // self.block) for one in self.lengths]
-        self.store = KVStore(
+        self.store = KVCache(
             sum(counts) + 2, LAYERS, self.block, self.kv_heads, self.dim, self.dtype
         )
         pages = torch.randperm(sum(counts) + 2).tolist()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from vlora.atmm.cuda.library import RANK_STEP
-from vlora.atmm.types import Head, LoraPair
+from vlora.atmm.types import HeadMatrix, LoraPair
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DeviceGroup:
             rows.append((0, 0, 0) if pair is None else self._place(*_padded(pair)))
         self.slots += 1
 
-    def append_head(self, head: Head | None) -> None:
+    def append_head(self, head: HeadMatrix | None) -> None:
         """A head's weight stands for A, its bias for B; classes are not padded."""
         self._rows[0].append((0, 0, 0) if head is None else self._place(*head))
         self.slots += 1

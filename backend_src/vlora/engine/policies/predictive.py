@@ -1,11 +1,11 @@
-"""The policy that asks the cost model: what a step earns per second, and what a merge saves.
+"""The policy that asks the cost model what a step earns per second and what a merge saves.
 
-Beyond the paper. A request's lateness grows with every second until it ends (from its arrival, or
-beyond its deadline). Whoever is answering goes on, since a row more is little of what a step costs
-whoever is in it. Prompts, those with the least work left first, and adapters that the step has not
-read yet join where the step then ends more of requests per second: a prompt keeps all others
-waiting while it is computed, an adapter costs its bytes, which all that would share it bear
-together.
+This goes beyond the paper (decisions 43 and 58). A request's lateness grows every second until the
+request ends, counted from its arrival or past its deadline. Requests that are decoding continue,
+because one more row is a small part of a step's cost. Prompts, least remaining work first, and
+adapters that the step does not read yet are added if the step then ends more requests per second:
+a prompt delays all other requests while it is computed, and an adapter costs its bytes, which all
+requests that would use it share.
 """
 
 from __future__ import annotations
@@ -15,250 +15,292 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from vlora.config import Options
 from vlora.engine.policies.base import Candidate, Choice, Costs
 from vlora.ids import BASE
 
-URGENT = 2.0
-"""A deadline is urgent once the time until it is no more than so many times the work left."""
-ENOUGH = 0.97
-"""Of what the best number of a prompt's rows earns more; the fewest rows that do are taken, since
-nobody can come in between before the step ends."""
-FULL = 64
-"""Rows of a step that makes good use of the machine."""
-PROMPT = 2.0
-"""Tokens of an answer that a row of a prompt is worth: until all of a prompt is there its request
-cannot ride along in steps that are made for others. Of 1 to 8, simulated on the traces of `vlora
-bench policies`, this and more did alike."""
-RIDES = 0.5
-"""Of the steps that a prompt could share with answers, were it computed now, those that it will:
-the answers may end before their limits."""
-REFUSALS = 64
-"""Requests that a step may be found not worth, before it is taken as it is."""
-PORTIONS = (128, 256, 512, 1024, 2048)
-"""Rows of a prompt that are weighed against the whole of it. Fewer are not: what a prompt in small
-parts gains by riding along, its request loses by the steps that it then takes (decision 58)."""
+URGENT_FACTOR = 2.0
+"""A deadline is urgent when the time left is at most this multiple of the remaining work."""
+ENOUGH_GAIN = 0.97
+"""Share of the best chunk's gain at which the smallest such chunk is taken, since no other request
+can join before the step ends."""
+FULL_ROWS = 64
+"""Rows of a step that uses the machine well."""
+PROMPT_WORTH = 2.0
+"""Worth of a prompt row in answer tokens. A request cannot decode together with others until its
+prompt is complete. Of the values 1 to 8, simulated on the traces of the policy benchmark, all from
+this one up performed equally."""
+SHARED_STEPS = 0.5
+"""Share of the decode steps that a prompt could share with other answers if computed now, and that
+it will share: the answers may end before their limits."""
+MAX_REFUSALS = 64
+"""Number of rejected requests after which the step is taken as it is."""
+CHUNK_ROWS = (128, 256, 512, 1024, 2048)
+"""Chunk sizes that are compared with the rest of the prompt. Smaller chunks are not tried: what a
+prompt gains by sharing steps, its request loses by the additional steps (decision 58)."""
 
 
 class StepCosts(Costs, Protocol):
-    """Costs that can be asked in parts; seconds."""
+    """Predicted times by part of a step, in seconds."""
 
     def products(self, rows: int, answers: int) -> float:
-        """Of all that has no adapter and no context: `rows` rows, `answers` of them answered."""
+        """Return the time of everything that depends on neither adapter nor context.
+
+        rows: rows of the step. answers: rows whose logits are computed.
+        """
         ...
 
-    def beside(self, requests: int) -> float:
-        """Of what a step of so many requests has beside its forward pass."""
+    def overhead(self, requests: int) -> float:
+        """Return the time of a step of this many requests outside its forward pass."""
         ...
 
     def attention(self, rows: int, context: int) -> float:
-        """Of `rows` rows of a request behind `context` positions."""
+        """Return the attention time of `rows` rows of one request after `context` positions."""
         ...
 
-    def calls(self) -> float:
-        """Of a step that has any adapter, beside what each of them costs."""
+    def lora_calls(self) -> float:
+        """Return the fixed time of a step that uses any adapter, without the adapters' own."""
         ...
 
-    def adapter(self, slot: int) -> float:
-        """Of bringing an adapter to the step, whatever its rows."""
+    def read_adapter(self, slot: int) -> float:
+        """Return the time of reading an adapter in a step, whatever the number of its rows."""
         ...
 
-    def lora(self, slot: int, rows: int) -> float:
-        """Of applying it to so many rows."""
+    def apply_adapter(self, slot: int, rows: int) -> float:
+        """Return the time of applying an adapter to this many rows."""
         ...
 
 
 class Predictive:
-    """max_batch: requests of a step. max_rows: rows of it. max_wait: whoever has waited so long
-    goes first, longest first, whatever it costs: the bound on waits."""
+    """The predictive policy.
+
+    max_batch: maximum number of requests of a step.
+    max_rows: maximum number of rows of a step.
+    max_wait: requests that have waited longer than this many seconds go first, longest wait first,
+        whatever they cost. This bounds the waits.
+    """
+
+    uses_costs = True
 
     def __init__(self, max_batch: int, max_rows: int, max_wait: float, costs: StepCosts) -> None:
-        self._size = max_batch
-        self._rows = max_rows
+        self._max_batch = max_batch
+        self._max_rows = max_rows
         self._max_wait = max_wait
         self._costs = costs
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
-        merged = self._live(ready, live)
+        next_live = self._best_live(ready, live)
         overdue = sorted((r for r in ready if r.wait > self._max_wait), key=lambda r: -r.wait)
-        late = {r.id for r in overdue}
-        dated = [r for r in ready if r.deadline < math.inf and r.id not in late]
-        urgent = [r for r in dated if r.deadline - now <= URGENT * self._work(r)]
+        forced = {r.id for r in overdue}
+        with_deadline = [r for r in ready if r.deadline < math.inf and r.id not in forced]
+        urgent = [r for r in with_deadline if r.deadline - now <= URGENT_FACTOR * self._work(r)]
         urgent.sort(key=lambda r: r.deadline)
-        late |= {r.id for r in urgent}
-        step = _Step(self._costs, merged, self._rows, Counter(r.slot for r in ready))
-        for r in [*overdue, *urgent][: self._size]:
-            step.take(r, r.missing)
-        rest = [r for r in ready if r.id not in late] if late else ready
-        answers = sorted((r for r in rest if r.missing == 1), key=lambda r: (r.priority, r.left))
-        for r in answers:
-            if len(step.order) == self._size:
+        forced |= {r.id for r in urgent}
+        requests_by_slot = Counter(r.slot for r in ready)
+        bundle = _Bundle(self._costs, next_live, self._max_rows, requests_by_slot)
+        for r in [*overdue, *urgent][: self._max_batch]:
+            bundle.take(r, r.missing)
+        rest = [r for r in ready if r.id not in forced] if forced else ready
+        decoding = (r for r in rest if r.missing == 1)
+        for r in sorted(decoding, key=lambda r: (r.priority, r.remaining)):
+            if len(bundle.order) == self._max_batch:
                 break
-            if not step.ride(r):
-                step.consider(r)
+            if not bundle.take_decode_row(r):
+                bundle.consider(r)
         prompts = [(r.priority, self._work(r), i) for i, r in enumerate(rest) if r.missing > 1]
         refused = 0
         for _, _, i in sorted(prompts):
-            if len(step.order) == self._size or refused == REFUSALS:
+            if len(bundle.order) == self._max_batch or refused == MAX_REFUSALS:
                 break
-            refused += not step.consider(rest[i])
-        return Choice(tuple(step.order), merged, step.rows)
+            refused += not bundle.consider(rest[i])
+        return Choice(tuple(bundle.order), next_live, bundle.rows)
 
     def _work(self, r: Candidate) -> float:
-        """Seconds of a full step's worth that the request still takes."""
+        """Return the remaining time of the request in steps that are full."""
         costs = self._costs
-        rows = r.missing + r.left
-        per_row = costs.products(FULL, 1) / FULL
-        return rows * per_row + costs.attention(rows, r.context) + costs.lora(r.slot, rows)
+        rows = r.missing + r.remaining
+        per_row = costs.products(FULL_ROWS, 1) / FULL_ROWS
+        return rows * per_row + costs.attention(rows, r.context) + costs.apply_adapter(r.slot, rows)
 
-    def _live(self, ready: Sequence[Candidate], live: int) -> int:
-        """The adapter whose merge saves most over the work that is here: its own rows and steps
-        need it no more, nor the operator where nobody else is there; all others need it taken
-        out."""
+    def _best_live(self, ready: Sequence[Candidate], live: int) -> int:
+        """Return the adapter whose merge saves the most time over the present work, or BASE.
+
+        Merging saves the adapter's own rows and steps, and the operator's calls in steps without
+        other adapters. All other rows then need it subtracted.
+        """
         rows: defaultdict[int, int] = defaultdict(int)
         steps: defaultdict[int, int] = defaultdict(int)
         for r in ready:
-            rows[r.slot] += r.missing + r.left
-            steps[r.slot] = max(steps[r.slot], 1 + r.left)
+            rows[r.slot] += r.missing + r.remaining
+            steps[r.slot] = max(steps[r.slot], 1 + r.remaining)
         total = sum(rows.values())
-        best, most = BASE, 0.0
+        best, best_gain = BASE, 0.0
         for slot in sorted({*rows, live} - {BASE}, key=lambda slot: slot != live):
             if not self._costs.mergeable(slot):
                 continue
-            others = max((n for other, n in steps.items() if other != slot), default=0)
-            saved = self._costs.lora(slot, 2 * rows[slot] - total)
-            whole = self._costs.adapter(slot) + self._costs.calls()
-            saved += whole * (steps[slot] - others)
+            other_steps = max((n for other, n in steps.items() if other != slot), default=0)
+            saved = self._costs.apply_adapter(slot, 2 * rows[slot] - total)
+            per_step = self._costs.read_adapter(slot) + self._costs.lora_calls()
+            saved += per_step * (steps[slot] - other_steps)
             gain = saved - self._costs.switch(live, slot)
-            if gain > most:
-                best, most = slot, gain
+            if gain > best_gain:
+                best, best_gain = slot, gain
         return best
 
 
-class _Step:
-    """A step as it fills: value, the shares of requests that it ends, over predicted seconds.
+class _Bundle:
+    """The requests of one step while it is filled.
 
-    What an adapter costs whatever its rows is weighed against all that would share it: the first
-    of them bears its part of it, not the whole."""
+    Its value is the sum of the shares of requests that it completes; it earns its value over its
+    predicted seconds. The fixed cost of an adapter is divided among all requests that would use it,
+    so that the first one does not bear all of it.
+    """
 
-    def __init__(self, costs: StepCosts, live: int, rows: int, asked: Mapping[int, int]) -> None:
-        """asked: requests by slot."""
+    def __init__(
+        self, costs: StepCosts, live: int, max_rows: int, requests_by_slot: Mapping[int, int]
+    ) -> None:
         self._costs = costs
         self._live = live
-        self._room = rows
-        self._asked = asked
-        self._calls = costs.calls()
-        self._alone = costs.products(1, 1) + costs.beside(1)
-        self._others = sum(n for slot, n in asked.items() if slot != live)
-        """Requests that have any adapter applied to their rows."""
+        self._free_rows = max_rows
+        self._requests_by_slot = requests_by_slot
+        self._lora_calls = costs.lora_calls()
+        self._single_step = costs.products(1, 1) + costs.overhead(1)
+        self._adapted = sum(n for slot, n in requests_by_slot.items() if slot != live)
+        """Number of requests with any adapter applied to their rows."""
         self._read: set[int] = set()
-        self._riding: dict[int, float] = {}
-        """Seconds that a row takes, of slots whose adapters are all read."""
-        self._needs: dict[int, tuple[tuple[int, float, float], ...]] = {}
-        self._count = self._answers = self._longest = 0
+        """Slots of the adapters that the step reads already."""
+        self._row_seconds: dict[int, float] = {}
+        """Seconds per row, for slots whose adapters are all read already."""
+        self._applied: dict[int, tuple[tuple[int, float, float], ...]] = {}
+        self._row_count = self._answers = self._longest = 0
         self._value = self._added = 0.0
         self.order: list[Candidate] = []
         self.rows: dict[str, int] = {}
 
-    def ride(self, r: Candidate) -> bool:
-        """Takes a row of an answer; False where its adapters are no part of the step yet."""
-        row = self._riding.get(r.slot)
-        if row is None:
-            needed = self._needed(r.slot)
-            if any(slot not in self._read for slot, _, _ in needed):
+    def take_decode_row(self, r: Candidate) -> bool:
+        """Take one row of a decoding request; return False if its adapters are not read yet."""
+        seconds = self._row_seconds.get(r.slot)
+        if seconds is None:
+            applied = self._adapters_of(r.slot)
+            if any(slot not in self._read for slot, _, _ in applied):
                 return False
-            row = self._riding[r.slot] = sum(each for _, _, each in needed)
-        if self._room:
-            self._join(r, 1, row)
+            seconds = self._row_seconds[r.slot] = sum(per_row for _, _, per_row in applied)
+        if self._free_rows:
+            self._join(r, 1, seconds)
         return True
 
     def consider(self, r: Candidate) -> bool:
-        """Takes the request where the step earns more per second with it."""
-        most = min(r.missing, self._room)
-        if most == 0:
+        """Take the request if the step then earns more per second; return whether it was taken."""
+        available = min(r.missing, self._free_rows)
+        if available == 0:
             return False
         now = self._value / self._seconds() if self.order else 0.0
-        portions = (*(rows for rows in PORTIONS if rows < most), most)
-        brought, row = self._adapters(r.slot, shared=True)
-        found = [(self._earns(r, rows, brought + row * rows, now), rows) for rows in portions]
-        best = max(earns for earns, _ in found)
+        chunks = (*(rows for rows in CHUNK_ROWS if rows < available), available)
+        fixed, per_row = self._adapter_seconds(r.slot, shared=True)
+        earnings = [(self._earns(r, rows, fixed + per_row * rows, now), rows) for rows in chunks]
+        best = max(earned for earned, _ in earnings)
         if best <= now:
             return False
-        enough = now + ENOUGH * (best - now)
-        self.take(r, next(rows for earns, rows in found if earns >= enough))
+        enough = now + ENOUGH_GAIN * (best - now)
+        self.take(r, next(rows for earned, rows in earnings if earned >= enough))
         return True
 
     def take(self, r: Candidate, rows: int) -> None:
-        rows = min(rows, self._room)
+        """Take `rows` rows of the request, or as many as fit."""
+        rows = min(rows, self._free_rows)
         if rows == 0:
             return
-        brought, row = self._adapters(r.slot, shared=False)
-        self._read.update(slot for slot, _, _ in self._needed(r.slot))
-        self._join(r, rows, brought + row * rows)
+        fixed, per_row = self._adapter_seconds(r.slot, shared=False)
+        self._read.update(slot for slot, _, _ in self._adapters_of(r.slot))
+        self._join(r, rows, fixed + per_row * rows)
 
-    def _join(self, r: Candidate, rows: int, adapters: float) -> None:
-        self._added += self._costs.attention(rows, r.context) + adapters
+    def _join(self, r: Candidate, rows: int, adapter_seconds: float) -> None:
+        self._added += self._costs.attention(rows, r.context) + adapter_seconds
         self._value += _share(r, rows)
-        self._count += rows
+        self._row_count += rows
         self._answers += rows == r.missing
-        self._longest = max(self._longest, r.left)
-        self._room -= rows
+        self._longest = max(self._longest, r.remaining)
+        self._free_rows -= rows
         self.order.append(r)
         self.rows[r.id] = rows
 
     def _seconds(self, rows: int = 0, answers: int = 0, requests: int = 0) -> float:
-        """Of the step as it is, with so many more."""
-        products = self._costs.products(self._count + rows, self._answers + answers)
-        return products + self._added + self._costs.beside(len(self.order) + requests)
+        """Return the predicted time of the step with this many more rows, answers and requests."""
+        products = self._costs.products(self._row_count + rows, self._answers + answers)
+        return products + self._added + self._costs.overhead(len(self.order) + requests)
 
-    def _earns(self, r: Candidate, rows: int, adapters: float, now: float) -> float:
-        """Value per second of the step with these rows as well. adapters: their seconds. now: what
-        it earns without them."""
+    def _earns(self, r: Candidate, rows: int, adapter_seconds: float, now: float) -> float:
+        """Return the value per second of the step with these rows added.
+
+        adapter_seconds: time of the rows' adapters. now: value per second without the rows.
+        """
         worth = _share(r, rows)
         if r.missing == rows and self._value > 0.0:
-            worth += self._rides(r, now)
+            worth += self._sharing_gain(r, now)
         seconds = self._seconds(rows, rows == r.missing, 1)
-        return (self._value + worth) / (seconds + adapters + self._costs.attention(rows, r.context))
+        seconds = seconds + adapter_seconds + self._costs.attention(rows, r.context)
+        return (self._value + worth) / seconds
 
-    def _rides(self, r: Candidate, now: float) -> float:
-        """What a prompt that is whole after this step saves by answering beside the others and not
-        after them: of so many of their steps, what one costs whoever is in it."""
+    def _sharing_gain(self, r: Candidate, now: float) -> float:
+        """Return the value of decoding together with the others instead of after them.
+
+        Applies to a prompt that this step completes. It saves, for each shared decode step, the
+        cost that a step has whatever requests it holds.
+        """
         if r.missing == 1:
             return 0.0
-        part = min(1.0, self._alone * now / self._value)
-        return RIDES * _weight(r) * part * min(r.left, self._longest) / (1 + self._longest)
+        fixed_share = min(1.0, self._single_step * now / self._value)
+        shared_steps = min(r.remaining, self._longest)
+        return SHARED_STEPS * _weight(r) * fixed_share * shared_steps / (1 + self._longest)
 
-    def _adapters(self, slot: int, *, shared: bool) -> tuple[float, float]:
-        """Seconds that a request through this one adds: of what nobody has brought to the step yet
-        (its part of that where `shared`), and of each row."""
-        needed = self._needed(slot)
-        brought = each = 0.0
-        if needed and not self._read:
-            brought = self._calls / (self._others if shared else 1)
-        for one, seconds, row in needed:
-            each += row
-            if one not in self._read:
-                among = self._others if one == self._live else self._asked[one]
-                brought += seconds / (among if shared else 1)
-        return brought, each
+    def _adapter_seconds(self, slot: int, *, shared: bool) -> tuple[float, float]:
+        """Return the time that a request of this slot adds: (fixed, per row), in seconds.
 
-    def _needed(self, slot: int) -> tuple[tuple[int, float, float], ...]:
-        """Adapters that are applied to the rows of one: (slot, seconds to bring it, of a row)."""
-        found = self._needs.get(slot)
-        if found is None:
-            needed = {slot, self._live} - {BASE} if slot != self._live else set()
+        Fixed is the cost of adapters that the step does not read yet; if `shared`, only the share
+        of it that falls to one of the requests that would use them.
+        """
+        applied = self._adapters_of(slot)
+        fixed = per_row = 0.0
+        if applied and not self._read:
+            fixed = self._lora_calls / (self._adapted if shared else 1)
+        for adapter, read_seconds, row_seconds in applied:
+            per_row += row_seconds
+            if adapter not in self._read:
+                is_live = adapter == self._live
+                users = self._adapted if is_live else self._requests_by_slot[adapter]
+                fixed += read_seconds / (users if shared else 1)
+        return fixed, per_row
+
+    def _adapters_of(self, slot: int) -> tuple[tuple[int, float, float], ...]:
+        """Return the adapters applied to rows of a slot: (adapter, read seconds, row seconds)."""
+        applied = self._applied.get(slot)
+        if applied is None:
+            adapters = {slot, self._live} - {BASE} if slot != self._live else set()
             costs = self._costs
-            found = tuple((one, costs.adapter(one), costs.lora(one, 1)) for one in needed)
-            self._needs[slot] = found
-        return found
+            applied = tuple((a, costs.read_adapter(a), costs.apply_adapter(a, 1)) for a in adapters)
+            self._applied[slot] = applied
+        return applied
 
 
 def _share(r: Candidate, rows: int) -> float:
-    """The part of the request that these rows are, since ending a short one is worth as much as
-    ending a long one."""
-    worth = PROMPT if r.missing > 1 else 1.0
-    return _weight(r) * worth * rows / (worth * r.missing + r.left)
+    """Return the weighted share of the request that these rows are.
+
+    Ending a short request is worth as much as ending a long one.
+    """
+    worth = PROMPT_WORTH if r.missing > 1 else 1.0
+    return _weight(r) * worth * rows / (worth * r.missing + r.remaining)
 
 
 def _weight(r: Candidate) -> float:
-    """Twice as much for each step of priority."""
+    """Return the weight of the request, which doubles with each step of priority."""
     return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
+
+
+def make(options: Options, costs: StepCosts) -> Predictive:
+    """Return the policy, configured by the options."""
+    return Predictive(
+        options.max_step_requests,
+        options.max_num_batched_tokens,
+        options.max_wait_seconds,
+        costs,
+    )

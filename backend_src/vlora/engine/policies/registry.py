@@ -1,29 +1,33 @@
-"""The policies by the names that `policy` may have in the options."""
+"""Policies by the names that the option `policy` accepts.
+
+A new policy is one file with a factory function, and one line in `vlora.config.POLICIES` that names
+it. Code outside the package, such as the baselines of the benchmarks, calls `register_policy`.
+"""
 
 from __future__ import annotations
 
-from vlora.config import Options
-from vlora.engine.cost import CostModel
-from vlora.engine.policies.base import Credit, CreditConfig, MergeOnly, Policy, UnmergeOnly, ours
-from vlora.engine.policies.dlora import DLora
-from vlora.engine.policies.predictive import Predictive
+import importlib
 
-PREDICTING = frozenset({"predictive", "credit", "paper", "dlora"})
-"""Those that ask how long a step or a switch will take."""
+from vlora.config import POLICIES, Options, check_policy
+from vlora.engine.cost import CostModel
+from vlora.engine.policies.base import Policy
+
+
+def register_policy(name: str, factory: str) -> None:
+    """Make `name` a valid value of the option `policy`.
+
+    factory: "module:function"; the function takes (options, costs) and returns a new Policy. The
+    module is imported when the policy is first made.
+    """
+    POLICIES[name] = factory
 
 
 def make_policy(options: Options, costs: CostModel) -> Policy:
-    """The policy of `options.policy`; each one is made for one scheduler."""
-    size = options.max_batch_requests or options.max_num_seqs
-    if options.policy == "unmerge_only":
-        return UnmergeOnly(size, options.max_wait_seconds)
-    if options.policy == "merge_only":
-        return MergeOnly(size, costs)
-    if options.policy == "dlora":
-        return DLora(size, costs)
-    if options.policy == "paper":
-        return Credit(CreditConfig(size, options.theta_min), costs)
-    if options.policy == "credit":
-        rule = ours(size, options.theta_min, options.theta_factor, options.max_wait_seconds)
-        return Credit(rule, costs)
-    return Predictive(size, options.max_num_batched_tokens, options.max_wait_seconds, costs)
+    """Return a new policy of the kind `options.policy`, to be used by one scheduler.
+
+    Raises InvalidArgument for a name that is not registered.
+    """
+    check_policy(options.policy)
+    module, _, function = POLICIES[options.policy].partition(":")
+    policy: Policy = getattr(importlib.import_module(module), function)(options, costs)
+    return policy

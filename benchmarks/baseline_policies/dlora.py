@@ -1,8 +1,8 @@
 """dLoRA's policy (OSDI 24), by its published rule: merged or unmerged batches, and credits.
 
-Merged, the batch is one adapter's; adapters whose requests were passed over gain credit from those
-that were served before their turn, and above a threshold they are served first. Knows what
-`policy.py` knows.
+A merged batch belongs to one adapter. Adapters whose requests were passed over gain credit from
+adapters that were served before their position in the queue. Above a threshold of credit they are
+served first.
 """
 
 from __future__ import annotations
@@ -10,44 +10,48 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from vlora.config import Options
 from vlora.engine.policies.base import Candidate, Choice, Costs
 from vlora.ids import BASE
 
 CREDIT = 10_000.0
-"""Its unit: an adapter begins with so much for each other one, and is served by credit from so much
-for each adapter on, until it has lost half a unit."""
-THEIRS = (0.015, 0.027, 0.020)
-"""Seconds that they profiled: a merged step, an unmerged one, a switch."""
-ADD, MULTIPLY = 0.05, 1.1
-"""By which the two thresholds of merging move towards each other, and apart."""
+"""Unit of credit. An adapter is served by credit once it has one unit, until it falls below half a
+unit. Merging stops for an adapter whose debt exceeds one unit for each other known adapter."""
+PUBLISHED_SECONDS = (0.015, 0.027, 0.020)
+"""Times that dLoRA's authors profiled: a merged step, an unmerged step, a switch."""
+ADDITIVE_STEP, MULTIPLICATIVE_STEP = 0.05, 1.1
+"""Changes of the two merging thresholds: towards each other by the first, apart by the second."""
 
 
 class DLora:
-    """With a profile of this machine instead of theirs, from the cost model, once there is an
-    adapter to take it of."""
+    """dLoRA's policy with a profile of this machine, taken from the cost model when the first
+    mergeable adapter is seen; until then the published times are used."""
+
+    uses_costs = True
 
     def __init__(self, max_batch: int, costs: Costs) -> None:
-        self._size = max_batch
+        self._max_batch = max_batch
         self._costs = costs
         self._credit: defaultdict[int, float] = defaultdict(float)
         self._known: set[int] = set()
         self._by_credit: set[int] = set()
         self._active: int | None = None
-        self._merged_step, self._unmerged_step, self._switch = THEIRS
+        self._merged_step, self._unmerged_step, self._switch = PUBLISHED_SECONDS
         self._profiled = False
         self._enter, self._leave = 1.0, self._speed
         self._steps = self._merged_served = self._unmerged_served = 0
         self._would_switch, self._largest = 0, BASE
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
-        self._meet(ready)
-        fcfs = list(ready[: self._size])
+        self._note_new_adapters(ready)
+        fcfs = list(ready[: self._max_batch])
         counts = Counter(r.slot for r in ready if self._costs.mergeable(r.slot))
-        ahead = self._ahead(ready)
-        if ahead:
+        credited = self._credited(ready)
+        if credited:
             self._to_unmerged()
-            chosen = (ahead + [r for r in fcfs if r.slot not in self._by_credit])[: self._size]
-            self._settle(fcfs, chosen, 1.0 / self._size)
+            chosen = credited + [r for r in fcfs if r.slot not in self._by_credit]
+            chosen = chosen[: self._max_batch]
+            self._settle(fcfs, chosen, 1.0 / self._max_batch)
             return Choice(tuple(chosen), BASE)
         least = -CREDIT * (len(self._known) - 1)
         counts = Counter({slot: n for slot, n in counts.items() if self._credit[slot] >= least})
@@ -65,37 +69,38 @@ class DLora:
             if largest != self._largest:
                 self._would_switch, self._largest = self._would_switch + 1, largest
             slot = None
-        batch = [r for r in ready if r.slot == (largest if slot is None else slot)][: self._size]
+        batch = [r for r in ready if r.slot == (largest if slot is None else slot)]
+        batch = batch[: self._max_batch]
         self._merged_served += len(batch)
         self._unmerged_served += len(fcfs)
         if slot is None:
             self._to_unmerged()
             return Choice(tuple(fcfs), BASE)
         self._active = slot
-        self._settle(fcfs, batch, 1.0 / (self._speed * self._size))
+        self._settle(fcfs, batch, 1.0 / (self._speed * self._max_batch))
         return Choice(tuple(batch), slot)
 
     @property
     def _speed(self) -> float:
-        """Time of a merged step over an unmerged one's."""
+        """Time of a merged step over the time of an unmerged step, at most 1."""
         return min(1.0, self._merged_step / self._unmerged_step)
 
-    def _meet(self, ready: Sequence[Candidate]) -> None:
-        """Adapters seen for the first time; the profile, once there is one to take it of."""
+    def _note_new_adapters(self, ready: Sequence[Candidate]) -> None:
+        """Start the credit of new adapters, and take the profile when there is an adapter."""
         for slot in {r.slot for r in ready} - self._known:
             self._known.add(slot)
             self._credit[slot] = 0.0
         adapter = next((r for r in ready if self._costs.mergeable(r.slot) and r.slot != BASE), None)
         if not self._profiled and adapter is not None:
             self._profiled = True
-            one = [adapter._replace(missing=1)]
-            self._merged_step = self._costs.step(one, adapter.slot)
-            self._unmerged_step = self._costs.step(one, BASE)
+            one_row = [adapter._replace(missing=1)]
+            self._merged_step = self._costs.step(one_row, adapter.slot)
+            self._unmerged_step = self._costs.step(one_row, BASE)
             self._switch = self._costs.switch(BASE, adapter.slot)
             self._leave = self._speed
 
-    def _ahead(self, ready: Sequence[Candidate]) -> list[Candidate]:
-        """Requests of the adapters that are served by credit, most credit first."""
+    def _credited(self, ready: Sequence[Candidate]) -> list[Candidate]:
+        """Return requests of the adapters that are served by credit, highest credit first."""
         self._by_credit = {
             slot
             for slot in self._known
@@ -103,21 +108,22 @@ class DLora:
             or (slot in self._by_credit and self._credit[slot] >= CREDIT / 2)
         }
         order = sorted(self._by_credit, key=lambda slot: -self._credit[slot])
-        return [r for slot in order for r in ready if r.slot == slot][: self._size]
+        return [r for slot in order for r in ready if r.slot == slot][: self._max_batch]
 
     def _settle(self, fcfs: Sequence[Candidate], chosen: Sequence[Candidate], price: float) -> None:
-        """Credit from those served before their turn to those passed over."""
+        """Move credit from requests served early to requests that were passed over."""
         served, due = {r.id for r in chosen}, {r.id for r in fcfs}
         early = [r for r in chosen if r.id not in due]
         passed = [r for r in fcfs if r.id not in served]
         if len(early) != len(passed):
             early = [chosen[0]] * len(passed)
             price /= 2
-        for one, other in zip(early, passed, strict=True):
-            self._credit[one.slot] -= price
-            self._credit[other.slot] += price
+        for payer, payee in zip(early, passed, strict=True):
+            self._credit[payer.slot] -= price
+            self._credit[payee.slot] += price
 
     def _to_unmerged(self) -> None:
+        """Leave merged mode if it is active, and count the step."""
         if self._active is not None:
             self._adjust()
             self._active, self._steps = None, 1
@@ -125,8 +131,11 @@ class DLora:
             self._steps += 1
 
     def _adjust(self) -> None:
-        """Thresholds by what merged and unmerged batches served since the last change: additive
-        where the present mode won, multiplicative where it lost."""
+        """Adjust the merging thresholds to what both modes served since the last change.
+
+        The change is additive if the present mode served more, and multiplicative if it served
+        less.
+        """
         merged_time = self._merged_step * self._steps
         unmerged_time = self._unmerged_step * self._steps
         if self._active is not None:
@@ -138,13 +147,18 @@ class DLora:
             merged = self._merged_served / merged_time
             unmerged = self._unmerged_served / unmerged_time
             if self._active is not None:
-                if merged > unmerged and self._enter - ADD > self._leave:
-                    self._enter -= ADD
+                if merged > unmerged and self._enter - ADDITIVE_STEP > self._leave:
+                    self._enter -= ADDITIVE_STEP
                 elif merged < unmerged:
-                    self._enter *= MULTIPLY
-            elif unmerged > merged and self._leave + ADD < self._enter:
-                self._leave += ADD
+                    self._enter *= MULTIPLICATIVE_STEP
+            elif unmerged > merged and self._leave + ADDITIVE_STEP < self._enter:
+                self._leave += ADDITIVE_STEP
             elif unmerged < merged:
-                self._leave /= MULTIPLY
+                self._leave /= MULTIPLICATIVE_STEP
         self._merged_served = self._unmerged_served = self._would_switch = 0
         self._largest = BASE
+
+
+def make(options: Options, costs: Costs) -> DLora:
+    """Return the policy, configured by the options."""
+    return DLora(options.max_step_requests, costs)

@@ -1,0 +1,92 @@
+"""The clients of an engine: one entry for each request that was admitted and has not ended."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from vlora.engine.pending_cancels import PendingCancels
+from vlora.errors import Cancelled, InvalidArgument, VLoraError
+from vlora.request import MIN_STOPPABLE_ID, OutputSink
+
+
+@dataclass
+class Client:
+    """One admitted request.
+
+    id: id that the client gave; may be empty.
+    sink: receiver of the outputs; None until the request is submitted.
+    ended: reason for which the request is to be refused at submission, if it was ended before.
+    """
+
+    id: str
+    sink: OutputSink | None = None
+    ended: VLoraError | None = None
+
+
+class Clients:
+    """Admitted requests by request id and by client id. Not thread-safe; the loop's lock guards it.
+
+    preparing: number of requests that were admitted and not yet submitted.
+    """
+
+    def __init__(self) -> None:
+        self.preparing = 0
+        self._clients: dict[str, Client] = {}
+        self._by_client_id: defaultdict[str, set[str]] = defaultdict(set)
+        self._pending_cancels = PendingCancels()
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._clients
+
+    def get(self, request_id: str) -> Client | None:
+        """Return the entry of a request, or None."""
+        return self._clients.get(request_id)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._clients)
+
+    def admit(self, request_id: str, client_id: str) -> None:
+        """Add a request that is being prepared.
+
+        Raises InvalidArgument if an id is live, and Cancelled if the client has cancelled the
+        request already.
+        """
+        if request_id in self._clients:
+            raise InvalidArgument(f"a request with id '{request_id}' is live already")
+        if len(client_id) >= MIN_STOPPABLE_ID:
+            if self._by_client_id.get(client_id):
+                raise InvalidArgument(f"a request with id '{client_id}' is live already")
+            if self._pending_cancels.take(client_id):
+                raise Cancelled(f"the request '{client_id}' was cancelled")
+        self._clients[request_id] = Client(client_id)
+        self._by_client_id[client_id].add(request_id)
+        self.preparing += 1
+
+    def submit(self, request_id: str, sink: OutputSink) -> None:
+        """Set the sink of an admitted request."""
+        self._clients[request_id].sink = sink
+        self.preparing -= 1
+
+    def remove(self, request_id: str) -> None:
+        """Remove a request that has ended or was withdrawn."""
+        client = self._clients.pop(request_id)
+        if client.sink is None:
+            self.preparing -= 1
+        request_ids = self._by_client_id[client.id]
+        request_ids.discard(request_id)
+        if not request_ids:
+            del self._by_client_id[client.id]
+            if len(client.id) >= MIN_STOPPABLE_ID:
+                self._pending_cancels.ended(client.id)
+
+    def requests_to_cancel(self, client_id: str) -> list[str]:
+        """Return the live requests of a client id; without any, store the cancellation."""
+        request_ids = sorted(self._by_client_id.get(client_id, ()))
+        if not request_ids:
+            self._pending_cancels.add(client_id)
+        return request_ids

@@ -1,0 +1,151 @@
+"""Algorithm 1 of the paper (§4.4.3), as published (`paper`) and with our departures (`credit`)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vlora.config import Options
+from vlora.engine.policies.base import Candidate, Choice, Costs, ordered_union
+from vlora.ids import BASE
+
+
+@dataclass(frozen=True)
+class CreditConfig:
+    """Constants of Algorithm 1, and one switch for each of our departures from it (decision 41).
+
+    max_batch: MaxBS, the maximum number of requests of a step.
+    theta_min: lower bound of θ in seconds.
+    theta_factor: θ is at least this multiple of the median wait. The paper's θ is a constant; with
+        a constant θ, every overload runs unmerged.
+    max_wait: upper bound of θ in seconds. A request that has waited this long is always starved,
+        which bounds the waits.
+    compare_to_ready: compare both tests with half of min(MaxBS, |R|). With MaxBS alone, low load
+        never merges.
+    exclude_own_starved: leave the candidate adapter's own starved requests out of the first test,
+        since they need no deLoRA.
+    ties_keep_live: prefer the live adapter among adapters with equally many requests.
+    base_is_candidate: let the base model be the candidate; it has no weights to merge.
+    sort_by_credit: sort starved requests by falling credit instead of by arrival.
+    """
+
+    max_batch: int
+    theta_min: float = 1.0
+    theta_factor: float = 0.0
+    max_wait: float = math.inf
+    compare_to_ready: bool = False
+    exclude_own_starved: bool = False
+    ties_keep_live: bool = False
+    base_is_candidate: bool = False
+    sort_by_credit: bool = False
+
+
+def default_credit(
+    max_batch: int, theta_min: float, theta_factor: float, max_wait: float
+) -> CreditConfig:
+    """Return the configuration with all departures switched on."""
+    return CreditConfig(
+        max_batch,
+        theta_min,
+        theta_factor,
+        max_wait,
+        compare_to_ready=True,
+        exclude_own_starved=True,
+        ties_keep_live=True,
+        base_is_candidate=True,
+        sort_by_credit=True,
+    )
+
+
+class CreditPolicy:
+    """Algorithm 1 (§4.4.3).
+
+    The credit of a request is its wait, plus the predicted time of its next step in the present
+    mode, plus the predicted switch to its adapter.
+    """
+
+    uses_costs = True
+
+    def __init__(self, config: CreditConfig, costs: Costs) -> None:
+        self._config = config
+        self._costs = costs
+
+    def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
+        config, size = self._config, self._config.max_batch
+        credit = self._credits(ready, live)
+        theta = max(config.theta_min, config.theta_factor * _median_wait(ready))
+        theta = min(theta, config.max_wait)
+        # Line 2: R_starve = [R_i.credit > θ], cut at MaxBS.
+        starved = [r for r in ready if credit[r.id] > theta]
+        if config.sort_by_credit:
+            starved.sort(key=lambda r: -credit[r.id])
+        starved = starved[:size]
+        # Line 4: R_merge = argmax over adapters of {r ∈ R | r.lora = l}.
+        candidate = self._candidate(ready, live)
+        merge = [r for r in ready if r.slot == candidate]
+        others = [r for r in starved if not (config.exclude_own_starved and r.slot == candidate)]
+        half = 0.5 * (min(size, len(ready)) if config.compare_to_ready else size)
+        # Line 5: |R_starve| / MaxBS < 0.5 and |R_merge| / MaxBS > 0.5.
+        if len(others) < half and len(merge) > half:
+            if not others:
+                # Lines 6–8: merged.
+                return Choice(ordered_union(starved, merge)[:size], candidate, credits=credit)
+            # Lines 9–12: mixture. deLoRA follows from `live`, by the signs of the segments.
+            available = size - len(others)
+            own = ordered_union([r for r in starved if r.slot == candidate], merge)
+            rest = [r for r in own if r not in others][:available]
+            return Choice((*others, *rest), candidate, credits=credit)
+        # Lines 13–15: unmerged.
+        return Choice(ordered_union(starved, ready)[:size], BASE, credits=credit)
+
+    def _credits(self, ready: Sequence[Candidate], live: int) -> dict[str, float]:
+        """Return the credit of each request by id."""
+        # Requests with the same adapter and number of rows share one prediction.
+        predicted: dict[tuple[int, int], float] = {}
+        credits = {}
+        for r in ready:
+            key = (r.slot, r.missing)
+            if key not in predicted:
+                step = self._costs.step([r], live)
+                predicted[key] = step + self._costs.switch(live, r.slot)
+            credits[r.id] = r.wait + predicted[key]
+        return credits
+
+    def _candidate(self, ready: Sequence[Candidate], live: int) -> int:
+        """Return the mergeable adapter with the largest number of requests, or BASE."""
+        counts = Counter(r.slot for r in ready)
+        allowed = [
+            slot
+            for slot in sorted(counts)
+            if (slot == BASE and self._config.base_is_candidate)
+            or (slot != BASE and self._costs.mergeable(slot))
+        ]
+        if not allowed:
+            return BASE
+        prefer_live = self._config.ties_keep_live
+        return max(allowed, key=lambda slot: (counts[slot], prefer_live and slot == live))
+
+
+def _median_wait(ready: Sequence[Candidate]) -> float:
+    return statistics.median(r.wait for r in ready)
+
+
+def make_credit(options: Options, costs: Costs) -> CreditPolicy:
+    """Return Algorithm 1 with our departures, configured by the options."""
+    return CreditPolicy(
+        default_credit(
+            options.max_step_requests,
+            options.theta_min,
+            options.theta_factor,
+            options.max_wait_seconds,
+        ),
+        costs,
+    )
+
+
+def make_paper(options: Options, costs: Costs) -> CreditPolicy:
+    """Return Algorithm 1 as published."""
+    return CreditPolicy(CreditConfig(options.max_step_requests, options.theta_min), costs)

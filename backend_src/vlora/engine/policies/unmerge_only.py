@@ -1,0 +1,39 @@
+"""First come, first served, with no adapter ever merged, as in Punica and S-LoRA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from vlora.config import Options
+from vlora.engine.policies.base import Candidate, Choice, Costs
+from vlora.ids import BASE
+
+
+class UnmergeOnly:
+    """First come, first served within each priority; nothing is merged.
+
+    A request that holds pages keeps them, even when the adapter of an older request becomes
+    resident. The scheduler applies the same rule without calling `choose` when all requests have
+    one priority (decision 53).
+
+    max_batch: maximum number of requests of a step.
+    max_wait: requests that have waited longer than this many seconds go first.
+    """
+
+    uses_costs = False
+
+    def __init__(self, max_batch: int, max_wait: float = math.inf) -> None:
+        self.max_batch = max_batch
+        self.max_wait = max_wait
+
+    def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
+        order = sorted(
+            ready, key=lambda r: (r.wait <= self.max_wait, r.priority, not r.holds_pages)
+        )
+        return Choice(tuple(order[: self.max_batch]), BASE)
+
+
+def make(options: Options, costs: Costs) -> UnmergeOnly:
+    """Return the policy, configured by the options."""
+    return UnmergeOnly(options.max_step_requests, options.max_wait_seconds)

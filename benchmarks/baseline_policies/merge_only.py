@@ -1,0 +1,29 @@
+"""Merged inference only: one adapter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlora.config import Options
+from vlora.engine.policies.base import Candidate, Choice, Costs
+from vlora.ids import BASE
+
+
+class MergeOnly:
+    """Run all requests of the oldest request's adapter, with that adapter merged."""
+
+    uses_costs = False
+
+    def __init__(self, max_batch: int, costs: Costs) -> None:
+        self._max_batch = max_batch
+        self._costs = costs
+
+    def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
+        slot = ready[0].slot
+        same = tuple(r for r in ready if r.slot == slot)[: self._max_batch]
+        return Choice(same, slot if self._costs.mergeable(slot) else BASE)
+
+
+def make(options: Options, costs: Costs) -> MergeOnly:
+    """Return the policy, configured by the options."""
+    return MergeOnly(options.max_step_requests, costs)

@@ -1,0 +1,37 @@
+"""Parts of a simulated engine: cost models of other worlds, and adapters without files."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+from vlora.engine.cost import CostModel
+from vlora.ids import BASE
+from vlora.lora.adapter import AdapterInfo, Description
+from vlora.lora.handle import AdapterHandle
+
+
+def fork(costs: CostModel) -> CostModel:
+    """Return a cost model with the same predictions that learns separately from now on."""
+    return replace(costs, corrections=copy.deepcopy(costs.corrections))
+
+
+def without_adapters(costs: CostModel) -> CostModel:
+    """Return a cost model in which adapters cost nothing: the bound on what any mode can gain."""
+    profile = replace(
+        costs.profile,
+        lora_calls=0.0,
+        adapter_element=0.0,
+        adapter_element_row=0.0,
+        merge=(0.0, 0.0),
+    )
+    return replace(costs, profile=profile)
+
+
+def resident_adapter(slot: int) -> AdapterHandle | None:
+    """Return an adapter without files that is resident in this slot, or None for the base."""
+    if slot == BASE:
+        return None
+    info = AdapterInfo(f"slot {slot}", "", (), (), (), {}, (), ())
+    return AdapterHandle(info.name, Path(), b"", Description(info, {}, 0), slot=slot)
