@@ -15,17 +15,23 @@ namespace {
 
 // Seconds of work below which waking a second thread costs more than it saves.
 constexpr double kMinParallelSeconds = 8e-6;
+
 // How much faster adapters are read from cache than from memory; used only to estimate work.
 constexpr double kCachedRate = 3;
+
 // Minimum rows of a block that is divided for balance: a decode step of 16 rows is then two blocks,
 // whose tiles of 4 rows still fill the pipeline.
 constexpr int64_t kMinBlockRows = 8;
+
 // Ratio of the longest thread's share to the mean up to which the shares count as balanced.
 constexpr double kBalanced = 1.08;
+
 // Maximum number of times that blocks are halved for balance.
 constexpr int kMaxHalvings = 5;
+
 // Maximum blocks per thread whose balance is examined; more are balanced by their number.
 constexpr int64_t kManyBlocks = 32;
+
 // Rows per thread up to which all threads share the inside of the segments of a wave that blocks of
 // rows do not balance.
 constexpr int64_t kMaxSharedRows = 24;

@@ -14,13 +14,16 @@ namespace {
 
 // Tasks per thread: enough of them that little time is idle while the last ones finish.
 constexpr int64_t kTasksPerThread = 8;
+
 // Rows of a task, and rows computed at a time where stores bypass the caches, so that their part of
 // B stays in L1. It is a multiple of 6, 8 and 32, the rows of the tiles.
 constexpr int64_t kTaskRows = 96;
+
 // Minimum rank for which AMX tiles are faster than vectors. A tile's depth is 32, and smaller ranks
 // only wait for memory. Measured on one thread, bf16, vectors and tiles: rank 64:
 // 52 and 30 ms, rank 32: 18 and 13 ms, rank 16: 17 and 20 ms.
 constexpr int64_t kMinLimbRank = 17;
+
 // Bytes of a row's part from which on the hardware prefetches the next rows: it follows one stream
 // in a page. With software prefetch, 896 columns of fp32 by tiles on one thread take 3.3 ms instead
 // of 4.5 ms, 4096 columns 52 ms instead of 49 ms.

@@ -7,6 +7,7 @@ namespace vlora::atmm {
 
 // Maximum number of rows that a tile reads in place: each needs a general register for its address.
 constexpr int64_t kMaxDirectRows = 8;
+
 // Minimum number of rows for which AMX tiles are faster than vectors. Fewer rows are one register
 // tile, which reads an adapter in one prefetched stream at the rate of memory. Measured with rank
 // 64, adapters not in cache, 2 threads, vectors against AMX tiles: 4 rows 95 and 104 µs, 6 rows 95

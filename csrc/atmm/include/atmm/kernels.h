@@ -14,13 +14,17 @@ namespace vlora::atmm {
 
 // Maximum number of steps in a row of scratch.
 constexpr int kScratchDepth = 256;
+
 // Words between rows of scratch. It is a constant, so that the rows of a tile need one address
 // register, and it is 17 cache lines, so that rows do not fall on the same cache sets.
 constexpr int kScratchStride = kScratchDepth + 16;
+
 // Maximum number of panels in a register tile.
 constexpr int kMaxTilePanels = kMaxBundle;
+
 // Index of narrow panels in arrays that are otherwise indexed by the number of panels less one.
 constexpr int kNarrowIndex = kMaxTilePanels;
+
 // Maximum number of rows in a register tile.
 constexpr int kMaxTileRows = 24;
 
