@@ -125,10 +125,10 @@ class Beside:
     def calls(self) -> dict[str, Callable[[], None]]:
         if not compiled():
             return {}
-        from vlora.atmm import tiles
+        runtime = native.kernels().runtime
 
         def multiply() -> None:
-            tiles.multiply(self.dtype, self.rounds, torch.get_num_threads())
+            runtime.multiply(self.dtype, self.rounds, torch.get_num_threads())
 
         found: dict[str, Callable[[], None]] = {}
         if self.read_bytes:
@@ -138,7 +138,7 @@ class Beside:
             )
 
             def read() -> None:
-                tiles.read(next(parts), size, torch.get_num_threads())
+                runtime.read(next(parts), size, torch.get_num_threads())
 
             found[READ] = read
         return found | {MULTIPLY: multiply}
@@ -147,9 +147,8 @@ class Beside:
         """(bytes/s, flop/s), the medians of the rounds; None for what was not run."""
         if MULTIPLY not in timings:
             return None, None
-        from vlora.atmm import tiles
-
-        flops = tiles.multiply(self.dtype, self.rounds, torch.get_num_threads())
+        runtime = native.kernels().runtime
+        flops = float(runtime.multiply(self.dtype, self.rounds, torch.get_num_threads()))
         read = self._bytes / timings[READ].median if READ in timings else None
         return read, flops / timings[MULTIPLY].median
 
@@ -219,11 +218,10 @@ class LimitsByThreads:
 def _limits(threads: int) -> Limits:
     if not compiled():
         return Limits(_torch_peak, _torch_bandwidth)
-    from vlora.atmm import tiles
-
+    runtime = native.kernels().runtime
     return Limits(
-        lambda dtype, seconds: float(tiles.peak(dtype, seconds, threads)),
-        lambda size, seconds: float(tiles.bandwidth(size, seconds, threads)),
+        lambda dtype, seconds: float(runtime.peak(dtype, seconds, threads)),
+        lambda size, seconds: float(runtime.bandwidth(size, seconds, threads)),
     )
 
 

@@ -59,7 +59,7 @@ class TestBed:
         self.slots = [self.engine.adapters.slot(name) for name in names]
         handles = map(self.engine.adapters.handle, names)
         self._handles = dict(zip(self.slots, handles, strict=True))
-        fill(self.engine.memory.store.cache)
+        fill(self.engine.memory.kv_cache.cache)
         self._numbers = itertools.count()
         self._staged: list[tuple[EngineSequence, int, int]] = []
 

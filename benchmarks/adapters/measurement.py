@@ -91,7 +91,7 @@ class Bench:
         handle = engine.adapters.handle(self.names[0])
         self._host_bytes = handle.description.host_bytes
         self.packed_bytes = engine.adapters.packed_bytes(handle)
-        return engine.adapters.pages_of(handle) * engine.memory.store.page_bytes
+        return engine.adapters.pages_of(handle) * engine.memory.kv_cache.page_bytes
 
     def options(self, root: Path, **more: Any) -> Options:
         """Keys and values for just what runs at once: adapters have their own room."""

@@ -65,7 +65,7 @@ RULE_OF = {"punica": "unmerge_only", "slora": "unmerge_only", "dlora_einsum": "d
 @contextmanager
 def operator(apply: Apply) -> Iterator[None]:
     """All layers go through this operator instead of ATMM."""
-    with patch.object(op, "apply", apply), patch.object(op, "adding", lambda *_: None):
+    with patch.object(op, "apply", apply), patch.object(op, "bind_epilogue", lambda *_: None):
         yield
 
 

@@ -25,7 +25,7 @@ _PLACES: tuple[tuple[object, str, str], ...] = (
     (ops.Matrix, "gated", PRODUCTS),
     (AttentionPlan, "attend", ATTENTION),
     (op, "apply", LORA),
-    (op, "adding", LORA),
+    (op, "bind_epilogue", LORA),
 )
 """(owner, function, part) of all that is timed. What a function returns to be called later is timed
 as well; inside another part it counts as its own."""

@@ -42,9 +42,9 @@ def vary(folder: Path, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def many(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve adapters of different weights and ranks."""
-    root = tmp_path_factory.mktemp("many")
+def twelve(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with twelve adapters of different weights and ranks."""
+    root = tmp_path_factory.mktemp("adapters")
     for index in range(12):
         kind = ("attention-r4", "feed-forward-r16", "all-r8")[index % 3]
         shutil.copytree(adapters_dir / kind, root / f"a{index:02}")
@@ -53,8 +53,8 @@ def many(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def root(many: Path, tmp_path: Path) -> Path:
-    shutil.copytree(many, tmp_path / "root")
+def root(twelve: Path, tmp_path: Path) -> Path:
+    shutil.copytree(twelve, tmp_path / "root")
     return tmp_path / "root"
 
 
@@ -99,10 +99,10 @@ def burst(engine: Engine) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def burst_tokens(checkpoint: Path, many: Path) -> dict[str, tuple[int, ...]]:
+def burst_tokens(checkpoint: Path, twelve: Path) -> dict[str, tuple[int, ...]]:
     """Tokens of the burst with all adapters resident and each request run alone."""
     torch.set_num_threads(1)
-    engine = engine_of(checkpoint, many, enable_prefix_caching=False)
+    engine = engine_of(checkpoint, twelve, enable_prefix_caching=False)
     assert len(engine.adapters.resident) == 12
     return {k: o.token_ids for r in burst(engine) for k, o in run(engine, r).items()}
 
@@ -110,7 +110,7 @@ def burst_tokens(checkpoint: Path, many: Path) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("host_adapters", [2, 100])
 def test_a_burst_over_more_adapters_than_fit_the_pool_is_answered(
     checkpoint: Path,
-    many: Path,
+    twelve: Path,
     burst_tokens: dict[str, tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
     host_adapters: int,
@@ -118,7 +118,7 @@ def test_a_burst_over_more_adapters_than_fit_the_pool_is_answered(
     adapter_bytes = 200_000
     engine = engine_of(
         checkpoint,
-        many,
+        twelve,
         adapter_pool_bytes=3 * adapter_bytes,
         adapter_host_bytes=host_adapters * adapter_bytes,
         kv_cache_tokens=1024,
@@ -142,14 +142,14 @@ def test_a_burst_over_more_adapters_than_fit_the_pool_is_answered(
 
 def test_calibration_does_not_write_to_adapter_pages(
     checkpoint: Path,
-    many: Path,
+    twelve: Path,
     burst_tokens: dict[str, tuple[int, ...]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calibration, "cache_root", lambda: tmp_path)
     monkeypatch.setattr(calibration, "ROWS", (1, 2))
-    engine = engine_of(checkpoint, many)
+    engine = engine_of(checkpoint, twelve)
     engine.calibrate()
     engine.check_integrity()
     outputs = run(engine, *burst(engine)[:3])
@@ -157,20 +157,24 @@ def test_calibration_does_not_write_to_adapter_pages(
 
 
 def test_kv_pages_are_moved_to_make_space_for_an_adapter(
-    checkpoint: Path, many: Path, burst_tokens: dict[str, tuple[int, ...]]
+    checkpoint: Path, twelve: Path, burst_tokens: dict[str, tuple[int, ...]]
 ) -> None:
-    engine = engine_of(checkpoint, many, block_size=4, kv_cache_tokens=400, adapter_pool_bytes=0)
+    engine = engine_of(checkpoint, twelve, block_size=4, kv_cache_tokens=400, adapter_pool_bytes=0)
     outputs = run(engine, *burst(engine))
     assert {k: o.token_ids for k, o in outputs.items()} == burst_tokens
     assert engine.stats().pages_moved > 0
 
 
 def test_a_constantly_used_adapter_does_not_starve_another_one(
-    checkpoint: Path, many: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, twelve: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "PATIENCE_STEPS", 10)
     engine = engine_of(
-        checkpoint, many, adapter_pool_bytes=520_000, kv_cache_tokens=128, max_model_len=64
+        checkpoint,
+        twelve,
+        adapter_pool_bytes=520_000,
+        kv_cache_tokens=128,
+        max_model_len=64,
     )
     cold_done = None
     for step in range(200):
@@ -192,9 +196,9 @@ def test_a_constantly_used_adapter_does_not_starve_another_one(
 
 
 def test_an_adapter_that_does_not_fit_the_pool_is_refused_with_both_sizes(
-    checkpoint: Path, many: Path
+    checkpoint: Path, twelve: Path
 ) -> None:
-    engine = engine_of(checkpoint, many, kv_cache_tokens=64, adapter_pool_bytes=0)
+    engine = engine_of(checkpoint, twelve, kv_cache_tokens=64, adapter_pool_bytes=0)
     with pytest.raises(InvalidArgument, match=r"adapter 'a02' needs \d+ pages .* pool has 4"):
         engine.prepare(request("r", adapter="a02"))
 
@@ -266,13 +270,13 @@ def test_a_file_that_became_invalid_is_an_error_of_its_requests_only(
 @pytest.mark.parametrize("stage", ["open", "first read", "second read", "close", "stamp", "memory"])
 def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_page(
     checkpoint: Path,
-    many: Path,
+    twelve: Path,
     burst_tokens: dict[str, tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
     number: int,
 ) -> None:
-    engine = engine_of(checkpoint, many, adapter_host_bytes=1)
+    engine = engine_of(checkpoint, twelve, adapter_host_bytes=1)
     opened, reads = {}, []
     real_open, real_read, real_close, stamps = os.open, os.preadv, os.close, folders.stamps_of
 
@@ -324,7 +328,7 @@ def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_
     assert "adapter 'a00'" in str(outputs["r0"].error)
     assert [outputs[f"r{i}"].token_ids for i in (1, 2)] == [burst_tokens[f"r{i}"] for i in (1, 2)]
     engine.adapters.update({})  # The folders disappear and come back.
-    engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in many.iterdir()})
+    engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in twelve.iterdir()})
     assert run(engine, burst(engine)[0])["r0"].token_ids == burst_tokens["r0"]
     assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
 
@@ -391,9 +395,9 @@ def picture(engine: Engine, seed: int) -> ImageFeatures:
     return ImageFeatures(rows, np.array([[0, 40, 1, 5, 8, 0]], np.int32))
 
 
-def test_a_shared_prompt_prefix_is_not_computed_again(checkpoint: Path, many: Path) -> None:
-    engine = engine_of(checkpoint, many)
-    uncached = engine_of(checkpoint, many, enable_prefix_caching=False)
+def test_a_shared_prompt_prefix_is_not_computed_again(checkpoint: Path, twelve: Path) -> None:
+    engine = engine_of(checkpoint, twelve)
+    uncached = engine_of(checkpoint, twelve, enable_prefix_caching=False)
 
     def computed(name: str, text: str, seed: int, adapter: str | None = None) -> int:
         before = engine.stats().rows
@@ -411,8 +415,8 @@ def test_a_shared_prompt_prefix_is_not_computed_again(checkpoint: Path, many: Pa
     assert computed("e", PICTURE, 1, "a00") < first / 2
 
 
-def test_blocks_are_shared_while_their_owner_runs(checkpoint: Path, many: Path) -> None:
-    engine = engine_of(checkpoint, many)
+def test_blocks_are_shared_while_their_owner_runs(checkpoint: Path, twelve: Path) -> None:
+    engine = engine_of(checkpoint, twelve)
     text = "<s>" + "what do you see? " * 8
     engine.add(engine.prepare(request("a", prompt=text, max_tokens=20)), 0.0)
     engine.step()
@@ -421,15 +425,15 @@ def test_blocks_are_shared_while_their_owner_runs(checkpoint: Path, many: Path) 
     outputs = engine.step()
     assert engine.pool.kv <= pages + 2
     (first,) = (output.token_ids for output in outputs if output.request_id == "b")
-    expected = run(engine_of(checkpoint, many), request("b", prompt=text, max_tokens=20))
+    expected = run(engine_of(checkpoint, twelve), request("b", prompt=text, max_tokens=20))
     assert (*first, *finish(engine)["b"].token_ids) == expected["b"].token_ids
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_of_merged_and_unmerged_weights_are_shared_in_float32_only(
-    checkpoint: Path, many: Path, dtype: str
+    checkpoint: Path, twelve: Path, dtype: str
 ) -> None:
-    engine = engine_of(checkpoint, many, dtype=dtype)
+    engine = engine_of(checkpoint, twelve, dtype=dtype)
     merged = MergeOnly(8, engine.costs)
     text = "<s>" + "what do you see? " * 8
     cached = {}

@@ -74,7 +74,7 @@ def test_a_fault_in_one_row_ends_its_request_and_keeps_the_outputs_of_the_others
 
 def _once_then(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
     calls = iter([first])
-    return lambda *given: next(calls, then)(*given)
+    return lambda *args: next(calls, then)(*args)
 
 
 @pytest.fixture(scope="module")

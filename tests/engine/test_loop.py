@@ -36,7 +36,7 @@ def test_outputs_arrive_in_order_and_end_once(loop: EngineLoop) -> None:
 
 
 def test_outputs_that_accumulate_while_a_sink_is_busy_are_merged(loop: EngineLoop) -> None:
-    """Without merging, the answers of a busy server would fall behind its engine (decision 55)."""
+    """Merging keeps the answers of a busy server from falling behind its engine (decision 55)."""
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
     fast, slow = Collector(), Collector()
     loop.submit(request("r", sampling=sampling), fast)
@@ -291,8 +291,8 @@ def test_statistics_count_steps_tokens_and_requests(loop: EngineLoop) -> None:
 
 
 def streamed(request_id: str, stream: str | None = "camera", **keys: Any) -> Request:
-    given = {"temperature": 0, "max_tokens": 900, "ignore_eos": True, "stream_id": stream, **keys}
-    return request(request_id, sampling=SamplingParams.parse(given))
+    keys = {"temperature": 0, "max_tokens": 900, "ignore_eos": True, "stream_id": stream, **keys}
+    return request(request_id, sampling=SamplingParams.parse(keys))
 
 
 def test_a_superseding_request_ends_the_waiting_ones_of_its_stream(loop: EngineLoop) -> None:

@@ -144,7 +144,7 @@ def test_a_mixture_decode_subtracts_the_live_adapter_from_all_other_rows(
 def test_an_idle_engine_keeps_track_of_its_merged_adapter(
     by_adapter: dict[str | None, list[Case]], checkpoint: Path, parity_adapters: Path
 ) -> None:
-    """In the published code, the end of a batch clears the merged flag but not the weights."""
+    """The published code clears the merged flag at the end of a batch, but not the weights."""
     engine = Engine(Options(model=checkpoint, adapters=parity_adapters))
     for live in ("all-r8", "all-r8", None, "attention-r4", None):
         for name in ("all-r8", None):

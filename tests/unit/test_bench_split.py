@@ -12,8 +12,8 @@ import torch
 from benchmarks.adapters import split
 from benchmarks.adapters.measurement import Bench
 from benchmarks.adapters.split import SplitPool, Unpaired
+from tests.support.pages import BlocksOfTokens, IdleAdapters
 from tests.unit.test_bench_tiers import GRID as SMALL
-from tests.unit.test_pool import Held, Idle
 from vlora.config import Options
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool, Run
@@ -50,10 +50,10 @@ def test_what_one_pool_lends_the_split_refuses() -> None:
 
 def test_each_side_gives_up_its_own_whatever_is_older() -> None:
     pool = SplitPool(2, 2)
-    prefix, idle = PrefixCache(pool), Idle(pool)
+    prefix, idle = PrefixCache(pool), IdleAdapters(pool)
 
-    def cache(scope: str) -> Held:
-        held = Held(BlockTable(pool, 2, prefix), scope, [1, 2])
+    def cache(scope: str) -> BlocksOfTokens:
+        held = BlocksOfTokens(BlockTable(pool, 2, prefix), scope, [1, 2])
         assert held.table.grow(2)
         held.table.share(held.keys)
         held.table.clear()
@@ -75,15 +75,15 @@ def test_each_side_gives_up_its_own_whatever_is_older() -> None:
 def test_the_split_keeps_its_books_whatever_is_asked(seed: int) -> None:
     rng = random.Random(seed)
     pool = SplitPool(9, 11)
-    prefix, idle = PrefixCache(pool), Idle(pool)
-    live: list[Held] = []
+    prefix, idle = PrefixCache(pool), IdleAdapters(pool)
+    live: list[BlocksOfTokens] = []
     busy: list[Run] = []
     refused = 0
     for _ in range(300):
         drawn = rng.random()
         if drawn < 0.35:
             tokens = rng.choices(range(2), k=rng.randint(1, 12))
-            held = Held(BlockTable(pool, 2, prefix), rng.choice("ab"), tokens)
+            held = BlocksOfTokens(BlockTable(pool, 2, prefix), rng.choice("ab"), tokens)
             held.table.reuse_prefix(held.keys[: (len(tokens) - 1) // 2])
             if held.table.grow(len(tokens)):
                 held.table.share(held.keys)

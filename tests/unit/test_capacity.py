@@ -23,7 +23,7 @@ def test_planned_pages_adapters_and_weights_equal_those_of_an_engine(
     memory = 256 * 1024 * 1024
     plan = capacity.plan(options, {}, memory)
     engine = Engine(options)
-    assert plan.page_bytes == engine.memory.store.page_bytes
+    assert plan.page_bytes == engine.memory.kv_cache.page_bytes
     assert {cost.name: cost.pages for cost in plan.adapters} == {
         name: engine.adapters.pages_of(engine.adapters.handle(name))
         for name in engine.adapters.names()

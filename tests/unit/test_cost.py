@@ -158,8 +158,8 @@ def test_the_cost_of_a_step_for_a_policy_includes_all_missing_rows() -> None:
 
 def test_a_guessed_profile_gives_positive_increasing_predictions() -> None:
     costs = CostModel(guess(10**8, 2, 10**7), lambda slot: SIZES[slot])
-    few, many = (costs.predict([Part(0, rows, 0, True)], BASE) for rows in (1, 1000))
-    assert 0 < few < many
+    short, long = (costs.predict([Part(0, rows, 0, True)], BASE) for rows in (1, 1000))
+    assert 0 < short < long
 
 
 def test_a_profile_is_measured_once_and_loaded_the_next_time(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA tiles: pruned by arithmetic, compiled where nvcc is, and what they take of a device."""
+"""CUDA tiles: pruned by arithmetic, compiled where nvcc is available, and their use of a device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tools.tile_search.cuda_tiles import KINDS, SHARED_BYTES, SIDES, CudaTile, t
 from vlora.atmm.cuda.library import Library, LoadedTile
 
 REGISTERS = 65536
-"""Of a multiprocessor, sm_80 and sm_90 alike; one thread may have 255."""
+"""Registers of a multiprocessor, for both sm_80 and sm_90; one thread may have 255."""
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
-"""Bytes that one block may have."""
+"""Maximum shared memory of one block in bytes."""
 SPILLS = 128
-"""Bytes that a thread may write to and read from local memory: a few addresses outside the inner
-loops, once a tile. The largest tiles' sums alone take 128 of their 255 registers."""
+"""Maximum number of bytes that a thread may write to and read from local memory: a few addresses
+outside the inner loops, once per tile. The largest tiles' sums alone take 128 of their 255
+registers."""
 PUNICA = CudaTile((16, 64, 64), (16, 16, 64), 3)
 
 
@@ -63,9 +64,7 @@ def test_the_registry_lists_the_instances_in_order() -> None:
     assert places == sorted(places)
 
 
-def test_headers_that_are_not_there_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_headers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLORA_CUTLASS", str(tmp_path))
     with pytest.raises(BuildError, match="CUTLASS headers are missing"):
         cuda_build.find_headers()
@@ -73,7 +72,7 @@ def test_headers_that_are_not_there_are_named(
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    """The library that `make cuda` built."""
+    """Return the library that `make cuda` built."""
     if not cuda_build.LIBRARY.exists():
         pytest.skip("ATMM for CUDA is not built here: `make cuda` (needs nvcc)")
     return Library(cuda_build.LIBRARY)
@@ -120,7 +119,7 @@ ptxas info    : Used 40 registers, used 0 barriers
     assert (second["sm"], second["registers"], second["shared"]) == (90, 40, 0)
 
 
-def test_ptx_of_the_newest_architecture_lies_beside_the_machine_code() -> None:
+def test_the_library_contains_ptx_of_the_newest_architecture() -> None:
     assert cuda_build.gencode((90, 80)) == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90,code=[sm_90,compute_90]",

@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.baseline_policies import register
 from benchmarks.baseline_policies.dlora import DLora
 from benchmarks.baseline_policies.merge_only import MergeOnly
 from tests.support.policy_costs import STEP_SECONDS, SWITCH_SECONDS, FixedCosts
+from vlora.config import POLICIES, Options
+from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.policies.base import Candidate, Choice, Policy
 from vlora.engine.policies.credit import CreditConfig, CreditPolicy, default_credit
 from vlora.engine.policies.predictive import CHUNK_ROWS, Predictive
+from vlora.engine.policies.registry import make_policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
+from vlora.errors import InvalidArgument
 from vlora.ids import BASE
 
 
@@ -189,12 +194,12 @@ def predictive(max_wait: float = math.inf, unmergeable: frozenset[int] = frozens
 
 
 def test_predictive_merges_if_the_present_work_repays_the_switch() -> None:
-    few, many = (Candidate("a", 1, missing=rows) for rows in (100, 300))
+    short, long = (Candidate("a", 1, missing=rows) for rows in (100, 300))
     other = Candidate("b", 2, missing=10)
-    assert predictive().choose([few, other], BASE, 0.0).live == BASE
-    assert predictive().choose([many, other], BASE, 0.0).live == 1
-    assert predictive().choose([few, other], 1, 0.0).live == 1, "it is merged already"
-    assert predictive().choose([few, Candidate("b", 2, missing=101)], 1, 0.0).live == BASE
+    assert predictive().choose([short, other], BASE, 0.0).live == BASE
+    assert predictive().choose([long, other], BASE, 0.0).live == 1
+    assert predictive().choose([short, other], 1, 0.0).live == 1, "it is merged already"
+    assert predictive().choose([short, Candidate("b", 2, missing=101)], 1, 0.0).live == BASE
 
 
 def test_a_merge_saves_the_lora_calls_of_steps_without_other_adapters() -> None:
@@ -284,6 +289,26 @@ def test_a_request_that_waited_max_wait_goes_first() -> None:
     assert predictive(10.0).choose(ready, 1, 0.0).order[0].id == "short"
 
 
+# -- the registry ----------------------------------------------------------------------------
+
+
+def test_every_registered_policy_can_be_made_by_its_name() -> None:
+    costs = CostModel(guess(10**8, 4, 10**7), lambda slot: AdapterSize(10**6, 10**9))
+    for name in POLICIES:
+        assert callable(make_policy(Options(policy=name), costs).choose), name
+
+
+def test_an_unregistered_policy_is_refused_with_the_valid_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = CostModel(guess(10**8, 4, 10**7), lambda slot: AdapterSize(10**6, 10**9))
+    monkeypatch.delitem(POLICIES, "merge_only", raising=False)
+    with pytest.raises(InvalidArgument, match=r"'merge_only' is unknown.* It may be predictive, "):
+        make_policy(Options(policy="merge_only"), costs)
+    register()
+    assert isinstance(make_policy(Options(policy="merge_only"), costs), MergeOnly)
+
+
 # -- the bound on waits ----------------------------------------------------------------------
 
 MAX_WAIT, BATCH, WORK, LIMIT = 0.5, 8, 6, 40
@@ -298,13 +323,13 @@ def bound(ready: int) -> float:
     return MAX_WAIT + (math.ceil(ready / BATCH) * WORK + 1) * STEP_SECONDS
 
 
-POLICIES: dict[str, Policy] = {
+BOUNDED: dict[str, Policy] = {
     "credit": CreditPolicy(default_credit(BATCH, 0.05, 4.0, MAX_WAIT), FixedCosts()),
     "predictive": Predictive(BATCH, 1000, MAX_WAIT, FixedCosts()),
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", BOUNDED.values(), ids=BOUNDED)
 @pytest.mark.parametrize("trace", ["one hot, one cold", "all distinct", "bursts of long ones"])
 def test_every_request_is_served_within_the_bound_under_full_load(
     policy: Policy, trace: str

@@ -1,4 +1,4 @@
-"""Tests of the buffers that steps reuse: rows of activations, and angles of positions."""
+"""Memory reused from step to step: the workspace's buffers and the table of rotary angles."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def workspace() -> Workspace:
     return Workspace(Mock(DecoderConfig, **sizes))
 
 
-def test_each_buffer_has_contiguous_rows_of_its_width(workspace: Workspace) -> None:
-    rows = workspace.buffers(3)
+def test_buffers_are_contiguous_rows_of_each_width(workspace: Workspace) -> None:
+    buffers = workspace.buffers(3)
     for name, width in WIDTHS.items():
-        buffer = getattr(rows, name)
+        buffer = getattr(buffers, name)
         assert buffer.shape == (3, width)
         assert buffer.is_contiguous()
         assert buffer.dtype == torch.float32
 
 
-def test_the_input_and_output_buffers_of_a_product_never_overlap(workspace: Workspace) -> None:
-    rows = workspace.buffers(5)
+def test_no_operation_reads_and_writes_the_same_memory(workspace: Workspace) -> None:
+    buffers = workspace.buffers(5)
 
     def addresses(buffer: torch.Tensor) -> range:
         return range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * 4)
 
-    for source, to in (
+    for source, target in (
         ("normed", "qkv"),
         ("qkv", "attended"),
         ("attended", "delta"),
@@ -53,11 +53,11 @@ def test_the_input_and_output_buffers_of_a_product_never_overlap(workspace: Work
         ("gate_up", "gated"),
         ("gated", "delta"),
     ):
-        read, written = addresses(getattr(rows, source)), addresses(getattr(rows, to))
-        assert read.stop <= written.start or written.stop <= read.start, (source, to)
+        read, written = addresses(getattr(buffers, source)), addresses(getattr(buffers, target))
+        assert read.stop <= written.start or written.stop <= read.start, (source, target)
 
 
-def test_buffers_grow_once_and_are_reused(workspace: Workspace) -> None:
+def test_memory_grows_to_the_largest_step_and_is_reused(workspace: Workspace) -> None:
     large = workspace.buffers(64).gate_up.data_ptr()
     assert workspace.buffers(2).gate_up.data_ptr() == large
     assert workspace.buffers(64).gate_up.data_ptr() == large
@@ -65,12 +65,12 @@ def test_buffers_grow_once_and_are_reused(workspace: Workspace) -> None:
     assert workspace.buffers(0).delta.shape == (0, 20)
 
 
-def test_a_new_workspace_has_buffers_without_rows(workspace: Workspace) -> None:
+def test_a_first_step_may_have_no_rows(workspace: Workspace) -> None:
     assert workspace.buffers(0).qkv.shape == (0, 32)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.25])
-def test_angles_belong_to_their_positions(scale: float) -> None:
+def test_the_table_holds_the_angles_of_each_position(scale: float) -> None:
     frequencies = 1.0 / 10_000 ** (torch.arange(8) / 8)
     table = RotaryTable(frequencies, scale)
     for positions in (
@@ -81,16 +81,16 @@ def test_angles_belong_to_their_positions(scale: float) -> None:
         [7 * INITIAL_POSITIONS + 3, 2],
         [],
     ):
-        tensor = torch.tensor(positions, dtype=torch.int64)
-        angles = table.lookup(tensor)
-        expected = Rotary.from_angles(tensor[:, None] * frequencies, scale)
-        torch.testing.assert_close(angles.cosines, expected.cosines)
-        torch.testing.assert_close(angles.sines, expected.sines)
-        assert angles.cosines.is_contiguous()
-        assert angles.sines.is_contiguous()
+        indices = torch.tensor(positions, dtype=torch.int64)
+        rotary = table.lookup(indices)
+        expected = Rotary.from_angles(indices[:, None] * frequencies, scale)
+        torch.testing.assert_close(rotary.cosines, expected.cosines)
+        torch.testing.assert_close(rotary.sines, expected.sines)
+        assert rotary.cosines.is_contiguous()
+        assert rotary.sines.is_contiguous()
 
 
-def test_an_output_buffer_that_does_not_fit_is_refused() -> None:
+def test_an_out_tensor_that_does_not_fit_is_refused() -> None:
     matrix = ops.Matrix(torch.randn(6, 4))
     x = torch.randn(3, 4)
     wrong: list[Any] = [

@@ -77,7 +77,7 @@ class Engine:
         """
         assert self.pool.kv == 0, "calibrating writes to pages"
         pages = self.pool.allocate(self.pool.free) or []
-        block = self.memory.block
+        block = self.memory.block_size
         slots = sorted(self.adapters.resident)
         calibration = Calibration(
             SyntheticSteps(self._runner, self.switcher, pages, block, self._max_rows),

@@ -22,8 +22,8 @@ MAX_IDS = 4096
 class PendingCancels:
     """Pending cancellations by client id, and the ids of requests that ended recently.
 
-    The latter tell a late cancellation apart from an early one: it must not cancel a new request
-    that reuses the id.
+    The latter identify cancellations that are late: they must not cancel a new request that reuses
+    the id.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -18,7 +18,7 @@ class Mode(StrEnum):
     MIXTURE = "mixture"
     """Some rows do not: the live adapter is subtracted there and their own added (deLoRA)."""
     UNMERGED = "unmerged"
-    """Without a live adapter, each row's own adapter is added."""
+    """Each row's own adapter is added, since no adapter is live."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from vlora.backends import Backend
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[int, list[int], list[int | None], list[Segment], int, int]:
-    """(d_in, d_outs, ranks, segments, rows, padding of the rows)."""
+    """Draw (d_in, d_outs, ranks, segments, rows, padding of the rows)."""
     d_in = draw(st.sampled_from([1, 2, 7, 16, 33, 100, 257, 513, 1024]))
     widths = st.sampled_from([1, 5, 15, 16, 17, 48, 63, 64, 130, 512])
     d_outs = draw(st.lists(widths, min_size=1, max_size=3))
@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn) -> tuple[int, list[int], list[int | None], list[Se
     for _ in range(draw(st.integers(0, 6))):
         rows = draw(length)
         segments.append(Segment(row, rows, draw(slot), draw(st.sampled_from([1, -1]))))
-        if draw(st.booleans()):  # own and -live
+        if draw(st.booleans()):  # own and −live segments
             segments.append(Segment(row, rows, draw(slot), -1))
         row += rows + draw(st.sampled_from([0, 0, 1]))
     return d_in, d_outs, ranks, segments, row, draw(st.sampled_from([0, 1, 3, 16]))
@@ -121,7 +121,7 @@ def test_every_configuration_equals_float64(
                 check(y, x, segments, group, "cpu", config=index)
 
 
-def test_an_adapter_with_nan_leaves_other_rows_alone(backend: Backend) -> None:
+def test_nan_in_an_adapter_does_not_affect_other_rows(backend: Backend) -> None:
     for dtype, rows_dtype in FORMS:
         group = group_of(64, [48], [20, 8, 33], dtype)
         bad = group.pairs[0][1]
@@ -166,7 +166,7 @@ def test_unaligned_addresses_are_served(backend: Backend) -> None:
         (Segment(0, 1, 0, 2), "sign"),
     ],
 )
-def test_a_wrong_segment_is_refused(segment: Segment, reason: str, backend: Backend) -> None:
+def test_a_wrong_segment_is_rejected(segment: Segment, reason: str, backend: Backend) -> None:
     group = group_of(16, [8], [4, 4])
     y = torch.zeros(4, 8)
     with pytest.raises(ValueError, match=reason):
@@ -184,7 +184,7 @@ def test_a_wrong_segment_is_refused(segment: Segment, reason: str, backend: Back
         (torch.zeros(4, 16), torch.zeros(4, 8).bfloat16(), "bfloat16"),
     ],
 )
-def test_a_wrong_shape_is_refused(
+def test_a_wrong_shape_is_rejected(
     x: torch.Tensor, y: torch.Tensor, reason: str, backend: Backend
 ) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -192,13 +192,13 @@ def test_a_wrong_shape_is_refused(
 
 
 @compiled
-def test_columns_that_do_not_lie_side_by_side_are_refused() -> None:
+def test_columns_that_are_not_contiguous_are_rejected() -> None:
     group = group_of(16, [8], [4])
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="must be contiguous"):
         op.apply(torch.zeros(8, 4).T, torch.zeros(4, 16), [], group, backend="cpu")
 
 
-def test_a_pair_that_does_not_fit_its_group_is_refused() -> None:
+def test_a_pair_that_does_not_fit_its_group_is_rejected() -> None:
     group = LoraGroup(16, [8])
     with pytest.raises(ValueError, match="do not fit a projection"):
         group.append([LoraPair(torch.zeros(4, 16), torch.zeros(8, 5))])
@@ -208,7 +208,7 @@ def test_a_pair_that_does_not_fit_its_group_is_refused() -> None:
         LoraGroup(16, [8], torch.float16)
 
 
-def test_what_lies_below_bf16_reaches_rows_in_fp32(backend: Backend) -> None:
+def test_fp32_rows_keep_values_below_bf16_precision(backend: Backend) -> None:
     group = group_of(64, [48], [16], BF16)
     x, y = torch.randn(6, 64) * 2**-13, torch.ones(6, 48)
     segments = [Segment(1, 3, 0), Segment(4, 1, 0, -1)]

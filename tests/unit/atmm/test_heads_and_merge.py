@@ -71,12 +71,14 @@ def test_merged_slabs_equal_float64_within_one_rounding(
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_what_is_not_finite_stays_so_where_it_is(backend: Backend, dtype: torch.dtype) -> None:
+def test_values_that_are_not_finite_stay_where_they_are(
+    backend: Backend, dtype: torch.dtype
+) -> None:
     d_out, d_in = 13, 608
     integers = torch.int32 if dtype == FP32 else torch.int16
     odd = torch.randperm(d_out * d_in)[:300]
     base = torch.randn(d_out * d_in).to(dtype)
-    # NaN of any sign and payload, quiet or signalling: all bits of the exponent set, then some.
+    # NaN of any sign and payload, quiet or signalling: all bits of the exponent and some others.
     low = 1 << (23 if dtype == FP32 else 7)
     top = 255 * low - (torch.rand(200) < 0.5) * 256 * low
     base.view(integers)[odd[:200]] = (top + torch.randint(1, low, (200,))).to(integers)
@@ -92,7 +94,7 @@ def test_what_is_not_finite_stays_so_where_it_is(backend: Backend, dtype: torch.
 
 @pytest.mark.parametrize("rank", [16, 17, 70])
 def test_a_merge_loses_no_bits_of_its_factors(backend: Backend, rank: int) -> None:
-    # Where factors go as three numbers of bf16 each: two of them would not do.
+    # Where factors are split into three bf16 numbers each, two of them would lose bits.
     d_out, d_in = 70, 200
     spread = 2.0 ** torch.randint(-20, 20, (rank, 1))
     signs = torch.randint(0, 2, (rank, d_in)) * 2 - 1
@@ -118,12 +120,12 @@ def test_every_merge_configuration_equals_the_reference(size: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_wrong_merges_are_refused(backend: Backend) -> None:
+def test_wrong_merges_are_rejected(backend: Backend) -> None:
     slab = torch.zeros(100)
     pair = LoraPair(torch.zeros(2, 10), torch.zeros(10, 2))
     wrong: list[tuple[Callable[[], None], str]] = [
         (lambda: op.merge(slab, slab, [MergeUpdate(1, pair)], backend=backend), "do not fit"),
-        (lambda: op.merge(slab, slab[1:], [], backend=backend), "not alike"),
+        (lambda: op.merge(slab, slab[1:], [], backend=backend), "must be equal"),
         (
             lambda: op.merge(
                 slab, slab, [MergeUpdate(0, LoraPair(pair.a.bfloat16(), pair.b))], backend=backend

@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
 class Choice(NamedTuple):
     """Decision of a policy for one step.
 
-    order: requests to run. Pages and rows are given in this order.
+    order: requests to run. Pages and rows are allocated in this order.
     live: slot of the adapter to be merged into the active weights, or BASE for none.
     max_rows: limit on prompt rows by request id, for requests that get fewer than fit the step.
     credits: credit in seconds by request id, if the policy computes credits.
