@@ -2,8 +2,8 @@
 
     python csrc/atmm/test/sanitize.py [--build FOLDER] [--rounds N] [--only memory|threads]
 
-memory: the address and undefined-behaviour sanitizers with leak detection, on our own threads and on
-OpenMP's. threads: the thread sanitizer, on our own threads only, because it cannot follow how
+memory: the address and undefined-behaviour sanitizers with leak detection, on our own threads and
+on OpenMP's. threads: the thread sanitizer, on our own threads only, because it cannot follow how
 OpenMP's runtime passes work between threads.
 
 The exit status is 0 if no sanitizer reports an error. g++ and its sanitizer libraries are required.
