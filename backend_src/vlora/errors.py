@@ -17,7 +17,7 @@ class VLoraError(Exception):
 
     code: ClassVar[str] = "INTERNAL"
     counted_elsewhere = False
-    """Whether another model raised this error and has counted it."""
+    """True if another model raised this error and has counted it."""
 
     @property
     def message(self) -> str:

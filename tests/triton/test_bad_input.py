@@ -137,7 +137,7 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def healthy(server: Any) -> str:
-    """The answer to a valid request."""
+    """Return the answer to a valid request."""
     with asking(server) as asker:
         return asker.text(RETRIEVAL, image=picture((1, 2, 3)), **HEALTHY)
 

@@ -47,7 +47,7 @@ def test_a_port_in_use_is_rejected_with_the_option_that_sets_another(server: Tri
 
 @pytest.fixture
 def lone_model(tmp_path: Path) -> Path:
-    """A repository with only `task_head`, without the `model.json` that it reads."""
+    """Return a repository with only `task_head`, without the `model.json` that it reads."""
     repository = tmp_path / "repository"
     shutil.copytree(default_repository() / "task_head", repository / "task_head")
     return repository
@@ -75,7 +75,7 @@ def test_an_unknown_field_in_a_config_is_reported(lone_model: Path) -> None:
 def small(
     checkpoint: Path, adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """A server that runs one request at a time on two threads, with a queue of two and no cache."""
+    """Yield a server with two threads, one running request, a queue of two, and no cache."""
     options = ServerOptions(
         model_json={
             "model": str(checkpoint),
@@ -153,7 +153,7 @@ def test_two_engine_threads_give_the_same_answer_as_one(
 def test_requests_that_run_longer_than_the_grace_period_are_cancelled(
     small: TritonServer, ask_small: Asker
 ) -> None:
-    """This must be the last test of this server."""
+    """Requests are cancelled at the end; this must be the last test of this server."""
     stubs = children(small.pid)
     assert len(stubs) == 4
     assert small.models.keys() == {"lmm", "lmm_unary", "task_head", "vision_encoder"}

@@ -136,7 +136,7 @@ def test_http_errors_are_json_with_their_code(ask: Asker) -> None:
     status, text = ask.http("video_analytics", "generate", body)
     # Triton sends 400 for any error of a step of an ensemble.
     assert status == 400
-    assert "NOT_FOUND: unknown adapter 'nobody'" in json.loads(text)["error"]
+    assert "NOT_FOUND: unknown adapter 'unknown'" in json.loads(text)["error"]
 
 
 def test_the_metrics_of_the_vllm_backend_are_exported(ask: Asker) -> None:
@@ -230,7 +230,7 @@ def test_two_hundred_concurrent_requests_are_all_answered(ask: Asker) -> None:
 def perf_analyzer() -> fetch.PerfAnalyzer:
     if not (fetch.FOLDER / "bin" / "perf_analyzer").is_file():
         pytest.skip(
-            "perf_analyzer is not installed; get it with: python benchmarks/perf_analyzer/fetch.py"
+            "perf_analyzer is not installed; get it with: python -m benchmarks.perf_analyzer.fetch"
         )
     try:
         return fetch.ensure()

@@ -124,7 +124,7 @@ class Options:
     """Seconds after which a request that is ready but not computed is scheduled first."""
 
     deterministic: bool = False
-    """Whether adapters are never merged.
+    """True to merge no adapters.
 
     The answer to a request then does not depend on other running requests, even in bfloat16.
     """
@@ -139,7 +139,7 @@ class Options:
     """Size of the page pool for KV, in tokens. KV may also use the adapters' unused pages."""
 
     merging: str = "out_of_place"
-    """How an adapter is merged into the weights, for the modes merged and mixture.
+    """Way of merging an adapter into the weights, for the modes merged and mixture.
 
     "out_of_place" writes to a second copy of the weights; "in_place", the paper's way, needs half
     the memory but accumulates rounding errors; "off" never merges.
@@ -162,7 +162,7 @@ class Options:
     """Maximum size of the adapters in host memory, in float32; adapters in use are not limited."""
 
     enable_prefix_caching: bool = True
-    """Whether the KV of full blocks is cached for later prompts with the same prefix."""
+    """True to cache the KV of full blocks for later prompts with the same prefix."""
 
     engine_threads: IntOrAuto = AUTO
     """Number of threads of the engine's process; "auto": see `cores.split_cores`."""
@@ -174,7 +174,7 @@ class Options:
     """Maximum size of the encoder's image feature cache; 0 turns the cache off."""
 
     disable_log_stats: bool = False
-    """Whether only Triton's own metrics are exported."""
+    """True to export only Triton's own metrics."""
 
     limits: Limits = field(default_factory=Limits)
     """Limits of one request or one adapter."""

@@ -79,7 +79,7 @@ def default_repository() -> Path:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What to serve, and where. A port of 0 means a free one.
+    """Options of a server. A port of 0 means a free one.
 
     model, adapters: folders that override those of `model.json`.
     model_json: keys that replace those of `model.json`, in a copy of the repository.

@@ -22,7 +22,7 @@ WATCH_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a server that failed is restarted.
+    """The conditions and delays for restarting a server that failed.
 
     Failures within `quick_seconds` after the start are counted; after `max_failures` of them in a
     row the server is not restarted. Before the n-th restart in a row, the supervisor waits
