@@ -110,15 +110,15 @@ def check(
     **options: int,
 ) -> None:
     """Compare `op.apply` with `expected`, and check that rows of no segment are unchanged."""
-    want = expected(y, x, segments, group)
-    got = y.clone(memory_format=torch.preserve_format)
-    op.apply(got, x, segments, group, backend=backend, **options)
+    desired = expected(y, x, segments, group)
+    actual = y.clone(memory_format=torch.preserve_format)
+    op.apply(actual, x, segments, group, backend=backend, **options)
     tolerance = tolerance_of(backend, group.dtype, y.dtype)
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), desired, rtol=tolerance, atol=tolerance)
     untouched = torch.ones(len(y), dtype=torch.bool, device=y.device)
     for segment in segments:
         untouched[segment.start : segment.start + segment.length] = False
-    assert torch.equal(got[untouched], y[untouched])
+    assert torch.equal(actual[untouched], y[untouched])
 
 
 @contextmanager

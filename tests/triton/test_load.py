@@ -230,7 +230,7 @@ def test_two_hundred_concurrent_requests_are_all_answered(ask: Asker) -> None:
 def perf_analyzer() -> fetch.PerfAnalyzer:
     if not (fetch.FOLDER / "bin" / "perf_analyzer").is_file():
         pytest.skip(
-            "perf_analyzer is not installed; get it with: python benchmarks/perf_analyzer/fetch.py"
+            "perf_analyzer is not installed; get it with: python -m benchmarks.perf_analyzer.fetch"
         )
     try:
         return fetch.ensure()

@@ -124,9 +124,9 @@ def test_mixed_types_and_different_scales_are_read_as_matrix_by_matrix(
     monkeypatch.setattr(
         os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:7]], offset)
     )
-    again = load_adapter("x", folder, model)
-    assert again.info == read.info
-    assert all(torch.equal(again.pairs[p].b, pair.b) for p, pair in read.pairs.items())
+    reread = load_adapter("x", folder, model)
+    assert reread.info == read.info
+    assert all(torch.equal(reread.pairs[p].b, pair.b) for p, pair in read.pairs.items())
 
 
 @pytest.mark.parametrize(
@@ -376,6 +376,6 @@ def test_configured_names_win_over_folders(
 ) -> None:
     for name in ("a", "b"):
         shutil.copytree(folder, tmp_path / "root" / name)
-    found = find_folders(tmp_path / "root", {"alias": "a", "a": "b"})
-    assert {name: path.name for name, path in found.items()} == {"a": "b", "b": "b", "alias": "a"}
+    folders = find_folders(tmp_path / "root", {"alias": "a", "a": "b"})
+    assert {name: path.name for name, path in folders.items()} == {"a": "b", "b": "b", "alias": "a"}
     assert "'a'" in caplog.text

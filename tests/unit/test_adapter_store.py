@@ -82,7 +82,7 @@ class Harness:
     def handle(self, index: int) -> AdapterHandle:
         return self.store.handle(f"a{index}")
 
-    def want(self, *indices: int) -> AdapterHandle | None:
+    def request(self, *indices: int) -> AdapterHandle | None:
         """Advance as often as loading and packing need, and return the adapter that found too
         few pages."""
         blocking = None
@@ -103,14 +103,14 @@ ADAPTER_BYTES = 2 * RANK * HIDDEN * 4
 
 @pytest.fixture
 def make_harness(model: ModelShape, root: Path) -> Iterator[Any]:
-    made: list[Harness] = []
+    harnesses: list[Harness] = []
 
     def make(pages: int, host: int | None = None) -> Harness:
-        made.append(Harness(model, root, pages, host))
-        return made[-1]
+        harnesses.append(Harness(model, root, pages, host))
+        return harnesses[-1]
 
     yield make
-    for harness in made:
+    for harness in harnesses:
         harness.store.close()
 
 
@@ -118,9 +118,9 @@ def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
     make_harness: Any, root: Path
 ) -> None:
     harness = make_harness(2)
-    for wanted in ((0, 1), (2,), (3, 0), (1, 5)):
-        harness.want(*wanted)
-        for index in wanted:
+    for indices in ((0, 1), (2,), (3, 0), (1, 5)):
+        harness.request(*indices)
+        for index in indices:
             handle = harness.handle(index)
             assert handle.slot is not None
             pair = (
@@ -135,54 +135,54 @@ def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
 
 def test_pinned_adapters_stay_and_the_least_recently_used_is_evicted(make_harness: Any) -> None:
     harness = make_harness(2)
-    harness.want(0)
-    harness.want(1)
-    harness.want(2)
+    harness.request(0)
+    harness.request(1)
+    harness.request(2)
     assert harness.resident() == {"a1", "a2"}
     harness.handle(1).pin()
-    harness.want(0)
+    harness.request(0)
     assert harness.resident() == {"a0", "a1"}
     harness.handle(0).pin()
-    assert harness.want(3) is harness.handle(3), "the blocked adapter is returned"
+    assert harness.request(3) is harness.handle(3), "the blocked adapter is returned"
     harness.handle(1).unpin()
-    harness.want(3)
+    harness.request(3)
     assert harness.resident() == {"a0", "a3"}
 
 
 def test_the_merged_adapter_is_not_evicted(make_harness: Any) -> None:
     harness = make_harness(1)
-    harness.want(0)
+    harness.request(0)
     harness.store.protected_slot = harness.handle(0).slot
-    assert harness.want(1) is harness.handle(1)
+    assert harness.request(1) is harness.handle(1)
     harness.store.protected_slot = -1
-    assert harness.want(1) is None
+    assert harness.request(1) is None
     assert harness.resident() == {"a1"}
 
 
 def test_a_newer_request_does_not_evict_an_older_ones_adapter(make_harness: Any) -> None:
     harness = make_harness(2)
-    harness.want(0, 1)
-    assert harness.want(0, 1, 2, 3) is harness.handle(2)
+    harness.request(0, 1)
+    assert harness.request(0, 1, 2, 3) is harness.handle(2)
     assert harness.resident() == {"a0", "a1"}
-    assert harness.want(4, 0, 1) is harness.handle(1), "the newest of three is evicted"
+    assert harness.request(4, 0, 1) is harness.handle(1), "the newest of three is evicted"
     assert harness.resident() == {"a0", "a4"}
 
 
 def test_host_copies_stay_within_the_budget_unless_they_are_in_use(make_harness: Any) -> None:
     harness = make_harness(2, 3 * ADAPTER_BYTES)
     assert harness.store.host_bytes == 3 * ADAPTER_BYTES
-    harness.want(3, 4)
+    harness.request(3, 4)
     assert harness.resident() == {"a3", "a4"}
     for index in (0, 1, 2, 5):
-        harness.want(index)
+        harness.request(index)
         assert harness.store.host_bytes <= 3 * ADAPTER_BYTES
     counted = harness.store.counters
     assert counted.loads >= 3
     assert counted.host_evictions >= counted.loads
     held = harness.handle(5)
     held.hold()
-    harness.want(0, 1)
-    harness.want(2, 3)
+    harness.request(0, 1)
+    harness.request(2, 3)
     assert held.adapter is not None
     held.release()
 
@@ -197,7 +197,7 @@ def test_one_load_serves_all_waiting_requests(
             "no adapter found too few pages"
         )
     blocked.allow.set()
-    harness.want(0)
+    harness.request(0)
     assert harness.resident() == {"a0"}
     assert blocked.reads == ["a0"]
 
@@ -222,7 +222,7 @@ def test_prefetch_stays_within_the_host_budget_and_loads_nothing_twice(
     make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(1, 3 * ADAPTER_BYTES)  # The host tier holds a0 to a2.
-    harness.want(0)
+    harness.request(0)
     blocked = BlockedReads(monkeypatch)
     harness.handle(0).pin()
     for _ in range(4):
@@ -232,7 +232,7 @@ def test_prefetch_stays_within_the_host_budget_and_loads_nothing_twice(
     assert blocked.reads == ["a3", "a4"], "a0 is in use"
     harness.handle(0).unpin()
     for index in (3, 4):
-        assert harness.want(index) is None
+        assert harness.request(index) is None
     assert blocked.reads == ["a3", "a4"]
 
 
@@ -247,7 +247,7 @@ def test_adapters_in_host_memory_are_packed_while_the_disk_is_slow(
     assert packed.wait(10)
     assert harness.resident() == {"a0"}
     blocked.allow.set()
-    harness.want(5)
+    harness.request(5)
     assert harness.resident() == {"a0", "a5"}
 
 
@@ -255,10 +255,10 @@ def test_a_waiting_adapter_takes_no_page_that_a_running_request_will_need(
     make_harness: Any,
 ) -> None:
     harness = make_harness(3)
-    harness.want(0)
+    harness.request(0)
     harness.pool.allocate(1)
     assert harness.store.advance([harness.handle(0), harness.handle(1)], 1) is harness.handle(1)
-    assert harness.want(0, 1) is None, "no request is running any more"
+    assert harness.request(0, 1) is None, "no request is running any more"
 
 
 def test_a_failed_pack_releases_its_pages(
@@ -279,7 +279,7 @@ def test_a_failed_pack_releases_its_pages(
         harness.store.finish()
     with pytest.raises(InvalidArgument, match=r"adapter 'a0'.*no memory for a copy"):
         harness.handle(0)
-    assert harness.want(1) is None
+    assert harness.request(1) is None
     assert harness.resident() == {"a1"}
 
 
@@ -354,7 +354,7 @@ def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
     make_harness: Any, root: Path
 ) -> None:
     harness = make_harness(2)
-    harness.want(0)
+    harness.request(0)
     old = harness.handle(0)
     old.hold()
     old.pin()
@@ -362,20 +362,20 @@ def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
     harness.store.update({p.name: (p, stamp_of(p)) for p in sorted(root.iterdir())})
     new = harness.handle(0)
     assert new is not old
-    harness.want(0)
+    harness.request(0)
     assert old.resident
     assert new.resident
     assert new.info.digest != old.info.digest
     old.unpin()
     old.release()
-    harness.want(1)
+    harness.request(1)
     assert not old.resident, "no request can use it again"
     assert old.adapter is None
 
 
 def test_a_small_adapter_is_packed_between_two_steps(make_harness: Any) -> None:
     harness = make_harness(2)
-    harness.want(0, 1)
+    harness.request(0, 1)
     assert harness.store.advance([harness.handle(2), harness.handle(1)]) is None
     assert harness.resident() == {"a1", "a2"}, "already, without the packer"
     harness.store.check_integrity()
@@ -395,6 +395,6 @@ def test_a_large_adapter_is_packed_by_the_packer_thread(
         put(slot, pairs, *more)
 
     monkeypatch.setattr(harness.group, "put", record_and_put)
-    assert harness.want(3) is None
+    assert harness.request(3) is None
     assert harness.resident() == {"a3"}
     assert [name.partition("_")[0] for name in packed] == ["adapter-packer"]

@@ -90,26 +90,26 @@ class Case:
         return y
 
     def check(self, y: torch.Tensor, segments: Sequence[Segment]) -> None:
-        want, column = self.before.double(), 0
+        desired, column = self.before.double(), 0
         for output, d_out in enumerate(self.d_outs):
             for s in segments:
                 pair, rows = self.pairs[s.slot][output], slice(s.start, s.start + s.length)
                 if pair is not None:
                     low = self.x[rows].double() @ pair.a.double().T
-                    part = want[rows, column : column + d_out]
+                    part = desired[rows, column : column + d_out]
                     part += s.sign * low @ pair.b.double().T
             column += d_out
-        error = (y.double() - want).abs().max() / want.abs().max()
+        error = (y.double() - desired).abs().max() / desired.abs().max()
         assert error < TOLERANCE[self.dtype]
 
 
 def in_turn(lengths: Sequence[int]) -> list[Segment]:
     """Return contiguous segments, with alternating slots and signs."""
-    found, start = [], 0
+    segments, start = [], 0
     for i, length in enumerate(lengths):
-        found.append(Segment(start, length, i % len(Case.ranks), -1 if i % 3 == 1 else 1))
+        segments.append(Segment(start, length, i % len(Case.ranks), -1 if i % 3 == 1 else 1))
         start += length
-    return found
+    return segments
 
 
 def by_tiles(library: Library, dtype: torch.dtype, rows_up_to: int = 0) -> list[Choice]:
@@ -213,7 +213,7 @@ def test_an_invalid_segment_alone_is_skipped_and_reported_at_the_next_check(
     tensor = torch.tensor([rows[0], bad, rows[1]], dtype=torch.int32, device=operator.device)
     choice = Choice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
     case.check(case.run(DeviceSegments(tensor, (3,), 3, 20), choice), SOUND)
-    with pytest.raises(DeviceFault, match=f"segment 1 .*{says}.* left out"):
+    with pytest.raises(DeviceFault, match=f"segment 1 .*{says}.* skipped"):
         operator.check()
     operator.check()  # Each fault is reported once.
 
@@ -258,7 +258,7 @@ def test_a_wrong_call_is_rejected_before_the_device_is_used(operator: Operator) 
     library = operator.library
     tiles = c.TilesStruct(c.ROWS, c.ROWS, 1, 8, 1, 1)
     for call, says in (
-        (None, "a null argument"),
+        (None, "an argument is null"),
         (c.CallStruct(rows=1, d_in=8), "max_rank"),
         (c.CallStruct(rows=1, d_in=8, max_rank=8), "projection_count 0"),
         (c.CallStruct(rows=1, d_in=8, max_rank=8, projection_count=1), "waves 0"),
@@ -288,8 +288,8 @@ def test_a_merge_of_half_precision_weights_rounds_once(operator: Operator) -> No
     pair = LoraPair(*(part.to(operator.device) for part in pair))
     out = torch.empty_like(base)
     operator.merge(out, base, [MergeUpdate(0, pair)], -1)
-    want = base.double() - (pair.b.double() @ pair.a.double()).flatten()
-    torch.testing.assert_close(out.double(), want, rtol=2**-11 * 1.01, atol=1e-5)
+    desired = base.double() - (pair.b.double() @ pair.a.double()).flatten()
+    torch.testing.assert_close(out.double(), desired, rtol=2**-11 * 1.01, atol=1e-5)
 
 
 def test_slots_added_later_are_served(operator: Operator) -> None:
@@ -318,14 +318,14 @@ def test_a_replayed_graph_serves_other_segments(operator: Operator) -> None:
         with torch.cuda.graph(graph):
             operator.apply(y, case.x, segments, case.group, choice)
         for lengths in ((5, 9, 2), (1,) * 8, (40,), (1, 30, 1)):
-            given = in_turn(lengths)
-            rows = [(s.start, s.length, s.slot, s.sign) for s in given]
+            replayed = in_turn(lengths)
+            rows = [(s.start, s.length, s.slot, s.sign) for s in replayed]
             capacity.zero_()
             capacity[: len(rows)] = torch.tensor(rows, dtype=torch.int32, device=y.device)
             y.copy_(case.before)
             graph.replay()
             operator.check()
-            case.check(y, given)
+            case.check(y, replayed)
 
 
 # ---- choice of kernels ---------------------------------------------------------------------------

@@ -48,20 +48,20 @@ def test_the_paper_s_two_configurations_are_legal() -> None:
 
 
 def test_a_build_of_few_instances_serves_both_kinds_and_both_types() -> None:
-    few = cuda_build.instances(10)
-    assert len(few) == 10
-    assert {(one.kind, one.dtype) for one in few} == {
+    instances = cuda_build.instances(10)
+    assert len(instances) == 10
+    assert {(tile.kind, tile.dtype) for tile in instances} == {
         (kind, dtype) for kind in KINDS for dtype in ("fp16", "bf16")
     }
-    assert len({one.name for one in cuda_build.instances()}) == len(cuda_build.instances())
+    assert len({tile.name for tile in cuda_build.instances()}) == len(cuda_build.instances())
 
 
 def test_the_registry_lists_the_instances_in_order() -> None:
-    few = cuda_build.instances(3)
-    text = cuda_build.registry(few)
+    instances = cuda_build.instances(3)
+    text = cuda_build.registry(instances)
     listed = text[text.index("kTable[] =") :]
-    places = [listed.index(one.name) for one in few]
-    assert places == sorted(places)
+    positions = [listed.index(tile.name) for tile in instances]
+    assert positions == sorted(positions)
 
 
 def test_missing_headers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,17 +90,17 @@ def test_every_kernel_fits_the_registers_and_shared_memory_of_its_architecture(
     library: Library,
 ) -> None:
     by_unit = {f"{tile.kind}_{tile.dtype}_{tile.name}": tile for tile in library.tiles}
-    found = json.loads((cuda_build.BUILD / cuda_build.RESOURCES).read_text())
-    assert {one["unit"] for one in found} >= {*by_unit, "rows", "plan", "merge"}
-    for one in found:
-        tile: LoadedTile | None = by_unit.get(one["unit"])
+    kernels = json.loads((cuda_build.BUILD / cuda_build.RESOURCES).read_text())
+    assert {kernel["unit"] for kernel in kernels} >= {*by_unit, "rows", "plan", "merge"}
+    for kernel in kernels:
+        tile: LoadedTile | None = by_unit.get(kernel["unit"])
         threads = 256 if tile is None else tile.threads
-        shared = one["shared"] + (0 if tile is None else tile.shared_bytes)
-        assert one["registers"] <= 255, one
-        assert one["registers"] * threads <= REGISTERS, one
-        assert shared <= SHARED_LIMIT[one["sm"]], one
-        assert one["spill_stores"] + one["spill_loads"] <= SPILLS, one
-        assert one["stack"] <= SPILLS, one
+        shared = kernel["shared"] + (0 if tile is None else tile.shared_bytes)
+        assert kernel["registers"] <= 255, kernel
+        assert kernel["registers"] * threads <= REGISTERS, kernel
+        assert shared <= SHARED_LIMIT[kernel["sm"]], kernel
+        assert kernel["spill_stores"] + kernel["spill_loads"] <= SPILLS, kernel
+        assert kernel["stack"] <= SPILLS, kernel
 
 
 def test_ptxas_reports_are_read_kernel_by_kernel() -> None:

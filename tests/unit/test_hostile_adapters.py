@@ -79,8 +79,8 @@ def first(tensors: dict[str, torch.Tensor]) -> str:
     return min(tensors)
 
 
-def cut(file: str, kept: int) -> Change:
-    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:kept])
+def cut(file: str, size: int) -> Change:
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:size])
 
 
 def declares(dtype: str, *shape: int, size: int | None = None) -> Change:
@@ -314,8 +314,8 @@ def test_any_value_of_any_key_loads_or_is_rejected(
     shutil.copytree(healthy, tmp_path / "x")
     for key in (*USED, "use_dora", "something_new"):
         for value in VALUES + MORE_VALUES:
-            given = config_of(healthy) | {key: value}
-            (tmp_path / "x" / CONFIG).write_text(json.dumps(given))
+            changed = config_of(healthy) | {key: value}
+            (tmp_path / "x" / CONFIG).write_text(json.dumps(changed))
             store = AdapterStore(shape)
             store.load({"x": tmp_path / "x"})
             assert not store.broken or "failed to load" not in str(store.broken["x"]), (key, value)

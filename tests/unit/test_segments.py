@@ -17,12 +17,12 @@ def test_each_row_adds_its_own_adapter_and_subtracts_the_live_one(
     rows: list[tuple[int, int]], live: int
 ) -> None:
     owners = [slot for slot, length in rows for _ in range(length)]
-    found: list[dict[int, int]] = [{} for _ in owners]
+    signs_by_row: list[dict[int, int]] = [{} for _ in owners]
     for segment in signed_segments(rows, live):
         for row in range(segment.start, segment.start + segment.length):
-            assert segment.slot not in found[row], "an adapter counts once"
-            found[row][segment.slot] = segment.sign
-    for owner, signs in zip(owners, found, strict=True):
+            assert segment.slot not in signs_by_row[row], "an adapter counts once"
+            signs_by_row[row][segment.slot] = segment.sign
+    for owner, signs in zip(owners, signs_by_row, strict=True):
         own = {owner: 1} if owner not in (BASE, live) else {}
         out = {live: -1} if live not in (BASE, owner) else {}
         assert signs == own | out
@@ -43,11 +43,11 @@ def test_in_order_each_adapter_is_one_segment_and_the_live_one_is_subtracted_onc
 ) -> None:
     rows.sort(key=lambda row: order_of(row[0], live))
     segments = signed_segments(rows, live)
-    found = [(segment.slot, segment.sign) for segment in segments]
-    assert len(found) == len(set(found))
+    pairs = [(segment.slot, segment.sign) for segment in segments]
+    assert len(pairs) == len(set(pairs))
     others = {slot for slot, _ in rows} - {live}
     out = [(live, -1)] if live != BASE and others else []
-    assert found == [*((slot, 1) for slot in sorted(others - {BASE})), *out]
+    assert pairs == [*((slot, 1) for slot in sorted(others - {BASE})), *out]
 
 
 def test_one_segment_subtracts_the_live_adapter_from_contiguous_rows_of_any_adapter() -> None:

@@ -143,7 +143,7 @@ def test_a_layer_that_the_live_adapter_does_not_target_is_a_view_of_the_base() -
 
 
 def test_no_merge_depends_on_the_adapter_merged_before() -> None:
-    """No view is stale: the same weights are active, whatever was merged before."""
+    """Check that no view is stale: the same weights are active, whatever was merged before."""
     slab, adapters = new_slab(), eight_adapters()
     fresh = []
     for slot in range(len(adapters.all)):
@@ -152,11 +152,11 @@ def test_no_merge_depends_on_the_adapter_merged_before() -> None:
         fresh.append(state(switcher))
     switcher = Switcher(slab, adapters)
     for first in range(len(fresh)):
-        for then in range(len(fresh)):
+        for second in range(len(fresh)):
             switcher.switch(first)
-            switcher.switch(then)
-            assert switcher.live == then
-            assert equal(switcher.active.views, fresh[then]), (first, then)
+            switcher.switch(second)
+            assert switcher.live == second
+            assert equal(switcher.active.views, fresh[second]), (first, second)
 
 
 def test_after_ten_thousand_switches_base_and_outputs_are_bit_identical() -> None:
@@ -222,9 +222,9 @@ def test_a_slot_with_another_adapter_is_merged_again() -> None:
     switcher.switch(BASE)
     adapters.all[4] = adapter(9, ("v_proj", "down_proj"))
     switcher.switch(4)
-    again = Switcher(slab, adapters)
-    again.switch(4)
-    assert equal(switcher.active.views, again.active.views)
+    other = Switcher(slab, adapters)
+    other.switch(4)
+    assert equal(switcher.active.views, other.active.views)
 
 
 def test_a_work_list_does_not_keep_an_evicted_adapter_alive() -> None:

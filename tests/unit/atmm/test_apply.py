@@ -69,8 +69,8 @@ def test_long_and_short_steps_equal_float64(
     rows: int, backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype
 ) -> None:
     group = group_of(96, [64, 32], [16, 33], dtype)
-    half = rows // 2
-    segments = [Segment(0, half, 0), Segment(half, rows - half, 1), Segment(0, rows, 0, -1)]
+    middle = rows // 2
+    segments = [Segment(0, middle, 0), Segment(middle, rows - middle, 1), Segment(0, rows, 0, -1)]
     x, y = torch.randn(rows, 96).to(rows_dtype), torch.randn(rows, 96).to(rows_dtype)
     check(y, x, segments, group, backend, threads=2)
 
@@ -136,15 +136,17 @@ def test_nan_in_an_adapter_does_not_affect_other_rows(backend: Backend) -> None:
         segments = [Segment(0, 5, 0), Segment(5, 1, 1), Segment(6, 30, 2), Segment(36, 9, 1)]
         x, y = torch.randn(45, 64).to(rows_dtype), torch.randn(45, 48).to(rows_dtype)
         x[40] = torch.nan
-        got = y.clone()
-        op.apply(got, x, segments, broken, backend=backend)
-        assert got[5].isnan().all()
-        assert got[36:].isnan().all()
+        actual = y.clone()
+        op.apply(actual, x, segments, broken, backend=backend)
+        assert actual[5].isnan().all()
+        assert actual[36:].isnan().all()
         sound = [Segment(0, 5, 0), Segment(6, 30, 2)]
         rows = [*range(5), *range(6, 36)]
-        want = expected(y, x, sound, group)
+        desired = expected(y, x, sound, group)
         tolerance = tolerance_of(backend, dtype, rows_dtype)
-        torch.testing.assert_close(got[rows].double(), want[rows], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            actual[rows].double(), desired[rows], rtol=tolerance, atol=tolerance
+        )
 
 
 def test_unaligned_addresses_are_served(backend: Backend) -> None:
@@ -212,9 +214,9 @@ def test_fp32_rows_keep_values_below_bf16_precision(backend: Backend) -> None:
     group = group_of(64, [48], [16], BF16)
     x, y = torch.randn(6, 64) * 2**-13, torch.ones(6, 48)
     segments = [Segment(1, 3, 0), Segment(4, 1, 0, -1)]
-    want = expected(y, x, segments, group) - 1
+    desired = expected(y, x, segments, group) - 1
     op.apply(y, x, segments, group, backend=backend)
-    assert want[1:5].abs().max() < 2**-8
-    torch.testing.assert_close(y.double() - 1, want, rtol=4e-2, atol=2**-16)
+    assert desired[1:5].abs().max() < 2**-8
+    torch.testing.assert_close(y.double() - 1, desired, rtol=4e-2, atol=2**-16)
     with pytest.raises(ValueError, match="the group is"):
         op.apply(y.to(BF16), x, [Segment(1, 3, 0)], group, backend=backend)

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks.step.parts import LORA, PRODUCTS, clocked
+from benchmarks.step.parts import LORA, PRODUCTS, timed_parts
 from tests.support.atmm_problems import FP32, check, compiled, expected, group_of, pinned
 from vlora import native
 from vlora.atmm import op, tiles
@@ -68,9 +68,9 @@ def test_setting_and_clearing_a_slot_affects_later_calls() -> None:
     y = torch.randn(9, 80)
     check(y, x, segments, group, "cpu")
     for backend in ("cpu", "reference"):
-        got = y.clone()
-        op.apply(got, x, segments, group, backend=backend)  # type: ignore[arg-type]
-        assert torch.equal(got[4:], y[4:])
+        actual = y.clone()
+        op.apply(actual, x, segments, group, backend=backend)  # type: ignore[arg-type]
+        assert torch.equal(actual[4:], y[4:])
     with pytest.raises(ValueError, match="slot 3 is neither one of the 2 slots nor the next"):
         group.put(3, [None, None])
     heads = HeadGroup(64)
@@ -98,14 +98,14 @@ def test_a_slot_is_packed_into_the_callers_memory(dtype: torch.dtype) -> None:
     assert bool((memory[:start] == 77).all())
     assert bool((memory[start + needed :] == 77).all())
     x, segments = torch.randn(6, 70).to(dtype), [Segment(0, 6, 0)]
-    got, want = torch.zeros(6, 74, dtype=dtype), torch.zeros(6, 74, dtype=dtype)
-    op.apply(got, x, segments, group, backend="cpu")
-    op.apply(want, x, segments, own, backend="cpu")
-    assert torch.equal(got, want)
-    assert bool(want.any())
+    actual, desired = torch.zeros(6, 74, dtype=dtype), torch.zeros(6, 74, dtype=dtype)
+    op.apply(actual, x, segments, group, backend="cpu")
+    op.apply(desired, x, segments, own, backend="cpu")
+    assert torch.equal(actual, desired)
+    assert bool(desired.any())
     memory.zero_()  # The packed copies are read in place.
-    op.apply(got.zero_(), x, segments, group, backend="cpu")
-    assert not bool(got.any())
+    op.apply(actual.zero_(), x, segments, group, backend="cpu")
+    assert not bool(actual.any())
     assert group.slot_bytes([0, 0]) == 0
     assert needed > group.slot_bytes([0, 19]) > 0
     for into in [(memory.data_ptr() + start, needed - 1), (memory.data_ptr() + start + 4, needed)]:
@@ -119,10 +119,10 @@ def test_a_group_may_change_while_calls_run() -> None:
     x = torch.randn(24, 256)
     segments = [Segment(0, 12, 0), Segment(12, 12, 1)]
     zero = torch.zeros(24, 192)
-    wanted = [expected(zero, x, segments, group)[12:]]
+    desired = [expected(zero, x, segments, group)[12:]]
     for pair in replacements:
         group.put(1, [pair])
-        wanted.append(expected(zero, x, segments, group)[12:])
+        desired.append(expected(zero, x, segments, group)[12:])
     first = expected(zero, x, segments, group)[:12]
     over, wrong = threading.Event(), []
 
@@ -130,16 +130,16 @@ def test_a_group_may_change_while_calls_run() -> None:
         while not over.is_set():
             y = zero.clone()
             op.apply(y, x, segments, group, backend="cpu", threads=1)
-            fits = [torch.allclose(y[12:].double(), want, atol=1e-3) for want in wanted]
+            fits = [torch.allclose(y[12:].double(), values, atol=1e-3) for values in desired]
             if not any(fits) or not torch.allclose(y[:12].double(), first, atol=1e-3):
                 wrong.append(y)
 
     callers = [threading.Thread(target=call) for _ in range(2)]
     for caller in callers:
         caller.start()
-    for turn in range(150):
-        group.put(1, [replacements[turn % 3]])
-        group.append([replacements[turn % 3]])
+    for iteration in range(150):
+        group.put(1, [replacements[iteration % 3]])
+        group.append([replacements[iteration % 3]])
     over.set()
     for caller in callers:
         caller.join()
@@ -151,22 +151,22 @@ def test_packing_releases_the_interpreter_lock() -> None:
     group = LoraGroup(4096, [4096])
     pair = LoraPair(torch.randn(256, 4096), torch.randn(4096, 256))
     group.append([None])
-    counted, over, begun = [0], threading.Event(), threading.Event()
+    counted, over, started = [0], threading.Event(), threading.Event()
 
     def count() -> None:
         while not over.is_set():
             counted[0] += 1
-            begun.set()
+            started.set()
 
     other = threading.Thread(target=count)
     other.start()
-    begun.wait()
-    given = factors(*pair)
+    started.wait()
+    operands = factors(*pair)
     packed = group.native
     during = 0
     for _ in range(50):  # Other processes may keep the second thread from running.
         before = counted[0]
-        packed.set_slot(0, [given])
+        packed.set_slot(0, [operands])
         during = max(during, counted[0] - before)
         if during > 10:
             break
@@ -227,11 +227,11 @@ def test_an_epilogue_adds_what_apply_adds(dtype: torch.dtype, backend: Backend) 
     matrix = ops.Matrix(torch.randn(80, 96))
     segments = [Segment(0, 1, 1), Segment(2, 9, 0, sign=-1)]
     x = torch.randn(12, 192)[:, :96]
-    want = matrix(x, backend=backend)
-    op.apply(want, x, segments, group)
-    with clocked() as spent:
-        got = matrix(x, epilogue=op.bind_epilogue(segments, group), backend=backend)
-    assert torch.equal(got, want)
+    desired = matrix(x, backend=backend)
+    op.apply(desired, x, segments, group)
+    with timed_parts() as spent:
+        actual = matrix(x, epilogue=op.bind_epilogue(segments, group), backend=backend)
+    assert torch.equal(actual, desired)
     assert spent[LORA] > 0
     assert spent[PRODUCTS] > 0
     with pytest.raises(ValueError, match="outside"):

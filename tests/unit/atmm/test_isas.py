@@ -65,6 +65,6 @@ def test_the_environment_forces_an_instruction_set(name: str, output: str) -> No
 @compiled
 def test_the_core_sees_the_caches_that_tables_are_named_after() -> None:
     machine, device = native.kernels().runtime.machine(), Device.here()
-    found = tuple(machine[level] >> 10 for level in ("l1", "l2", "l3"))
-    assert found == (device.l1, device.l2, device.l3)
+    sizes = tuple(machine[level] >> 10 for level in ("l1", "l2", "l3"))
+    assert sizes == (device.l1, device.l2, device.l3)
     assert machine["memory"] > 0
