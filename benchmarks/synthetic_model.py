@@ -67,7 +67,7 @@ class SyntheticModel:
 
         Each has `length` tokens, of which the first `computed` count as computed.
         """
-        for request_id in self.engine.live_ids:
+        for request_id in self.engine.request_ids:
             self.engine.abort(request_id)
         self._staged = []
         params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)

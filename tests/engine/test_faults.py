@@ -58,7 +58,7 @@ def test_a_fault_in_one_row_ends_its_request_and_keeps_the_outputs_of_the_others
     outputs: dict[str, list[Output]] = {item.id: [] for item in requests}
     for item in requests:
         engine.add(engine.prepare(item), arrival=0.0)
-    engine._live["bad"].drawn = _once_then(engine._live["bad"].drawn, fail)  # type: ignore[method-assign]
+    engine._requests["bad"].drawn = _once_then(engine._requests["bad"].drawn, fail)  # type: ignore[method-assign]
     while not engine.idle:
         for output in engine.step():
             outputs[output.request_id].append(output)

@@ -112,7 +112,7 @@ def test_the_time_of_a_step_starts_at_the_end_of_the_step_before(options: Option
     assert stats.step_seconds > 5 * stats.steps
 
 
-def test_only_live_requests_have_stored_deadlines(options: Options) -> None:
+def test_only_in_flight_requests_have_stored_deadlines(options: Options) -> None:
     engine = Engine(options)
     engine.add(engine.prepare(request("without", max_tokens=2)), 0.0)
     for i in range(3):

@@ -121,7 +121,7 @@ def test_pages_whose_adapter_was_evicted_are_counted(
         prompt = "<s>" + " what is red" * (12 + number)
         state = engine.prepare(Request(str(number), prompt, params, adapter=name))
         engine.add(state, float(number))
-    while len(engine.live_ids) == 2:
+    while len(engine.request_ids) == 2:
         engine.step()
     unpaired = UnpairedPages()
     unpaired.count(engine)

@@ -303,7 +303,9 @@ def test_an_unregistered_policy_is_refused_with_the_valid_names(
 ) -> None:
     costs = CostModel(guess(10**8, 4, 10**7), lambda slot: AdapterSize(10**6, 10**9))
     monkeypatch.delitem(POLICIES, "merge_only", raising=False)
-    with pytest.raises(InvalidArgument, match=r"'merge_only' is unknown.* It may be predictive, "):
+    with pytest.raises(
+        InvalidArgument, match=r"'merge_only' is unknown.* It must be predictive, credit"
+    ):
         make_policy(Options(policy="merge_only"), costs)
     register()
     assert isinstance(make_policy(Options(policy="merge_only"), costs), MergeOnly)

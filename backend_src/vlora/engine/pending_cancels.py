@@ -38,7 +38,7 @@ class PendingCancels:
         _evict_oldest(self._ended)
 
     def add(self, client_id: str) -> None:
-        """Store a cancellation of an id that is not live, unless its request ended recently."""
+        """Store a cancellation of an id that is not in use, unless its request ended recently."""
         if client_id not in self._ended:
             self._pending[client_id] = self._clock()
             _evict_oldest(self._pending)
