@@ -85,8 +85,8 @@ def test_a_head_answers_only_if_the_task_is_one_of_its_tasks() -> None:
     info = adapter("a", ("classify",), head=("classify",))
     assert prepare_call(read(**THROUGH_ENCODER), info=info).request.use_head
     assert not prepare_call(read(), info=info).request.use_head
-    inputs = read(**THROUGH_ENCODER, task=strings(["caption"]))
-    assert not prepare_call(inputs, info=info).request.use_head
+    call = read(**THROUGH_ENCODER, task=strings(["caption"]))
+    assert not prepare_call(call, info=info).request.use_head
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def test_parameters_are_sampling_keys_except_those_of_triton() -> None:
     assert prepare_call(read(parameters)).request.sampling.temperature == 0.5
 
 
-@pytest.mark.parametrize(("given", "near"), [("imag", "image"), ("temperatur", "temperature")])
+@pytest.mark.parametrize(("unknown", "near"), [("imag", "image"), ("temperatur", "temperature")])
 def test_an_unknown_parameter_is_rejected_with_the_nearest_input_or_sampling_key(
-    inputs: str, near: str
+    unknown: str, near: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=f"input or .* '{inputs}'; did you mean '{near}'"):
-        read({inputs: "x"})
+    with pytest.raises(InvalidArgument, match=f"input or .* '{unknown}'; did you mean '{near}'"):
+        read({unknown: "x"})
     with pytest.raises(InvalidArgument, match=r"'zzz'\. Known inputs: text_input, .*temperature"):
         read({"zzz": 1})
 
@@ -203,8 +203,8 @@ def test_a_missing_prompt_is_rejected() -> None:
 
 
 def test_keys_of_real_time_streams_are_read_from_the_sampling_parameters() -> None:
-    inputs = keys(priority=2, deadline_ms=40, stream_id="camera", supersede=True)
-    params = prepare_call(read(sampling_parameters=inputs)).request.sampling
+    sampling = keys(priority=2, deadline_ms=40, stream_id="camera", supersede=True)
+    params = prepare_call(read(sampling_parameters=sampling)).request.sampling
     assert (params.priority, params.deadline_ms) == (2, 40.0)
     assert (params.stream_id, params.supersede) == ("camera", True)
 
