@@ -171,7 +171,7 @@ def set_threads(count: int) -> None:
 
 def use_isa(name: str) -> None:
     """One instruction set for the rest of the process; ValueError for one this CPU lacks."""
-    native.kernels().runtime.set_isa(name)
+    native.kernels().runtime.request_isa(name)
 
 
 def bf16_instructions() -> bool:

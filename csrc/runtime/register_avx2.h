@@ -1,8 +1,9 @@
-// One AVX2 register of fp32 values.
+// One AVX2 register: 8 fp32 values.
 #pragma once
 
 #include <immintrin.h>
 
+#include "runtime/quad.h"
 #include "runtime/types.h"
 
 namespace vlora::runtime::VLORA_ISA {
@@ -19,14 +20,14 @@ struct R {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bf16), 16))};
   }
   static R broadcast(const float* p) { return {_mm256_broadcast_ss(p)}; }
-  // Of 2 * kWidth bf16 values, those at even and at odd places.
+  // Returns those of 2 * kWidth bf16 values that have an even, or an odd, index.
   static R even(const uint16_t* p) { return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs(p), 16))}; }
   static R odd(const uint16_t* p) {
     return {_mm256_castsi256_ps(_mm256_and_si256(pairs(p), _mm256_set1_epi32(int(0xffff0000u))))};
   }
 
   void store(float* p) const { _mm256_storeu_ps(p, r); }
-  // Rounded to nearest, ties to even; a NaN keeps its sign and stays a NaN.
+  // Rounds to the nearest bf16, ties to even. A NaN keeps its sign and stays a NaN.
   void store(uint16_t* p) const {
     const __m256i bits = _mm256_castps_si256(r);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -43,35 +44,31 @@ struct R {
   friend R operator-(R a, R b) { return {_mm256_sub_ps(a.r, b.r)}; }
   friend R operator*(R a, R b) { return {_mm256_mul_ps(a.r, b.r)}; }
   friend R operator/(R a, R b) { return {_mm256_div_ps(a.r, b.r)}; }
-  // The second where either is a NaN.
+  // Both return the second operand where either one is a NaN.
   friend R max(R a, R b) { return {_mm256_max_ps(a.r, b.r)}; }
   friend R min(R a, R b) { return {_mm256_min_ps(a.r, b.r)}; }
   R nearest() const { return {_mm256_round_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-  // The first `count` lanes, those of `others` beyond them.
+  // Returns the first `count` lanes of this register and the remaining lanes of `others`.
   R first(int count, R others) const {
     const __m256i some = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     return {_mm256_blendv_ps(others.r, r, _mm256_castsi256_ps(some))};
   }
-  // Its low bits as an exponent.
+  // Shifts the low bits of each value to where its exponent is.
   R exponent_of_low_bits() const {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(r), 23))};
   }
-  // 2 to the power of whole numbers in -126 … 127.
+  // Returns 2 to the power of integers in -126 … 127.
   R power_of_two() const {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(r), _mm256_set1_epi32(127));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23))};
   }
-  // Both halves added: what is left are four sums.
-  __m128 folded() const {
-    return _mm_add_ps(_mm256_castps256_ps128(r), _mm256_extractf128_ps(r, 1));
-  }
-  float largest() const {
-    __m128 m = _mm_max_ps(_mm256_castps256_ps128(r), _mm256_extractf128_ps(r, 1));
-    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
-    return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
-  }
+  // Adds the halves of the register: four partial sums remain.
+  Quad folded() const { return low() + high(); }
+  float largest() const { return max(low(), high()).largest(); }
 
  private:
+  Quad low() const { return {_mm256_castps256_ps128(r)}; }
+  Quad high() const { return {_mm256_extractf128_ps(r, 1)}; }
   static __m256i pairs(const uint16_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }

@@ -1,8 +1,9 @@
-// One AVX-512 register of fp32 values.
+// One AVX-512 register: 16 fp32 values.
 #pragma once
 
 #include <immintrin.h>
 
+#include "runtime/quad.h"
 #include "runtime/split_fp32_avx512.h"
 #include "runtime/transpose_avx512.h"
 #include "runtime/types.h"
@@ -21,7 +22,7 @@ struct R {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16))};
   }
   static R broadcast(const float* p) { return {_mm512_set1_ps(*p)}; }
-  // Of 2 * kWidth bf16 values, those at even and at odd places.
+  // Returns those of 2 * kWidth bf16 values that have an even, or an odd, index.
   static R even(const uint16_t* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
   }
@@ -31,7 +32,7 @@ struct R {
   }
 
   void store(float* p) const { _mm512_storeu_ps(p, r); }
-  // Rounded to nearest, ties to even; a NaN keeps its sign and stays a NaN.
+  // Rounds to the nearest bf16, ties to even. A NaN keeps its sign and stays a NaN.
   void store(uint16_t* p) const {
 #ifdef VLORA_HAS_BF16_PRODUCTS
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), __m256i(_mm512_cvtneps_pbh(r)));
@@ -46,8 +47,9 @@ struct R {
 #endif
   }
 
-  // Both, one after the other, as the upper halves of their bits, and as bf16 what these leave.
-  static void store_halves(R a, R b, uint16_t* high, uint16_t* low) {
+  // Splits the values of `a`, then of `b`, into the upper half of their bits and the rest rounded to bf16.
+  // The two add up to the value within 2^-16 of it.
+  static void store_split(R a, R b, uint16_t* high, uint16_t* low) {
     _mm512_storeu_si512(high, upper_halves(a.r, b.r));
     const R first{without_upper_half(a.r)}, second{without_upper_half(b.r)};
 #ifdef VLORA_HAS_BF16_PRODUCTS
@@ -63,36 +65,36 @@ struct R {
   friend R operator-(R a, R b) { return {_mm512_sub_ps(a.r, b.r)}; }
   friend R operator*(R a, R b) { return {_mm512_mul_ps(a.r, b.r)}; }
   friend R operator/(R a, R b) { return {_mm512_div_ps(a.r, b.r)}; }
-  // The second where either is a NaN.
+  // Both return the second operand where either one is a NaN.
   friend R max(R a, R b) { return {_mm512_max_ps(a.r, b.r)}; }
   friend R min(R a, R b) { return {_mm512_min_ps(a.r, b.r)}; }
   R nearest() const {
     return {_mm512_roundscale_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
   }
-  // The first `count` lanes, those of `others` beyond them.
+  // Returns the first `count` lanes of this register and the remaining lanes of `others`.
   R first(int count, R others) const {
     const unsigned some = count <= 0 ? 0 : count >= kWidth ? 0xffffu : (1u << count) - 1;
     return {_mm512_mask_blend_ps(__mmask16(some), others.r, r)};
   }
-  // Its low bits as an exponent.
+  // Shifts the low bits of each value to where its exponent is.
   R exponent_of_low_bits() const {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(r), 23))};
   }
-  // 2 to the power of whole numbers in -126 … 127.
+  // Returns 2 to the power of integers in -126 … 127.
   R power_of_two() const {
     const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(r), _mm512_set1_epi32(127));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
   }
-  // Columns 4 quarter … 4 quarter + 3 of 16 lines, `line` floats apart.
-  static void turned(const float* lines, ptrdiff_t line, int quarter, R (&out)[4]) {
+  // Returns columns 4 quarter … 4 quarter + 3 of 16 lines that are `stride` floats apart.
+  static void transpose(const float* lines, ptrdiff_t stride, int quarter, R (&out)[4]) {
     __m512 columns[4];
-    turn(lines, line, quarter, columns);
+    transpose_quarter(lines, stride, quarter, columns);
     for (int i = 0; i < 4; ++i) out[i].r = columns[i];
   }
-  // Quarters added: what is left are four sums.
-  __m128 folded() const {
+  // Adds the quarters of the register: four partial sums remain.
+  Quad folded() const {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(r), _mm512_extractf32x8_ps(r, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    return {_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1))};
   }
   float largest() const { return _mm512_reduce_max_ps(r); }
 

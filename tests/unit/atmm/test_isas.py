@@ -15,7 +15,7 @@ from vlora.atmm import tiles
 from vlora.atmm.device import Device
 
 WORTH = 1.1
-"""kWorthLess of csrc/cpu/dispatch.cpp."""
+"""kRequiredSpeedup of csrc/runtime/dispatch.cpp."""
 
 
 @compiled
