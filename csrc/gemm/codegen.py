@@ -23,7 +23,7 @@ def body(isa: Isa) -> str:
     gemv = "PairsGemv" if pairs else "WidenedGemv"
     in_place_bf16 = "{pack_panels<PairsGemm>, gemm_by_vectors<PairsGemm, false>}" if pairs else NONE
     # Tiles of AVX-512 have few rows, so these are read in place at any stride.
-    few_rows = "avx512" in isa.vector
+    few_rows = "avx512" in isa.registers
     copied_fp32 = NONE if few_rows else "{pack_panels<Fp32Gemm>, gemm_by_vectors<Fp32Gemm, true>}"
     return (
         "Kernels table() {\n"
@@ -40,11 +40,9 @@ def units(build: Path) -> list[Unit]:
     """Return all units, writing generated ones into `build`."""
     all_units = [Unit(CSRC / "gemm" / "gemm.cpp")]
     for isa in ISAS:
-        headers = kernels.register_headers(isa, HEADERS)
-        all_units.append(kernels.unit(build, "gemm", "vectors", isa, headers, body(isa)))
+        all_units.append(kernels.unit(build, "gemm", "vectors", isa, HEADERS, body(isa)))
     for isa in TILES:
-        tiles = (f"runtime/tile_{isa.name}.h", "gemm/gemm_amx.h", "gemm/gemm_amx_limbs.h")
-        headers = kernels.register_headers(isa, tiles)
+        headers = (f"runtime/tile_{isa.name}.h", "gemm/gemm_amx.h", "gemm/gemm_amx_limbs.h")
         all_units.append(kernels.unit(build, "gemm", "tiles", isa, headers, AMX_BODY))
     return [*all_units, kernels.table(build, "gemm", "gemm/gemm.h"), _amx_table(build)]
 

@@ -44,23 +44,26 @@ inline double peak(Dtype dtype, int64_t rounds) {
 #pragma GCC unroll 16
       for (int a = 0; a < kAccumulators; ++a) {
         acc[a].add_pairs(s, V::load_pairs(reinterpret_cast<const char*>(line)));
-        VLORA_KEEP(acc[a]);
+        acc[a].keep();
       }
   }
 #endif
   if (dtype == Dtype::kFp32 || !kPairs) {
-    const V::Scalar s = V::broadcast(&one);
+    // keep() hides the values from the compiler, which would otherwise multiply the constants once.
+    V::Scalar s = V::broadcast(&one);
+    s.keep();
     V b = V::zero();
+    b.keep();
     for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 16
       for (int a = 0; a < kAccumulators; ++a) {
         acc[a].add_product(s, b);
-        VLORA_KEEP(acc[a]);
+        acc[a].keep();
       }
   }
   volatile float sink = 0;
 #pragma GCC unroll 16
-  for (int a = 0; a < kAccumulators; ++a) sink = sink + sum_of(acc[a]);
+  for (int a = 0; a < kAccumulators; ++a) sink = sink + acc[a].sum();
   return 2.0 * (dtype == Dtype::kBf16 && kPairs ? 2 : 1) * kLanes * kAccumulators * double(rounds);
 }
 
@@ -73,7 +76,7 @@ inline float read(const float* values, int64_t count) {
     for (int a = 0; a < 8; ++a) acc[a].add(V::load(values + i + a * kLanes));
   float sum = 0;
 #pragma GCC unroll 8
-  for (int a = 0; a < 8; ++a) sum += sum_of(acc[a]);
+  for (int a = 0; a < 8; ++a) sum += acc[a].sum();
   return sum;
 }
 

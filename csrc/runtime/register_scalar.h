@@ -21,6 +21,12 @@ struct R {
     return {_mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), bf16))};
   }
   static R broadcast(const float* p) { return {_mm_set1_ps(*p)}; }
+  // Repeats p[0], p[1].
+  static R broadcast_two(const float* p) { return {_mm_setr_ps(p[0], p[1], p[0], p[1])}; }
+  // Repeats p[odd], p[2 + odd].
+  static R broadcast_two_of_four(const float* p, int odd) {
+    return {_mm_setr_ps(p[odd], p[2 + odd], p[odd], p[2 + odd])};
+  }
   // Returns those of 2 * kWidth bf16 values that have an even, or an odd, index.
   static R even(const uint16_t* p) { return {_mm_castsi128_ps(_mm_slli_epi32(pairs(p), 16))}; }
   static R odd(const uint16_t* p) {
@@ -35,6 +41,24 @@ struct R {
     for (int i = 0; i < kWidth; ++i) p[i] = bf16_of(values[i]);
   }
 
+  // Stores both as 8 contiguous bf16.
+  static void store_two(R a, R b, uint16_t* p) {
+    a.store(p);
+    b.store(p + kWidth);
+  }
+  // Stores both as 8 bf16, interleaved value by value.
+  static void store_interleaved(R even, R odd, uint16_t* p) {
+    store_two({_mm_unpacklo_ps(even.r, odd.r)}, {_mm_unpackhi_ps(even.r, odd.r)}, p);
+  }
+  // These are stores that bypass the caches in other instruction sets.
+  void stream(float* p) const { store(p); }
+  static void stream_two(R a, R b, uint16_t* p) { store_two(a, b, p); }
+  // Stores the sum of each pair of neighbours among 16 values.
+  static void store_pair_sums(const R (&v)[4], float* p) {
+    for (int i = 0; i < 4; i += 2)
+      _mm_storeu_ps(p + 2 * i, _mm_add_ps(_mm_shuffle_ps(v[i].r, v[i + 1].r, _MM_SHUFFLE(2, 0, 2, 0)),
+                                          _mm_shuffle_ps(v[i].r, v[i + 1].r, _MM_SHUFFLE(3, 1, 3, 1))));
+  }
   // Splits the values of `a`, then of `b`, into the upper half of their bits and the rest rounded to bf16.
   // The two add up to the value within 2^-16 of it.
   static void store_split(R a, R b, uint16_t* high, uint16_t* low) {
@@ -73,6 +97,24 @@ struct R {
   // The four values, as partial sums.
   Quad folded() const { return {r}; }
   float largest() const { return Quad{r}.largest(); }
+
+#ifdef VLORA_HAS_BF16_PRODUCTS
+  // The equivalent of vdpbf16ps, for the emulation of AMX.
+  struct Pairs {
+    __m128 even, odd;
+  };
+  static Pairs load_pairs(const uint16_t* p) { return {R::even(p).r, R::odd(p).r}; }
+  static Pairs broadcast_pair(const uint16_t* p) { return {_mm_set1_ps(fp32_of(p[0])), _mm_set1_ps(fp32_of(p[1]))}; }
+  static Pairs broadcast_two_pairs(const uint16_t* p) {
+    const float values[4] = {fp32_of(p[0]), fp32_of(p[1]), fp32_of(p[2]), fp32_of(p[3])};
+    return {broadcast_two_of_four(values, 0).r, broadcast_two_of_four(values, 1).r};
+  }
+  void add_pairs(Pairs a, Pairs b) {
+    r = _mm_add_ps(r, _mm_add_ps(_mm_mul_ps(a.even, b.even), _mm_mul_ps(a.odd, b.odd)));
+  }
+#endif
+  // Keeps the compiler from removing or reordering what computes the register, in microbenchmarks.
+  void keep() { asm volatile("" : "+x"(r)); }
 
  private:
   static __m128i pairs(const uint16_t* p) {

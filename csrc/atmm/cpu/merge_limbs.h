@@ -49,20 +49,6 @@ inline void limbs_of_columns(const float* a, ptrdiff_t stride, int64_t rank, int
   }
 }
 
-// (A template, since not every V can join two registers.)
-template <bool kStream, class Vector, class T>
-VLORA_INLINE void store_two(T* to, Vector first, Vector second) {
-  if constexpr (sizeof(T) == 2 && Vector::kJoins) {
-    Vector::store_joined(to, first, second, kStream);
-  } else if constexpr (kStream) {
-    first.store_past_caches(to);
-    second.store_past_caches(to + kPanel);
-  } else {
-    first.store(to);
-    second.store(to + kPanel);
-  }
-}
-
 // out = in + sign * sums, for one row of kLimbGroup blocks, whose sums are kBlockFloats apart, or its first `columns`.
 template <class T, bool kStream>
 VLORA_INLINE void add_row(const float* sums, const T* in, T* out, V::Scalar sign, int64_t columns) {
@@ -73,7 +59,15 @@ VLORA_INLINE void add_row(const float* sums, const T* in, T* out, V::Scalar sign
       V first = V::load(in), second = V::load(in + kPanel);
       first.add_product(sign, V::load(sums + block * kBlockFloats));
       second.add_product(sign, V::load(sums + block * kBlockFloats + kPanel));
-      store_two<kStream>(out, first, second);
+      if constexpr (sizeof(T) == 2) {
+        V::store_two(out, first, second, kStream);
+      } else if constexpr (kStream) {
+        first.stream(out);
+        second.stream(out + kPanel);
+      } else {
+        first.store(out);
+        second.store(out + kPanel);
+      }
     }
     return;
   }
