@@ -20,7 +20,8 @@ constexpr int kLowBytes = 64;
 // A piece with fewer queries for each head is done by vectors, since a tile with few rows takes as long as a full one.
 constexpr int64_t kMinTileQueries = 8;
 
-// The left factor of both products: rows of pairs, `row` bytes apart, with the rests `low` bytes after the upper halves.
+// The left factor of both products: rows of pairs, `row` bytes apart, with the rests `low` bytes after the upper
+// halves.
 struct SplitRows {
   const char* at;
   ptrdiff_t row, low;
@@ -40,6 +41,7 @@ VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int6
     Block::zero();
   else
     Block::load(out, out_stride);
+#pragma GCC unroll 1
   for (int64_t k = 0; k < count; ++k) {
     const char* const rows = left.at + depth(k);
     // No sum is added to twice in a row, since it would wait for the first product.

@@ -136,8 +136,9 @@ VLORA_INLINE void score_queries(int64_t queries, const float* q, const T* const*
   if constexpr (M > 1) score_queries<T, M - 1>(queries, q, keys, panels, dim, scores, prefetch);
 }
 
-// out += weights times values of tokens from … until of each of some panels, for M queries and N registers of columns.
-// from is even. kInterleaved: panels are read in turn, two tokens of each. kPrefetch: as in `score`, of the first panel.
+// Adds weights times values of tokens from … until of each of some panels to `out`, for M queries and N registers of
+// columns. `from` is even. kInterleaved: panels are read in turn, two tokens of each. kPrefetch: as in `score`, of the
+// first panel.
 template <class T, int M, int N, bool kInterleaved, bool kPrefetch>
 VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels, int64_t from,
                              int64_t until, int64_t column, int64_t padded, float* out, const char* prefetch) {
