@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.set-up
 SERVE ?=
 TESTS ?=
-BENCH ?= --quick
+NAME ?=
+QUICK ?=
+BENCH ?=
 ACCURACY ?=
 CUDA ?=
 GPU ?=
@@ -31,9 +33,8 @@ demo: $(READY) ## Send real images and video through a server (starts one if the
 accuracy: $(READY) ## Ask a server the held-out set and compare with the card (ACCURACY="--dtype bfloat16")
 	@$(BIN)/python -m tools.demo.accuracy $(ACCURACY)
 
-bench: $(READY) ## Measure the operator: quick by default, in full with BENCH= (figures: docs/benchmarks)
-	@$(BIN)/python -m benchmarks kernels $(BENCH)
-	@$(BIN)/python -m benchmarks switch $(BENCH)
+bench: $(READY) ## Run a benchmark, or list them (NAME=kernels; a part of it: QUICK=1; BENCH="--json FILE")
+	@$(BIN)/python -m benchmarks $(if $(NAME),$(NAME) $(if $(QUICK),--quick) $(BENCH))
 
 cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")
 	@$(BIN)/python -m tools.tile_search.cuda_build $(CUDA)

@@ -1,1 +1,4 @@
-"""Benchmarks: fixed grids and traces, baselines side by side, figures with their noise."""
+"""Benchmarks over fixed grids and traces, each with its baselines interleaved and its noise.
+
+`python -m benchmarks` lists them. The package `vlora` and its wheel contain none of this.
+"""

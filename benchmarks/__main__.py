@@ -1,5 +1,5 @@
-"""`python -m benchmarks NAME`: run one benchmark."""
+"""Run one benchmark: `python -m benchmarks NAME`."""
 
-from benchmarks.cli import bench_app
+from benchmarks.runner import main
 
-bench_app()
+main()

@@ -1,7 +1,7 @@
-"""An engine driven step by step through a load, and what each request and step took.
+"""An engine driven step by step through a load, and the time of each request and step.
 
-On this thread, without a server or a client: what is measured is the engine, its loader thread and
-the watch on the folders.
+It runs on this thread, without a server or a client: what is measured is the engine, its loader
+thread and the watch on the adapter folders.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -17,18 +19,21 @@ from unittest.mock import patch
 import numpy as np
 
 from vlora.engine.engine import Engine
+from vlora.engine.request_state import RequestState
 from vlora.lora.weights_file import WeightsFile
 from vlora.lora.weights_reader import Layout
-from vlora.request import ImageFeatures, Request
+from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 
+WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
+"""Words of the demo checkpoint's vocabulary. A word and the space before it are two tokens."""
 WAIT_SECONDS = 0.05
-"""A look at a loader that is late; it wakes this thread when it is done."""
+"""Maximum wait for the loader before the engine is stepped again. The loader ends it earlier."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request of a load."""
+class DriverRequest:
+    """One request of a load. output: number of tokens of its answer."""
 
     prompt: str
     adapter: str | None
@@ -38,27 +43,53 @@ class Ask:
 
 @dataclass
 class Outcome:
-    """Seconds from the common start: first token and end of each request; of each step; stalled,
-    with nothing to compute but adapters to wait for. disk_steps: steps whose thread read a file of
-    weights. beside: of the steps during which something was loaded or packed, alone: of the others;
-    both only of steps that begin no answer, since loads come when requests
-    begin. span: of the whole load. rows: computed. tokens: said."""
+    """Times of one load, in seconds.
+
+    first, end: of each request's first token and end, from the common start.
+    steps: of each step that computed.
+    stalled: waiting for adapters with nothing to compute.
+    disk_steps: number of steps whose thread read a file of weights.
+    loading_steps, quiet_steps: of the steps during which something was loaded or packed, and of the
+        others; both without the steps that gave a request its first token, since loads happen when
+        requests begin.
+    span: of the whole load.
+    rows: number of computed rows.
+    tokens: number of generated tokens.
+    """
 
     first: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     stalled: float = 0.0
     disk_steps: int = 0
-    beside: list[float] = field(default_factory=list)
-    alone: list[float] = field(default_factory=list)
+    loading_steps: list[float] = field(default_factory=list)
+    quiet_steps: list[float] = field(default_factory=list)
     span: float = 0.0
     rows: int = 0
     tokens: int = 0
     failed: int = 0
 
+    @classmethod
+    def joined(cls, outcomes: Sequence[Outcome]) -> Outcome:
+        """Return one outcome for loads one after another, each with its own start."""
+        total = cls()
+        for outcome in outcomes:
+            total.first += outcome.first
+            total.end += outcome.end
+            total.steps += outcome.steps
+            total.loading_steps += outcome.loading_steps
+            total.quiet_steps += outcome.quiet_steps
+            total.stalled += outcome.stalled
+            total.span += outcome.span
+            total.disk_steps += outcome.disk_steps
+            total.rows += outcome.rows
+            total.tokens += outcome.tokens
+            total.failed += outcome.failed
+        return total
+
     @property
     def throughput(self) -> float:
-        """Tokens a second."""
+        """Generated tokens per second."""
         return self.tokens / self.span
 
     @property
@@ -67,15 +98,16 @@ class Outcome:
         return sum(self.end) / max(1, self.tokens)
 
     def as_row(self) -> dict[str, Any]:
+        loading = (
+            round(statistics.median(self.loading_steps) * 1e3, 3) if self.loading_steps else None
+        )
         return {
             "tokens_per_s": round(self.throughput, 1),
             "token_latency_ms": round(self.token_latency * 1e3, 3),
             "p99_s": round(float(np.quantile(self.end, 0.99)), 3),
             "step_ms": round(statistics.median(self.steps) * 1e3, 3),
             "step_p99_ms": round(float(np.quantile(self.steps, 0.99)) * 1e3, 3),
-            "step_beside_load_ms": round(statistics.median(self.beside) * 1e3, 3)
-            if self.beside
-            else None,
+            "step_beside_load_ms": loading,
             "stalled_s": round(self.stalled, 3),
             "disk_steps": self.disk_steps,
             "failed": self.failed,
@@ -83,12 +115,15 @@ class Outcome:
 
 
 class Driver:
-    """One engine, and the ids of its requests."""
+    """One engine that is driven through loads."""
 
-    def __init__(self, engine: Engine, look: Callable[[Engine], None] | None = None) -> None:
-        """look: called after each step that computed; in the load's time, not in the step's."""
+    def __init__(self, engine: Engine, after_step: Callable[[Engine], None] | None = None) -> None:
+        """Drive an engine through loads.
+
+        after_step: called after each step that computed. Its time counts for the load only.
+        """
         self.engine = engine
-        self._look = look
+        self._after_step = after_step
         self._count = 0
         self._news = threading.Event()
         engine.adapters.on_change = self._on_news
@@ -100,70 +135,99 @@ class Driver:
     def close(self) -> None:
         self.engine.adapters.close()
 
-    def run(self, asks: Sequence[Ask], *, watch: bool = True) -> Outcome:
-        """All at once, beside the watch on the folders."""
+    def run(self, requests: Sequence[DriverRequest], *, watch: bool = True) -> Outcome:
+        """Run all requests at once. watch: whether the watch on the folders runs as well."""
         if not watch:
-            return self._run(asks)
+            return self._run(requests)
         self.engine.watch.start(self.engine.adapters.stamps)
         try:
-            return self._run(asks)
+            return self._run(requests)
         finally:
             self.engine.watch.close()
 
-    def _run(self, asks: Sequence[Ask]) -> Outcome:
+    def _run(self, requests: Sequence[DriverRequest]) -> Outcome:
         engine, outcome = self.engine, Outcome()
-        states = []
-        for ask in asks:
-            self._count += 1
-            params = SamplingParams(temperature=0.0, max_tokens=ask.output, ignore_eos=True)
-            request = Request(
-                f"drive-{self._count}", ask.prompt, params, adapter=ask.adapter, images=ask.images
-            )
-            states.append(engine.prepare(request))
-        rows = engine.stats().rows
-        mine = threading.get_ident()
-        reads = 0
-
-        def counting(done: Callable[..., Any]) -> Callable[..., Any]:
-            def counted(*given: Any) -> Any:
-                nonlocal reads
-                reads += threading.get_ident() == mine
-                return done(*given)
-
-            return counted
-
-        first: set[str] = set()
-        with (
-            patch.object(WeightsFile, "__init__", counting(WeightsFile.__init__)),
-            patch.object(Layout, "read", counting(Layout.read)),
-        ):
-            began = time.perf_counter()
+        states = [self._prepare(request) for request in requests]
+        rows_before = engine.stats().rows
+        answered: set[str] = set()
+        with _counted_reads() as reads:
+            started = time.perf_counter()
             for index, state in enumerate(states):
                 engine.add(state, float(index))
             while not engine.idle:
-                before, read, loading = time.perf_counter(), reads, engine.adapters.loading
-                outputs = engine.step()
-                now = time.perf_counter()
-                if engine.stalled:
-                    self._news.wait(WAIT_SECONDS)
-                    self._news.clear()
-                    outcome.stalled += time.perf_counter() - before
-                else:
-                    outcome.steps.append(now - before)
-                    if first >= {output.request_id for output in outputs}:
-                        among = outcome.beside if loading else outcome.alone
-                        among.append(now - before)
-                    outcome.disk_steps += reads > read
-                    if self._look is not None:
-                        self._look(engine)
+                outputs, now = self._step(outcome, answered, reads)
                 for output in outputs:
                     outcome.tokens += len(output.token_ids)
-                    if output.request_id not in first:
-                        first.add(output.request_id)
-                        outcome.first.append(now - began)
+                    if output.request_id not in answered:
+                        answered.add(output.request_id)
+                        outcome.first.append(now - started)
                     if output.finished:
-                        outcome.end.append(now - began)
+                        outcome.end.append(now - started)
                         outcome.failed += output.error is not None
-        outcome.span = time.perf_counter() - began
-        outcome.rows = engine.stats().rows - rows
+        outcome.span = time.perf_counter() - started
+        outcome.rows = engine.stats().rows - rows_before
         return outcome
+
+    def _prepare(self, request: DriverRequest) -> RequestState:
+        self._count += 1
+        params = SamplingParams(temperature=0.0, max_tokens=request.output, ignore_eos=True)
+        return self.engine.prepare(
+            Request(
+                f"drive-{self._count}",
+                request.prompt,
+                params,
+                adapter=request.adapter,
+                images=request.images,
+            )
+        )
+
+    def _step(
+        self, outcome: Outcome, answered: AbstractSet[str], reads: _ReadCounter
+    ) -> tuple[list[Output], float]:
+        """Step once and record its time. Return the outputs and the time at which they came.
+
+        answered: ids of the requests that have had their first token.
+        """
+        engine = self.engine
+        started, reads_before = time.perf_counter(), reads.count
+        loading = engine.adapters.loading
+        outputs = engine.step()
+        now = time.perf_counter()
+        if engine.stalled:
+            self._news.wait(WAIT_SECONDS)
+            self._news.clear()
+            outcome.stalled += time.perf_counter() - started
+            return outputs, now
+        outcome.steps.append(now - started)
+        if answered >= {output.request_id for output in outputs}:
+            (outcome.loading_steps if loading else outcome.quiet_steps).append(now - started)
+        outcome.disk_steps += reads.count > reads_before
+        if self._after_step is not None:
+            self._after_step(engine)
+        return outputs, now
+
+
+@dataclass
+class _ReadCounter:
+    """Number of times that this thread has opened or read a file of weights."""
+
+    count: int = 0
+
+
+@contextmanager
+def _counted_reads() -> Iterator[_ReadCounter]:
+    """Count the reads of the current thread within the context."""
+    counter, thread = _ReadCounter(), threading.get_ident()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            counter.count += threading.get_ident() == thread
+            return function(*arguments)
+
+        return call
+
+    with (
+        patch.object(WeightsFile, "__init__", counted(WeightsFile.__init__)),
+        patch.object(Layout, "read", counted(Layout.read)),
+    ):
+        yield counter

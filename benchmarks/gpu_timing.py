@@ -1,7 +1,7 @@
-"""Times work on a GPU: captured graphs, events around many replays, candidates interleaved.
+"""Interleaved timing on a GPU: captured graphs, with events around many replays.
 
-On a machine without one (a dry run of the benches on the emulation) calls are timed by the host's
-clock: their figures mean nothing and are marked so.
+On a machine without a GPU (a dry run on the emulated kernels) the host's clock times the calls;
+those figures mean nothing and are marked as such.
 """
 
 from __future__ import annotations
@@ -12,47 +12,51 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.timing import Timing
+from benchmarks.timing import Timing, rotated
 
 Call = Callable[[], None]
 
 SAMPLE_SECONDS = 2e-3
-"""Of one sample: events tick in half microseconds, and a graph's start must not count."""
-MOST_REPLAYS = 400
+"""Duration of a sample. Events tick in half microseconds, and the launch of a graph must not
+count."""
+MAX_REPLAYS = 400
 WARM_CALLS = 2
 
 
 @dataclass(frozen=True)
-class Timed(Timing):
-    """graph: without the launches' cost on the host."""
+class GpuTiming(Timing):
+    """Seconds per call. graph: whether they exclude the launch cost on the host."""
 
     graph: bool
 
 
-class Work:
-    """A pass over `calls`, which differ in their data only, as one graph or call by call."""
+class GpuWork:
+    """Repeatable passes over `calls`, which differ in their data only.
+
+    graph: whether a pass is one captured graph instead of single calls.
+    """
 
     def __init__(self, calls: Sequence[Call], *, graph: bool) -> None:
         self._calls, self.graph = calls, graph and torch.cuda.is_available()
         for _ in range(WARM_CALLS):
-            self._all()
+            self._call_all()
         synchronize()
         if self.graph:
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):
-                self._all()
+                self._call_all()
             self._pass: Call = captured.replay
         else:
-            self._pass = self._all
+            self._pass = self._call_all
         self._pass()
         synchronize()
 
-    def _all(self) -> None:
+    def _call_all(self) -> None:
         for call in self._calls:
             call()
 
     def sample(self, passes: int) -> float:
-        """Seconds per call."""
+        """Return the seconds per call over this many passes."""
         if not torch.cuda.is_available():
             started = time.perf_counter()
             for _ in range(passes):
@@ -70,57 +74,64 @@ class Work:
         return float(first.elapsed_time(last)) * 1e-3 / passes / len(self._calls)
 
     def passes_for(self, seconds: float) -> int:
+        """Return the number of passes that take about this long."""
         pass_seconds = max(self.sample(1) * len(self._calls), 1e-7)
-        return max(1, min(MOST_REPLAYS, round(seconds / pass_seconds)))
+        return max(1, min(MAX_REPLAYS, round(seconds / pass_seconds)))
 
 
-def interleaved(work: Mapping[str, Work], rounds: int) -> dict[str, Timed]:
-    """A sample of each candidate a round, in an order that rotates."""
-    passes = {name: one.passes_for(SAMPLE_SECONDS) for name, one in work.items()}
-    samples: dict[str, list[float]] = {name: [] for name in work}
-    names = list(work)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            samples[name].append(work[name].sample(passes[name]))
-    return {name: Timed(tuple(samples[name]), work[name].graph) for name in work}
+def interleaved(candidates: Mapping[str, GpuWork], rounds: int) -> dict[str, GpuTiming]:
+    """Time all candidates, one sample of each per round, in an order that rotates."""
+    passes = {name: work.passes_for(SAMPLE_SECONDS) for name, work in candidates.items()}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(rounds):
+        for name in rotated(list(candidates), number):
+            samples[name].append(candidates[name].sample(passes[name]))
+    return {name: GpuTiming(tuple(samples[name]), candidates[name].graph) for name in candidates}
 
 
 def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What this device reaches now: bytes/s of a large copy (read and written), flop/s of a large
-    product in bf16 and, without TF32, in fp32."""
+class GpuLimits:
+    """Rates that this device reaches now.
+
+    copy: bytes/s of a large copy, counting reads and writes.
+    bf16, fp32: flop/s of a large matrix product; fp32 without TF32.
+    """
 
     copy: float
     bf16: float
     fp32: float
 
     def seconds(self, moved_bytes: float, flops: float, dtype: str) -> float:
-        """No version runs much faster."""
+        """Return the roofline of this work; no implementation runs much faster."""
         return max(moved_bytes / self.copy, flops / (self.fp32 if dtype == "fp32" else self.bf16))
 
 
-def measure_limits(device: torch.device, *, side: int, copy_bytes: int) -> Limits:
-    """Random data: products of zeros run faster."""
+def measure_limits(device: torch.device, *, side: int, copy_bytes: int) -> GpuLimits:
+    """Measure the limits on random data, since products of zeros run faster."""
     source = torch.empty(copy_bytes // 4, device=device).normal_()
     target = torch.empty_like(source)
-    work = {"copy": Work([lambda: _none(target.copy_(source))], graph=True)}
+    work = {"copy": GpuWork([lambda: discard(target.copy_(source))], graph=True)}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
-        work[name] = Work([lambda a=a, b=b, out=out: _none(torch.mm(a, b, out=out))], graph=True)  # type: ignore[misc]
+        work[name] = GpuWork(
+            [lambda a=a, b=b, out=out: discard(torch.mm(a, b, out=out))],  # type: ignore[misc]
+            graph=True,
+        )
     timed = interleaved(work, rounds=5)
     product = 2 * side**3
-    return Limits(
+    return GpuLimits(
         2 * copy_bytes / timed["copy"].median,
         product / timed["bf16"].median,
         product / timed["fp32"].median,
     )
 
 
-def _none(_: object) -> None:
-    """A call's result is not wanted."""
+def discard(_: object) -> None:
+    """Drop a result, so that the call returns None."""

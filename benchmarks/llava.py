@@ -1,8 +1,8 @@
-"""Random-weight LLaVA checkpoints with their adapters, for the benches of whole steps.
+"""LLaVA checkpoints with random weights and adapters, for benchmarks of whole steps.
 
-Made once into a cache folder, the same bytes on every machine: seeded, normally distributed (never
-zeros, which caches and branch predictors like too much), stored as bfloat16, with a tokenizer in
-which a prompt of n words has n tokens and one more for the begin of text.
+They are generated once into a cache folder, with the same bytes on every machine. The weights are
+seeded and normally distributed (zeros would be too easy on caches and branch predictors), stored as
+bfloat16. With their tokenizer a prompt of n words has n tokens, and one more for the begin of text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 log = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of what is made here: another version makes another folder."""
+"""Version of the generated files; each version has its own folder."""
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
@@ -35,7 +35,10 @@ WEIGHT_STD, FACTOR_STD = 0.02, 0.02
 
 @dataclass(frozen=True)
 class Sizes:
-    """A decoder of the Llama family and a CLIP tower. kv_heads < heads: grouped queries."""
+    """Sizes of a Llama-family decoder and a CLIP tower.
+
+    With fewer kv_heads than heads, queries are grouped.
+    """
 
     layers: int = 14
     hidden: int = 1024
@@ -52,7 +55,7 @@ class Sizes:
     patch: int = 14
     adapters: int = 16
     ranks: tuple[int, ...] = (8, 16, 32, 64)
-    """Of the adapters, in turn; on q, k, v and o of every layer."""
+    """Ranks that the adapters cycle through. They are on q, k, v and o of every layer."""
 
     @property
     def image_tokens(self) -> int:
@@ -65,8 +68,10 @@ class Sizes:
 
 
 def tiny(sizes: Sizes) -> Sizes:
-    """As many layers and adapters with next to nothing in them: what is left of a step is what
-    does not shrink with the model."""
+    """Return sizes with as many layers and adapters, but with next to nothing in them.
+
+    What remains of a step is what does not shrink with the model.
+    """
     return replace(
         sizes,
         hidden=64,
@@ -84,12 +89,16 @@ def tiny(sizes: Sizes) -> Sizes:
 
 
 MODELS: Mapping[str, Sizes] = {"whole": Sizes(), "grouped": Sizes(kv_heads=4)}
-"""whole: each query head has keys and values of its own; grouped: four share theirs."""
+"""whole: each query head has its own keys and values. grouped: four query heads share theirs."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """folder: as transformers and vlora read it. adapters: a folder for each, `r<rank>-<index>`."""
+    """A generated checkpoint.
+
+    folder: the model, as transformers and vlora read it.
+    adapters: folder of the adapters' folders.
+    """
 
     folder: Path
     adapters: Path
@@ -102,52 +111,56 @@ class Checkpoint:
 
 
 def cache_root() -> Path:
+    """Return the folder of all generated checkpoints in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vlora" / "bench"
 
 
 def make(sizes: Sizes, root: Path | None = None) -> Checkpoint:
-    """The checkpoint of these sizes, from the cache where it is there already."""
+    """Return the checkpoint of these sizes, generated unless the cache has it.
+
+    root: folder of the generated checkpoints; default: `cache_root()`.
+    """
     folder = (root or cache_root()) / sizes.name
-    made = Checkpoint(folder / "checkpoint", folder / "adapters", sizes)
-    described = json.dumps(asdict(sizes))
-    if (folder / "sizes.json").is_file() and (folder / "sizes.json").read_text() == described:
-        return made
-    log.info("making %s (once)", folder)
+    checkpoint = Checkpoint(folder / "checkpoint", folder / "adapters", sizes)
+    sizes_text = json.dumps(asdict(sizes))
+    if (folder / "sizes.json").is_file() and (folder / "sizes.json").read_text() == sizes_text:
+        return checkpoint
+    log.info("generating %s, once", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        whole = Path(scratch) / "whole"
-        _save_checkpoint(whole / "checkpoint", sizes)
-        for index, name in enumerate(made.adapter_names):
-            _save_adapter(whole / "adapters" / name, sizes, index)
-        (whole / "sizes.json").write_text(described)
+        complete = Path(scratch) / "complete"
+        _save_checkpoint(complete / "checkpoint", sizes)
+        for index, name in enumerate(checkpoint.adapter_names):
+            _save_adapter(complete / "adapters" / name, sizes, index)
+        (complete / "sizes.json").write_text(sizes_text)
         shutil.rmtree(folder, ignore_errors=True)
-        whole.rename(folder)
-    return made
+        complete.rename(folder)
+    return checkpoint
 
 
 def prompt(words: int, seed: int, sizes: Sizes) -> str:
-    """A text of `words` tokens behind the begin of text."""
+    """Return a text of `words` tokens, without the begin of text."""
     drawn = np.random.default_rng(seed).choice(_words(sizes), words)
     return "".join(drawn.tolist())
 
 
 def picture(seed: int, sizes: Sizes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """[side, side, 3] RGB, smooth noise: no two alike."""
+    """Return smooth noise as RGB, [side, side, 3] uint8, different for each seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     side = (sizes.image, sizes.image)
     return np.asarray(Image.fromarray(coarse).resize(side, Image.Resampling.BICUBIC))
 
 
 def _words(sizes: Sizes) -> Sequence[str]:
-    """The words, each with the space before it, that are one token: two syllables."""
+    """Return the words of two syllables that are one token, each with the space before it."""
     syllables = [c + v for c in CONSONANTS for v in VOWELS]
-    room = sizes.vocabulary - len(SPECIAL) - 256 - 2 * len(syllables)
-    return [f" {first}{second}" for first in syllables for second in syllables][: max(room, 0)]
+    count = sizes.vocabulary - len(SPECIAL) - 256 - 2 * len(syllables)
+    return [f" {first}{second}" for first in syllables for second in syllables][: max(count, 0)]
 
 
 def _tokenizer(sizes: Sizes) -> Any:
-    """Byte-level BPE, its merges written down: syllables, a space before one, two of them."""
+    """Return a byte-level BPE tokenizer that merges syllables, alone, after a space, in pairs."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -164,7 +177,9 @@ def _tokenizer(sizes: Sizes) -> Any:
     merges = merges[: sizes.vocabulary - len(pieces)]
     pieces += [first + second for first, second in merges]
     if len(pieces) != sizes.vocabulary:
-        raise ValueError(f"a vocabulary of {sizes.vocabulary} cannot be spelled: {len(pieces)}")
+        raise ValueError(
+            f"the vocabulary has {len(pieces)} pieces, and the sizes ask for {sizes.vocabulary}"
+        )
     core = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -255,7 +270,7 @@ def _save_checkpoint(folder: Path, sizes: Sizes) -> None:
 
 
 def _save_adapter(folder: Path, sizes: Sizes, index: int) -> None:
-    """As PEFT saves one, on q, k, v and o of every layer of the language model."""
+    """Save an adapter in PEFT's format, on q, k, v and o of every layer of the language model."""
     rank = sizes.ranks[index % len(sizes.ranks)]
     head = sizes.hidden // sizes.heads
     outs = {

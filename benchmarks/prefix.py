@@ -1,29 +1,40 @@
-"""`vlora bench prefix`: several rounds of questions on one image, with and without the cache.
+"""The prefix benchmark: rounds of questions about one image, with and without the prefix cache.
 
-Each round's prompt is all that was said before and one more question. On the demo checkpoint.
+The prompt of each round is the conversation so far and one more question. The checkpoint is the
+demo model.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import numpy as np
+import typer
+from rich.console import RenderableType
 
-from benchmarks.adapters.measurement import WORDS
-from benchmarks.driver import Ask, Driver, Outcome
-from vlora.config import Options
-from vlora.engine.engine import Engine
-from vlora.request import ImageFeatures
+from benchmarks.benchmark import (
+    GRIDS,
+    Bar,
+    Benchmark,
+    DemoModelOption,
+    QuickOption,
+    Row,
+    at_least,
+    demo_folder,
+)
+
+if TYPE_CHECKING:
+    from benchmarks.driver import Driver, Outcome
 
 
 @dataclass(frozen=True)
-class Round:
-    """One round of one conversation. cached: with the prefix cache."""
+class ConversationRound:
+    """One round of one conversation. cached: whether the prefix cache was on."""
 
     number: int
     cached: bool
@@ -38,57 +49,139 @@ class Round:
         }
 
 
-def run(model: Path, grid: Mapping[str, Any]) -> list[Round]:
-    """The same conversations with and without the cache, side by side; the first is not counted."""
-    drivers = {
-        cached: Driver(Engine(Options(model=model, enable_prefix_caching=cached, merging="off")))
-        for cached in (True, False)
-    }
-    found = []
-    for repeat in range(-1, grid["repeats"]):
-        for cached, driver in drivers.items():
-            rounds = converse(driver, grid, repeat)
-            if repeat >= 0:
-                found += [Round(i + 1, cached, outcome) for i, outcome in enumerate(rounds)]
-    for driver in drivers.values():
-        driver.close()
-    return found
+class Conversations:
+    """Two engines of one checkpoint, with and without the prefix cache."""
+
+    def __init__(self, model: Path, grid: Mapping[str, Any]) -> None:
+        from benchmarks.driver import Driver
+        from vlora.config import Options
+        from vlora.engine.engine import Engine
+
+        self._grid = grid
+        self._drivers = {
+            cached: Driver(
+                Engine(Options(model=model, enable_prefix_caching=cached, merging="off"))
+            )
+            for cached in (True, False)
+        }
+
+    def run(self, seed: int) -> list[ConversationRound]:
+        """Run one conversation on both engines."""
+        return [
+            ConversationRound(number, cached, outcome)
+            for cached, driver in self._drivers.items()
+            for number, outcome in enumerate(self._converse(driver, seed), start=1)
+        ]
+
+    def close(self) -> None:
+        for driver in self._drivers.values():
+            driver.close()
+
+    def _converse(self, driver: Driver, seed: int) -> list[Outcome]:
+        """Run all rounds about an image that no other seed has."""
+        import numpy as np
+
+        from benchmarks.driver import WORDS, DriverRequest
+        from vlora.request import ImageFeatures
+
+        grid, hidden = self._grid, driver.engine.config.hidden
+        rows = grid["image_tokens"]
+        features = np.random.default_rng(seed + 7).normal(size=(rows, hidden)).astype(np.float32)
+        images = ImageFeatures(features, np.array([[0, rows, 1, 1, rows, 0]], np.int32))
+        rng = random.Random(seed)
+        conversation = "<s><image>"
+        outcomes = []
+        for _ in range(grid["rounds"]):
+            conversation += " " + " ".join(rng.choices(WORDS, k=grid["question"] // 2))
+            # One token is generated, for its time. The rest of the answer is drawn here.
+            request = DriverRequest(conversation, None, 1, images)
+            outcomes.append(driver.run([request], watch=False))
+            conversation += " " + " ".join(rng.choices(WORDS, k=grid["output"] // 2))
+        return outcomes
 
 
-def converse(driver: Driver, grid: Mapping[str, Any], seed: int) -> list[Outcome]:
-    """One image that was never seen, and so many rounds on it."""
-    hidden = driver.engine.config.hidden
-    rows = grid["image_tokens"]
-    features = np.random.default_rng(seed + 7).normal(size=(rows, hidden)).astype(np.float32)
-    images = ImageFeatures(features, np.array([[0, rows, 1, 1, rows, 0]], np.int32))
-    rng = random.Random(seed)
-    said = "<s><image>"
-    outcomes = []
-    for _ in range(grid["rounds"]):
-        said += " " + " ".join(rng.choices(WORDS, k=grid["question"] // 2))
-        # One token of this answer, to see when it comes; what is said next is ours.
-        outcomes.append(driver.run([Ask(said, None, 1, images)], watch=False))
-        said += " " + " ".join(rng.choices(WORDS, k=grid["output"] // 2))
-    return outcomes
+def summarize(rounds: Sequence[ConversationRound]) -> dict[str, Any]:
+    """Return ratios of medians, with the cache over without."""
 
+    def outcomes(cached: bool, number: int) -> list[Outcome]:
+        return [r.outcome for r in rounds if (r.cached, r.number) == (cached, number)]
 
-def summarize(rounds: Sequence[Round]) -> dict[str, Any]:
-    """The keys of the issue, of the second round: with the cache over without."""
+    def first_token(cached: bool, number: int) -> float:
+        return median(outcome.first[0] for outcome in outcomes(cached, number))
 
-    def of(cached: bool, number: int) -> list[Outcome]:
-        return [one.outcome for one in rounds if (one.cached, one.number) == (cached, number)]
+    def computed_tokens(cached: bool) -> float:
+        return median(outcome.rows for outcome in outcomes(cached, 2))
 
-    def first(cached: bool, number: int) -> float:
-        return median(outcome.first[0] for outcome in of(cached, number))
-
-    def computed(cached: bool) -> float:
-        return median(outcome.rows for outcome in of(cached, 2))
-
-    ttft = first(True, 2) / first(False, 2)
-    tokens = computed(True) / computed(False)
+    ttft = first_token(True, 2) / first_token(False, 2)
+    tokens = computed_tokens(True) / computed_tokens(False)
     return {
         "second_round_ttft_ratio": round(ttft, 3),
         "computed_token_ratio": round(tokens, 3),
         "saved_over_expected": round((1 - ttft) / (1 - tokens), 3),
-        "first_round_ttft_ratio": round(first(True, 1) / first(False, 1), 3),
+        "first_round_ttft_ratio": round(first_token(True, 1) / first_token(False, 1), 3),
     }
+
+
+class PrefixBenchmark(Benchmark[int]):
+    """Time to first token and computed tokens. A cell is the seed of a conversation."""
+
+    name = "prefix"
+    bars: ClassVar[Mapping[str, Bar]] = {"saved_over_expected": at_least(0.7)}
+
+    def __init__(
+        self,
+        *,
+        model: DemoModelOption = None,
+        threads: Annotated[int, typer.Option(help="Threads of the engine.")] = 1,
+        quick: QuickOption = False,
+    ) -> None:
+        super().__init__(quick=quick)
+        from benchmarks import machine
+
+        machine.set_threads(threads)
+        self._threads = threads
+        self._model = model or demo_folder() / "checkpoint"
+        grid = json.loads((GRIDS / "prefix.json").read_text())
+        self._grid: dict[str, Any] = grid | (grid["quick"] if quick else {})
+        self._conversations: Conversations | None = None
+        self._rounds: list[ConversationRound] = []
+
+    def meta(self) -> dict[str, Any]:
+        from benchmarks import machine
+
+        return {"grid": "prefix.json", "threads": self._threads, **machine.operator_meta()}
+
+    def cells(self) -> Sequence[int]:
+        return range(self._grid["repeats"])
+
+    def run(self, cell: int) -> Iterator[Row]:
+        self.status(f"conversation {cell + 1}")
+        if self._conversations is None:
+            self._conversations = Conversations(self._model, self._grid)
+            self._conversations.run(-1)  # Warm up.
+        rounds = self._conversations.run(cell)
+        self._rounds += rounds
+        yield from (conversation_round.as_row() for conversation_round in rounds)
+
+    def summarize(self) -> dict[str, Any]:
+        return summarize(self._rounds)
+
+    def tables(self) -> Iterable[RenderableType]:
+        from benchmarks.report import figure_table
+
+        table = figure_table(
+            ("round", "first token, ms", "without cache", "tokens computed", "without cache"),
+            "medians over the conversations",
+        )
+        for number in sorted({row["round"] for row in self.rows}):
+            figures = [
+                median(r[key] for r in self.rows if (r["round"], r["cached"]) == (number, cached))
+                for key in ("first_token_ms", "computed_tokens")
+                for cached in (True, False)
+            ]
+            table.add_row(str(number), *(f"{figure:.5g}" for figure in figures))
+        return [table]
+
+    def close(self) -> None:
+        if self._conversations is not None:
+            self._conversations.close()

@@ -1,28 +1,28 @@
-"""Interleaved timing: every candidate in every round, medians and their spread.
+"""Interleaved timing: each round takes a sample of every candidate; medians and their spread.
 
-Knows callables and clocks; nothing of operators.
+This module knows callables and clocks, and nothing about operators.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 MIN_SAMPLE_SECONDS = 4e-4
-"""Shorter samples would measure the clock and the loop."""
-FEWEST_SAMPLES = 3
+"""Minimum duration of a sample. A shorter one would measure the clock and the loop."""
+MIN_SAMPLES = 3
 WARM_CALLS = 3
-"""Before a sample: a cache of the last level that fills by eviction needs more than one pass."""
-LONG, VERY_LONG = 5e-3, 4e-2
-"""Seconds of a call from which on one pass, or none, is enough: what memory gives in that time is
-many times the caches, and the first misses are a small part of it."""
+"""Calls before a warm sample. A last-level victim cache needs more than one pass to fill."""
+LONG_SECONDS, VERY_LONG_SECONDS = 5e-3, 4e-2
+"""Durations of a call from which one warm call, or none, is enough. The memory traffic of such a
+call is many times the size of the caches, and its first misses are a small part of it."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, one value per round."""
+    """Seconds per call, one sample per round."""
 
     samples: tuple[float, ...]
 
@@ -40,7 +40,7 @@ class Timing:
 
     @property
     def variation(self) -> float:
-        """Coefficient of variation: standard deviation over mean (the paper's figure 18)."""
+        """Coefficient of variation: standard deviation over mean (figure 18 of the paper)."""
         return statistics.stdev(self.samples) / statistics.fmean(self.samples)
 
 
@@ -50,30 +50,31 @@ def interleaved(
     rounds: int,
     warm: bool,
     budget: float,
-    led: bool = False,
+    lead: bool = False,
 ) -> dict[str, Timing]:
-    """Time all candidates, a sample of each per round, in an order that rotates.
+    """Time all candidates, one sample of each per round, in an order that rotates.
 
-    warm: calls just before each sample bring the candidate's data back into the caches that the
-    others have used since. led: one call does, for a candidate that has other data at each call:
-    its code is there then and its threads are awake, as in the midst of a step, and its data are
-    not (decision 68). budget: seconds per candidate; a slow one gets fewer samples, never
-    under FEWEST_SAMPLES, spread over all rounds.
+    warm: calls just before each sample bring the candidate's data back into the caches, which the
+        other candidates have used since.
+    lead: one call precedes each sample of a candidate that reads different data at each call. Its
+        code is then cached and its threads are awake, as within a step, and its data are not
+        (decision 68).
+    budget: seconds per candidate. A slow candidate gets fewer samples, at least MIN_SAMPLES,
+        spread over all rounds.
     """
-    calls, warm_calls, samples_wanted = {}, {}, {}
+    calls, warm_calls, sample_counts = {}, {}, {}
     for name, call in candidates.items():
         estimate = _seconds(call, 1)
-        if estimate < budget:  # else the first call's own share in it is small
+        if estimate < budget:  # Otherwise the overhead of the first call is a small part of it.
             estimate = _seconds(call, 1)
         calls[name] = max(1, round(MIN_SAMPLE_SECONDS / max(estimate, 1e-9)))
-        warm_calls[name] = _warm_calls(estimate) if warm else int(led and estimate < LONG)
+        warm_calls[name] = _warm_calls(estimate) if warm else int(lead and estimate < LONG_SECONDS)
         cost = (calls[name] + warm_calls[name]) * estimate
-        samples_wanted[name] = min(rounds, max(FEWEST_SAMPLES, int(budget / max(cost, 1e-9))))
+        sample_counts[name] = min(rounds, max(MIN_SAMPLES, int(budget / max(cost, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    names = list(candidates)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if len(samples[name]) * rounds > turn * samples_wanted[name]:
+    for number in range(rounds):
+        for name in rotated(list(candidates), number):
+            if len(samples[name]) * rounds > number * sample_counts[name]:
                 continue
             for _ in range(warm_calls[name]):
                 candidates[name]()
@@ -81,30 +82,45 @@ def interleaved(
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
-def _warm_calls(seconds: float) -> int:
-    return WARM_CALLS if seconds < LONG else 1 if seconds < VERY_LONG else 0
-
-
 def single_calls(
     candidates: Mapping[str, Callable[[], None]], *, rounds: int, warm_ups: int
 ) -> dict[str, Timing]:
-    """One call a sample, `rounds` samples after `warm_ups`, interleaved (figure 18)."""
+    """Time `rounds` single calls of each candidate after `warm_ups`, interleaved (figure 18)."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(warm_ups + rounds):
+    for number in range(warm_ups + rounds):
         for name, call in candidates.items():
             seconds = _seconds(call, 1)
-            if turn >= warm_ups:
+            if number >= warm_ups:
                 samples[name].append(seconds)
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """Return the names in order, starting with that at index `number` modulo their count."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """Return the geometric mean, or None for no values: a summary then says null, not 1."""
+    return statistics.geometric_mean(values) if values else None
+
+
+def rounded_mean(values: Sequence[float], digits: int = 3) -> float | None:
+    """Return the geometric mean rounded to `digits` decimal places, or None for no values."""
+    mean = geometric_mean(values)
+    return None if mean is None else round(mean, digits)
+
+
+def _warm_calls(seconds: float) -> int:
+    if seconds < LONG_SECONDS:
+        return WARM_CALLS
+    return 1 if seconds < VERY_LONG_SECONDS else 0
+
+
 def _seconds(call: Callable[[], None], count: int) -> float:
+    """Return the seconds per call, over `count` calls in a row."""
     started = time.perf_counter()
     for _ in range(count):
         call()
     return (time.perf_counter() - started) / count
-
-
-def geometric_mean(values: list[float]) -> float | None:
-    """None for no values: a summary says null, not 1."""
-    return statistics.geometric_mean(values) if values else None

@@ -1,7 +1,7 @@
-"""What a step has to do, in flops and bytes: the other side of its roofline.
+"""Flops and bytes of a step, from which its roofline follows.
 
-Pure arithmetic over sizes. Every weight is read once a step, every key and value of a row's
-context once a request, every adapter once; activations stay in the caches and count nothing.
+The model counts every weight once per step, the keys and values of a chunk's context once per
+request, and every adapter once. Activations stay in the caches and do not count.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from dataclasses import dataclass
 
 from benchmarks.llava import Sizes
 
-TARGETS = 4
+ADAPTED_TARGETS = 4
 """Adapted projections of a layer: q, k, v, o."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """`count` consecutive positions of one request, `context` positions computed before them,
-    through the adapter of this index, or None; logits: whether the last one is answered."""
+class ChunkWork:
+    """Consecutive positions of one request in a step.
 
-    count: int
+    rows: number of positions.
+    context: number of positions computed before them.
+    adapter: index of the adapter, or None.
+    logits: whether the last position is sampled from.
+    """
+
+    rows: int
     context: int
     adapter: int | None = None
     logits: bool = True
@@ -28,7 +33,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Work:
-    """flops; bytes of weights, of keys and values, of adapters."""
+    """Flops, and bytes of weights, of keys and values, and of adapters."""
 
     flops: float
     weights: int
@@ -37,48 +42,57 @@ class Work:
 
     @property
     def moved(self) -> int:
+        """All bytes that are moved."""
         return self.weights + self.kv + self.adapters
 
+    def seconds(self, peak: float, rate: float) -> float:
+        """Return the limit of the roofline for a peak in flop/s and a rate in bytes/s."""
+        return max(self.flops / peak, self.moved / rate)
 
-def of_step(rows: Sequence[Rows], sizes: Sizes, itemsize: int) -> Work:
-    """The work of one step. In the last layer every row gives keys and values, and only those that
-    are answered do more."""
+
+def step_work(chunks: Sequence[ChunkWork], sizes: Sizes, itemsize: int) -> Work:
+    """Return the work of one step.
+
+    In the last layer all rows compute keys and values; only rows with logits do more.
+    """
     head = sizes.hidden // sizes.heads
     slab = slab_elements(sizes)
     lm_head = sizes.vocabulary * sizes.hidden
-    total = sum(part.count for part in rows)
-    answered = sum(part.logits for part in rows)
-    # Row i of a part sees context + i + 1 positions: a product with keys, one with values.
-    seen = sum(p.count * p.context + p.count * (p.count + 1) // 2 for p in rows)
-    seen_last = sum(p.context + p.count for p in rows if p.logits)
-    beyond = 2 * sizes.hidden**2 + 3 * sizes.hidden * sizes.inner  # keys and values
+    rows = sum(chunk.rows for chunk in chunks)
+    sampled = sum(chunk.logits for chunk in chunks)
+    # Row i of a chunk attends to context + i + 1 positions: a product with keys, one with values.
+    pairs = sum(c.rows * c.context + c.rows * (c.rows + 1) // 2 for c in chunks)
+    last_layer_pairs = sum(c.context + c.rows for c in chunks if c.logits)
+    # Elements of the last layer that rows without logits do not use: all but keys and values.
+    skipped = 2 * sizes.hidden**2 + 3 * sizes.hidden * sizes.inner
     width = adapter_width(sizes)
-    lora = sum(2 * p.count * rank_of(p.adapter, sizes) * width for p in rows)
-    flops = 2 * (total * slab - (total - answered) * beyond) + 2 * answered * lm_head + lora
-    flops += 4 * (seen * (sizes.layers - 1) + seen_last) * sizes.heads * head
-    positions = sum(p.context + 2 * p.count for p in rows)  # read; written and read
-    used = {p.adapter for p in rows if p.adapter is not None}
+    lora = sum(2 * c.rows * rank_of(c.adapter, sizes) * width for c in chunks)
+    flops = 2 * (rows * slab - (rows - sampled) * skipped) + 2 * sampled * lm_head + lora
+    flops += 4 * (pairs * (sizes.layers - 1) + last_layer_pairs) * sizes.heads * head
+    # The context is read; the new positions are written and read.
+    positions = sum(c.context + 2 * c.rows for c in chunks)
+    used = {c.adapter for c in chunks if c.adapter is not None}
     return Work(
         flops=float(flops),
-        weights=itemsize * (slab + lm_head * (answered > 0)),
+        weights=itemsize * (slab + lm_head * (sampled > 0)),
         kv=itemsize * positions * 2 * sizes.kv_heads * head * sizes.layers,
         adapters=itemsize * width * sum(rank_of(index, sizes) for index in used),
     )
 
 
-def of_tower(images: int, sizes: Sizes) -> Work:
-    """Encoding images: the tower, its connector, fp32."""
+def tower_work(images: int, sizes: Sizes) -> Work:
+    """Return the work of encoding images in fp32, by the vision tower and its connector."""
     patches, hidden = sizes.image_tokens, sizes.tower_hidden
     layer = 4 * hidden**2 + 2 * hidden * sizes.tower_inner
-    # The features come from the last layer but one; the connector has two.
+    # The features come from the last layer but one. The connector has two matrices.
     elements = (sizes.tower_layers - 1) * layer + 3 * sizes.patch**2 * hidden
     elements += hidden * sizes.hidden + sizes.hidden**2
     attention = 4 * patches**2 * hidden * (sizes.tower_layers - 1)
     return Work(images * (2.0 * patches * elements + attention), 4 * elements, 0, 0)
 
 
-def together(parts: Iterable[Work]) -> Work:
-    """All of it, were every weight read only once: the limit of the whole work at once."""
+def combined_work(parts: Iterable[Work]) -> Work:
+    """Return the work of all parts at once, with every weight read only once."""
     parts = list(parts)
     return Work(
         flops=sum(part.flops for part in parts),
@@ -89,17 +103,18 @@ def together(parts: Iterable[Work]) -> Work:
 
 
 def slab_elements(sizes: Sizes) -> int:
-    """Of all target matrices of all layers."""
+    """Return the number of elements of all target matrices of all layers."""
     kv = sizes.kv_heads * (sizes.hidden // sizes.heads)
     attention = 2 * sizes.hidden**2 + 2 * kv * sizes.hidden
     return sizes.layers * (attention + 3 * sizes.hidden * sizes.inner)
 
 
 def adapter_width(sizes: Sizes) -> int:
-    """Elements of an adapter per rank: inputs and outputs of its targets in all layers."""
+    """Return an adapter's elements per rank: inputs and outputs of its targets in all layers."""
     kv = sizes.kv_heads * (sizes.hidden // sizes.heads)
-    return sizes.layers * (TARGETS * sizes.hidden + 2 * sizes.hidden + 2 * kv)
+    return sizes.layers * (ADAPTED_TARGETS * sizes.hidden + 2 * sizes.hidden + 2 * kv)
 
 
 def rank_of(adapter: int | None, sizes: Sizes) -> int:
+    """Return the rank of an adapter by its index, 0 for None."""
     return 0 if adapter is None else sizes.ranks[adapter % len(sizes.ranks)]

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a tiny untrained checkpoint and random adapters, made once a session."""
+"""Fixtures for all tests: a tiny untrained checkpoint and random adapters, created once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained but complete checkpoint of the demo architecture (seed 0)."""
+    """Return an untrained but complete checkpoint of the demo architecture (seed 0)."""
     from tools.demo.build import build
 
     return build(tmp_path_factory.mktemp("checkpoint"), seed=0)
@@ -17,7 +17,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def adapters_dir(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one random adapter per entry of `tests.support.make_adapters.SPECS`."""
+    """Return a folder with one random adapter per entry of `tests.support.make_adapters.SPECS`."""
     from tests.support.make_adapters import make_adapters
 
     return make_adapters(checkpoint, tmp_path_factory.mktemp("adapters"))

@@ -24,6 +24,9 @@ VARIABLES: dict[Component, str] = {"atmm": "VLORA_ATMM", "kernels": "VLORA_KERNE
 """Environment variables that name a component's backend, "cpu" or "reference": for tests, and for
 a machine on which the compiled code is in doubt."""
 
+LABELS: dict[Component, str] = {"atmm": "ATMM", "kernels": "kernels"}
+"""Names of the components in the log."""
+
 _chosen: dict[tuple[Component, str], Backend] = {}
 
 
@@ -70,7 +73,7 @@ def _choose(component: Component, device: str, start_cuda: Callable[[], object] 
     if requested not in (None, "cpu", "reference"):
         raise ValueError(f"{variable}={requested}; it must be 'cpu' or 'reference'")
     if requested is not None:
-        log.info("%s: backend '%s', set by %s", component, requested, variable)
+        log.info("%s: backend '%s', set by %s", LABELS[component], requested, variable)
         if requested == "cpu":
             _start_cpu(component, native.kernels())
         return cast(Backend, requested)
@@ -80,7 +83,7 @@ def _choose(component: Component, device: str, start_cuda: Callable[[], object] 
             return "cuda"
         core = native.kernels()
     except (ImportError, OSError, RuntimeError) as error:
-        log.warning("%s: backend 'reference' (plain torch, slow): %s", component, error)
+        log.warning("%s: backend 'reference' (plain torch, slow): %s", LABELS[component], error)
         return "reference"
     _start_cpu(component, core)
     return "cpu"
@@ -92,12 +95,12 @@ def _start_cpu(component: Component, core: Any) -> None:
         log.info("kernels: compiled for the CPU, instruction set %s", core.runtime.isa())
         return
     for dtype in tiles.DTYPE_NAMES:
-        log.info("atmm: compiled for the CPU, %s by %s", dtype, _peaks(core.runtime, dtype))
+        log.info("ATMM: compiled for the CPU, %s by %s", dtype, _peaks(core.runtime, dtype))
     paths = tiles.load_for_this_cpu()
     if not paths:
-        log.info("atmm: no tile table for this CPU; the built-in tiles serve")
+        log.info("ATMM: no tile table for this CPU; the built-in tiles serve")
     for path in paths:
-        log.info("atmm: tile table %s", path.name)
+        log.info("ATMM: tile table %s", path.name)
 
 
 def _peaks(runtime: Any, dtype: str) -> str:

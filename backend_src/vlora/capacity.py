@@ -1,7 +1,7 @@
-"""What fits into so much memory: weights, adapters, and sequences beside them.
+"""Memory plan of an engine: what weights, adapters and sequences need and how many fit.
 
-The arithmetic of the engine's own parts, on shapes alone: no weight is read. `tests/unit/
-test_capacity.py` holds it to what an engine allocates.
+Computed from shapes with the functions that the engine itself uses; no weight is read.
+`tests/unit/test_capacity.py` compares the plan with what an engine allocates.
 """
 
 from __future__ import annotations
@@ -21,123 +21,153 @@ from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config
 from vlora.model.loader import adapter_shape
 
-RANKS = (8, 16, 32, 64)
-TARGET_SETS: Mapping[str, tuple[str, ...]] = {
+EXAMPLE_RANKS = (8, 16, 32, 64)
+EXAMPLE_TARGETS: Mapping[str, tuple[str, ...]] = {
     "q v": ("q_proj", "v_proj"),
     "attention": ATTENTION,
     "all": TARGETS,
 }
-FP32 = 4
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class AdapterCost:
-    """What one adapter takes: packed bytes, the pages of its run, fp32 bytes in host memory."""
+    """Memory that one adapter needs.
+
+    packed_bytes: bytes of its packed matrices. pages: pages of its run in the pool.
+    host_bytes: fp32 bytes in host memory.
+    """
 
     name: str
-    packed: int
+    packed_bytes: int
     pages: int
-    host: int
+    host_bytes: int
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes, but where a name says otherwise.
+    """Memory plan of an engine.
 
-    weights: the decoder's. merged: the second copy of what known adapters change. page: of the
-    pool, `block` tokens. pages: that fit beside weights and merged. known: adapters of the folder,
-    kinds: by rank and targets.
+    memory_bytes: memory of the plan.
+    weights_bytes: weights of the decoder.
+    merged_bytes: second copy of the matrices that known adapters change.
+    page_bytes: one page of the pool. block_tokens: tokens of keys and values in a page.
+    context_tokens: maximum length of a sequence.
+    pages: number of pages that fit in addition to the weights.
+    adapters: costs of the adapters in the folder. examples: costs by rank and targets.
     """
 
-    memory: int
-    weights: int
-    merged: int
-    page: int
-    block: int
-    context: int
+    memory_bytes: int
+    weights_bytes: int
+    merged_bytes: int
+    page_bytes: int
+    block_tokens: int
+    context_tokens: int
     pages: int
-    known: tuple[AdapterCost, ...]
-    kinds: tuple[AdapterCost, ...]
+    adapters: tuple[AdapterCost, ...]
+    examples: tuple[AdapterCost, ...]
 
     @property
-    def token(self) -> float:
+    def token_bytes(self) -> float:
         """Bytes of one token's keys and values."""
-        return self.page / self.block
+        return self.page_bytes / self.block_tokens
 
     @property
     def sequence_pages(self) -> int:
-        """Of one sequence as long as the context."""
-        return -(-self.context // self.block)
-
-    def sequences(self, adapter_pages: int) -> int:
-        """Sequences of the whole context that fit beside adapters of so many pages."""
-        return max(0, self.pages - adapter_pages) // self.sequence_pages
+        """Number of pages of a sequence of maximum length."""
+        return -(-self.context_tokens // self.block_tokens)
 
     @property
-    def known_pages(self) -> int:
-        return sum(cost.pages for cost in self.known)
+    def adapter_pages(self) -> int:
+        """Number of pages of all adapters in the folder."""
+        return sum(cost.pages for cost in self.adapters)
+
+    def sequences(self, adapter_pages: int) -> int:
+        """Return how many sequences of maximum length fit in addition to adapters of some pages."""
+        return max(0, self.pages - adapter_pages) // self.sequence_pages
 
 
-def plan(options: Options, names: Mapping[str, str], memory: int) -> Capacity:
-    """memory: bytes for all of it. Raises InvalidArgument for a model that is not served."""
+def plan(options: Options, names: Mapping[str, str], memory_bytes: int) -> Capacity:
+    """Return the memory plan of an engine with these options.
+
+    names: adapter names, as `config.load_adapter_names` returns them.
+    memory_bytes: memory for weights and page pool together.
+
+    Raises InvalidArgument for an unsupported model.
+    """
     config = load_config(options.model)
     dtype = dtype_of(options.dtype, options.model)
-    size = dtype.itemsize
     store = AdapterStore(
         adapter_shape(options.model, config), options.limits.max_adapter_bytes, dtype, host_bytes=0
     )
-    for places in lora_groups(config.layers):
-        store.group(places)
+    for matrices in lora_groups(config.layers):
+        store.group(matrices)
     store.load(find_folders(options.adapters, names), make_resident=False)
     page = page_bytes(config.layers, options.block_size, config.kv_heads, config.head_dim, dtype)
-
-    def cost(name: str, packed: int, host: int) -> AdapterCost:
-        return AdapterCost(name, packed, Run.length(packed, page), host)
-
+    weights = weights_bytes(config, dtype.itemsize)
+    merged = 0
+    if options.merging == "out_of_place":
+        merged = _merged_bytes(config, store.matrices, dtype.itemsize)
     handles = [store.handle(name) for name in store.names()]
-    known = [cost(h.name, store.packed_bytes(h), h.description.host_bytes) for h in handles]
-    kinds = []
-    for label, targets in TARGET_SETS.items():
-        for rank in RANKS:
-            ranks: dict[MatrixId, int] = {
-                (layer, target): rank for layer in range(config.layers) for target in targets
-            }
-            shapes = [config.target_shapes[target] for _, target in ranks]
-            host = sum(rank * sum(shape) * FP32 for shape in shapes)
-            kinds.append(cost(f"rank {rank}, {label}", store.bytes_of(ranks), host))
-    weights = weights_bytes(config, size)
-    merged = 0 if options.merging != "out_of_place" else _merged_bytes(config, store.matrices, size)
-    context = options.max_model_len or config.context
-    pages = max(0, memory - weights - merged) // page
     return Capacity(
-        memory,
-        weights,
-        merged,
-        page,
-        options.block_size,
-        context,
-        pages,
-        tuple(known),
-        tuple(kinds),
+        memory_bytes=memory_bytes,
+        weights_bytes=weights,
+        merged_bytes=merged,
+        page_bytes=page,
+        block_tokens=options.block_size,
+        context_tokens=options.max_model_len or config.context,
+        pages=max(0, memory_bytes - weights - merged) // page,
+        adapters=tuple(
+            _cost(h.name, store.packed_bytes(h), h.description.host_bytes, page) for h in handles
+        ),
+        examples=tuple(
+            _example_cost(config, store, rank, label, page)
+            for label in EXAMPLE_TARGETS
+            for rank in EXAMPLE_RANKS
+        ),
     )
 
 
-def weights_bytes(config: DecoderConfig, size: int) -> int:
-    """Of the decoder: matrices as they are stored, norms and biases in fp32."""
+def weights_bytes(config: DecoderConfig, itemsize: int) -> int:
+    """Return the bytes of the decoder's weights.
+
+    itemsize: bytes per element of the matrices; norms and biases are fp32.
+    """
     return sum(
-        math.prod(shape) * (size if len(shape) > 1 else FP32)
+        math.prod(shape) * (itemsize if len(shape) > 1 else FP32_BYTES)
         for shape in config.weight_shapes.values()
     )
 
 
-def _merged_bytes(config: DecoderConfig, places: Iterable[MatrixId], size: int) -> int:
-    """Fused groups that any known adapter changes; a slab takes them in whole huge pages."""
-    touched = {
+def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCost:
+    return AdapterCost(name, packed_bytes, Run.length(packed_bytes, page), host_bytes)
+
+
+def _example_cost(
+    config: DecoderConfig, store: AdapterStore, rank: int, label: str, page: int
+) -> AdapterCost:
+    """Return the cost of an adapter of one rank for a set of targets in all layers."""
+    ranks: dict[MatrixId, int] = {
+        (layer, target): rank for layer in range(config.layers) for target in EXAMPLE_TARGETS[label]
+    }
+    shapes = [config.target_shapes[target] for _, target in ranks]
+    host = sum(rank * sum(shape) * FP32_BYTES for shape in shapes)
+    return _cost(f"rank {rank}, {label}", store.bytes_of(ranks), host, page)
+
+
+def _merged_bytes(config: DecoderConfig, matrices: Iterable[MatrixId], itemsize: int) -> int:
+    """Return the bytes of all fused groups that hold one of `matrices`.
+
+    The slab allocates them in huge pages, which is up to one more at each end of a group.
+    """
+    changed = {
         (layer, group)
-        for layer, target in places
+        for layer, target in matrices
         for group in GROUPS
         if layer >= 0 and target in group
     }
     return sum(
-        math.prod(config.target_shapes[target]) * size for _, group in touched for target in group
+        math.prod(config.target_shapes[target]) * itemsize
+        for _, group in changed
+        for target in group
     )

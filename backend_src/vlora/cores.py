@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from vlora.config import AUTO, Options, Threads
+from vlora.config import AUTO, IntOrAuto, Options
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def usable_cores(affinity: int, quota: float | None) -> int:
 
 
 def split_cores(
-    cores: int, engine: Threads = AUTO, encoder: Threads = AUTO, *, by_quota: bool = False
+    cores: int, engine: IntOrAuto = AUTO, encoder: IntOrAuto = AUTO, *, by_quota: bool = False
 ) -> Split:
     """Return the threads of engine and encoder on `cores` cores; an explicit number is not changed.
 

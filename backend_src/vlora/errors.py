@@ -1,7 +1,7 @@
-"""The typed errors that reach a client.
+"""The errors that reach a client, and parts of their messages.
 
-Every refusal is one of these; anything else that escapes is a fault of ours and is reported as
-`Internal`, without a traceback. `code` is the name of the matching `pb_utils.TritonError` code.
+Every rejected request gets one of these errors. Any other exception is a bug and is reported as
+`Internal`, without a traceback. `code` is the name of the matching code of `pb_utils.TritonError`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any, ClassVar
 
 
 class VLoraError(Exception):
-    """A request was not answered. The message says what was wrong and what would be right."""
+    """A request failed. The message says what was wrong and what would be valid."""
 
     code: ClassVar[str] = "INTERNAL"
     counted_elsewhere = False
-    """Of an error that another model found, counted and told us."""
+    """True if another model raised this error and has counted it."""
 
     @property
     def message(self) -> str:
+        """The message without the code."""
         return str(self)
 
 
 class InvalidArgument(VLoraError):
-    """The request is wrong."""
+    """The request is invalid."""
 
     code = "INVALID_ARG"
 
@@ -43,19 +44,19 @@ class Unavailable(VLoraError):
 
 
 class Cancelled(VLoraError):
-    """Cancelled by the client."""
+    """The request was cancelled."""
 
     code = "CANCELLED"
 
 
 class Unsupported(VLoraError):
-    """The request is well formed, but asks for what this server does not do."""
+    """The request is valid, but needs a feature that this server does not have."""
 
     code = "UNSUPPORTED"
 
 
 class Internal(VLoraError):
-    """A fault of ours."""
+    """The server has a bug, or a resource failed."""
 
     code = "INTERNAL"
 
@@ -67,17 +68,17 @@ BY_CODE: dict[str, type[VLoraError]] = {
 
 
 MAX_NAMES = 20
-"""Adapters that an error lists."""
+"""Maximum number of adapters that an error message lists."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: `; did you mean 'x'?` where something is near, else empty."""
+    """Return a hint for an unknown name: `; did you mean 'x'?`, or "" if none is similar."""
     match = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def known_names(unknown: str, names: Sequence[str]) -> str:
-    """The end of a sentence about an unknown adapter: the nearest, and all known."""
+    """Return the end of a sentence about an unknown adapter: the nearest name, and all names."""
     if not names:
         return " (no adapter is loaded)"
     more = len(names) - MAX_NAMES
@@ -86,11 +87,11 @@ def known_names(unknown: str, names: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """`value` for a message: as Python writes it, cut where it is long; never fails, and whatever
-    text it holds, UTF-8 can."""
+    """Return the `repr` of `value` for a message, shortened if it is long; never fails."""
     try:
         return _SHORT.repr(value)
-    except (ValueError, RecursionError):  # of integers with thousands of digits, of deep nesting
+    except (ValueError, RecursionError):
+        # An integer with thousands of digits, or deep nesting.
         return f"a {type(value).__name__} that is too large to show"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MatrixId = tuple[int, str]
-"""A matrix that an adapter may change: (layer, target), or (-1, "lm_head")."""
+"""Matrix that an adapter may change: (layer, target), or (-1, "lm_head")."""
 
 BASE = -1
 """Slot of rows that use no adapter."""
@@ -13,6 +13,8 @@ NO_IMAGE = -1
 
 
 def order_of(slot: int, live: int) -> tuple[int, int]:
-    """Sort key of a step's rows: the live adapter's first, then the base's, then by slot, so that
-    each adapter is one segment and all rows that need −live are neighbours."""
+    """Return the sort key of a step's rows: the live adapter first, then the base, then by slot.
+
+    In this order each adapter is one segment, and all rows that need −live are contiguous.
+    """
     return (0 if slot == live else 1, slot)

@@ -31,7 +31,7 @@ class TierCounters:
 
 
 class Export(NamedTuple):
-    """How a statistic is published: kind is "counter" or "gauge"."""
+    """The published form of a statistic; kind is "counter" or "gauge"."""
 
     kind: str
     name: str

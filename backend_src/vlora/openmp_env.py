@@ -1,7 +1,8 @@
-"""Threads that wait sleep: set before torch's OpenMP runtime loads, for it reads this only once.
+"""Environment variables that make waiting OpenMP threads sleep instead of spin.
 
-Spinning threads take a core from whoever has work: our own kernels' pool, the encoder's process, a
-neighbour. A server always has company (decision 33).
+A spinning thread takes a core from our kernels' threads, the encoder's process, or another process
+on the machine (decision 33). torch's OpenMP runtime reads the variables once, when it is loaded, so
+they must be set before.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import os
 
 POLICY = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # GNU's runtime (torch's wheels), and LLVM's
-    "KMP_BLOCKTIME": "0",  # Intel's, where somebody has put it in its place
+    # Read by GNU's runtime, which is in torch's wheels, and by LLVM's.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Read by Intel's runtime, which may be installed in their place.
+    "KMP_BLOCKTIME": "0",
 }
 
 
 def set_policy() -> None:
-    """For this process and its children; what the user has set stays."""
+    """Set the variables for this process and its children, unless the user has set them."""
     for variable, value in POLICY.items():
         os.environ.setdefault(variable, value)

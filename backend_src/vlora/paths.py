@@ -1,7 +1,7 @@
-"""Where the files beside the code are: in the source tree, or inside an installed package.
+"""Paths of the model repository and the demo, in the source tree or in an installed package.
 
-A wheel carries the model repository and the demo's checkpoint and adapters under `vlora/_data`, in
-the source tree's own layout, so that relative paths in `model.json` mean the same in both.
+A wheel contains the model repository and the demo's checkpoint and adapters in `vlora/_data`, with
+the layout of the source tree, so that relative paths in `model.json` are the same in both.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ INSTALLED = PACKAGE / "_data"
 
 
 def in_source_tree() -> bool:
-    """Whether this package runs from a source tree, a pip install in editable mode included."""
+    """Return whether the package runs from a source tree, e.g. after `pip install --editable`."""
     return (SOURCE_TREE / "model_repository").is_dir() and (SOURCE_TREE / "setup.py").is_file()
 
 
 def root() -> Path:
-    """The folder that holds `model_repository/` and `tools/demo/`."""
+    """Return the folder that contains `model_repository/` and `tools/demo/`."""
     return SOURCE_TREE if in_source_tree() else INSTALLED
 
 
 def model_repository() -> Path:
-    """The repository that `vlora serve` serves."""
+    """Return the model repository that `vlora serve` serves by default."""
     return root() / "model_repository"

@@ -167,7 +167,7 @@ class Output:
 
     @property
     def finished(self) -> bool:
-        """Whether this is the request's last output."""
+        """True if this is the request's last output."""
         return self.finish_reason is not None or self.error is not None
 
     def merge(self, later: Output) -> Output:

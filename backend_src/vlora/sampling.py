@@ -149,20 +149,20 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the one with the largest score."""
+        """True if each token is the one with the largest score."""
         return self.temperature == 0.0
 
     @staticmethod
-    def parse(given: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
-        """Return checked parameters from JSON-like values; numbers may be given as text.
+    def parse(raw: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
+        """Return checked parameters from JSON-like values; numbers may be sent as text.
 
         Raises InvalidArgument naming the key, the value and what it must be, and Unsupported for
         keys that are known but not supported.
         """
         values: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in raw.items():
             if key in CHOICE_KEYS and value is not None:
-                if "choices" in given or "choices" in values:
+                if "choices" in raw or "choices" in values:
                     raise InvalidArgument(f"'{key}' repeats the choices; specify them once")
                 values["choices"] = _choices_of(key, value)
             elif key == ADAPTER_KEY:

@@ -1,7 +1,8 @@
-"""JSON from outside, read strictly, so that whatever passes can be compared, told and sent on.
+"""Strict parsing of JSON from clients and files.
 
-Refused beside what is no JSON: a key given twice, NaN and the infinities (also as 1e999), whole
-numbers of thousands of digits, half a surrogate pair (it cannot be written as UTF-8), deep nesting.
+In addition to invalid JSON, it rejects duplicate keys, NaN and infinities (also written as 1e999),
+integers with thousands of digits, lone surrogates (they cannot be encoded as UTF-8), and deep
+nesting. Accepted values can therefore be compared, printed and sent without further checks.
 """
 
 from __future__ import annotations
@@ -13,45 +14,52 @@ from typing import Any
 from vlora.errors import InvalidArgument
 
 MAX_DEPTH = 16
-"""Levels of lists and objects; every key that is served needs three at most."""
+"""Maximum depth of lists and objects; the options and parameters need at most three."""
 
 MAX_DIGITS = 400
-"""Of a whole number: more than any double has, and few enough to be read in no time."""
+"""Maximum number of digits of an integer: more than any double has, but quick to parse."""
 
 
 def load_object(text: str, what: str) -> dict[str, Any]:
-    """The JSON object in `text`. InvalidArgument names `what` it is and what is wrong with it."""
+    """Return the JSON object in `text`.
 
-    def whole(digits: str) -> int:
+    what: the object's name for messages.
+
+    Raises InvalidArgument.
+    """
+
+    def parse_int(digits: str) -> int:
         if len(digits) > MAX_DIGITS:
             raise InvalidArgument(
-                f"{what} holds a number of {len(digits)} digits; the limit is {MAX_DIGITS}"
+                f"{what} has a number with {len(digits)} digits; the limit is {MAX_DIGITS}"
             )
         return int(digits)
 
-    def real(digits: str) -> float:
+    def parse_float(digits: str) -> float:
         if not math.isfinite(value := float(digits)):
-            raise InvalidArgument(f"{what} holds {digits[:40]}, which is beyond any number here")
+            raise InvalidArgument(
+                f"{what} has the number {digits[:40]}; it must be a finite double"
+            )
         return value
 
-    def constant(name: str) -> None:
-        raise InvalidArgument(f"{what} holds {name}, which is no JSON; give a finite number")
+    def reject_constant(name: str) -> None:
+        raise InvalidArgument(f"{what} has {name}, which is not valid JSON; use a finite number")
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
-                raise InvalidArgument(f"{what} gives '{key}' twice")
+                raise InvalidArgument(f"{what} has the key '{key}' twice")
             seen[key] = value
         return seen
 
     try:
         value = json.loads(
             text,
-            object_pairs_hook=once,
-            parse_int=whole,
-            parse_float=real,
-            parse_constant=constant,
+            object_pairs_hook=without_duplicates,
+            parse_int=parse_int,
+            parse_float=parse_float,
+            parse_constant=reject_constant,
         )
     except json.JSONDecodeError as error:
         raise InvalidArgument(
@@ -66,13 +74,13 @@ def load_object(text: str, what: str) -> dict[str, Any]:
 
 
 def _check(value: Any, what: str, depth: int = 1) -> None:
-    """Every text in `value` can be written as UTF-8, and nothing lies too deep."""
+    """Check that all strings can be encoded as UTF-8, and that the nesting is not too deep."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise InvalidArgument(
-                f"{what} holds half a surrogate pair, {value[error.start]!r}; give whole characters"
+                f"{what} has a lone surrogate, {value[error.start]!r}; use complete characters"
             ) from error
     elif isinstance(value, dict | list):
         if depth > MAX_DEPTH:

@@ -1,12 +1,12 @@
-"""`vlora bench adapters`: what many adapters cost, resident and not (the paper's figure 23).
+"""The costs of many adapters, resident or not (figure 23 of the paper).
 
-On the demo checkpoint, whose steps are short: what the engine adds to a step and what a load takes
-weigh more here than on any larger model. Adapters are random, of one rank, on all projections.
+The checkpoint is the demo model, whose steps are short: the engine's overhead of a step and the
+time of a load weigh more here than on any larger model. The adapters are random, of one rank, and
+on all projections.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,344 +15,302 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
-from benchmarks.driver import Ask, Driver, Outcome
-from benchmarks.roofline import Limits
+from benchmarks.adapters.requests import draw_names, save_adapters
+from benchmarks.driver import WORDS, Driver, DriverRequest, Outcome
+from benchmarks.roofline import Roofline
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.lora.adapter import read_adapter
-from vlora.lora.slab import ATTENTION
-from vlora.model.decoder_config import DecoderConfig, load_config
+from vlora.model.decoder_config import load_config
 
-WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
-ZIPF = 1.0
 BLOCK = 16
-TOGETHER = 16
-"""Requests of a trace that come at once."""
+CONCURRENT_REQUESTS = 16
+"""Number of requests of a trace that come at once."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One cell: what was varied, and the outcome of the middle repeat."""
+class AdaptersResult:
+    """One setting of one part of the benchmark.
 
-    what: str
+    outcome: that of the middle repeat.
+    figures: further figures of the row.
+    """
+
+    part: str
     setting: str
     outcome: Outcome
-    more: Mapping[str, Any]
+    figures: Mapping[str, Any]
 
     def as_row(self) -> dict[str, Any]:
-        return {"what": self.what, "setting": self.setting, **self.outcome.as_row(), **self.more}
+        row = {"what": self.part, "setting": self.setting}
+        return {**row, **self.outcome.as_row(), **self.figures}
 
 
-def load_grid(path: Path, *, quick: bool) -> dict[str, Any]:
-    given: dict[str, Any] = json.loads(path.read_text())
-    return given | (given["quick"] if quick else {})
-
-
-def save_adapters(root: Path, config: DecoderConfig, rank: int, count: int) -> list[str]:
-    """So many folders of random weights, as PEFT saves them; their names."""
-    generator = torch.Generator().manual_seed(rank)
-    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-    described |= {"target_modules": sorted(config.target_shapes)}
-    names = [f"a{index:04}" for index in range(count)]
-    for name in names:
-        (root / name).mkdir(parents=True)
-        (root / name / "adapter_config.json").write_text(json.dumps(described))
-        weights = {}
-        for layer in range(config.layers):
-            for target, (d_out, d_in) in config.target_shapes.items():
-                block = "self_attn" if target in ATTENTION else "mlp"
-                stem = f"base_model.model.{config.prefix}layers.{layer}.{block}.{target}"
-                for half, shape in (("A", (rank, d_in)), ("B", (d_out, rank))):
-                    drawn = torch.empty(shape).normal_(0.0, 0.02, generator=generator)
-                    weights[f"{stem}.lora_{half}.weight"] = drawn
-        save_file(weights, root / name / "adapter_model.safetensors")
-    return names
-
-
-class Bench:
-    """One checkpoint, one set of adapter folders, engines over them."""
+class ManyAdapters:
+    """One checkpoint and many adapter folders, with engines over some of them."""
 
     def __init__(self, model: Path, scratch: Path, grid: Mapping[str, Any]) -> None:
         self._model = model
         self._scratch = scratch
         self._grid = grid
-        config = load_config(model)
-        most = max(grid["burst"]["adapters"], grid["traces"]["registered"], *grid["resident"])
-        self.names = save_adapters(scratch / "all", config, grid["rank"], most)
-        self.run_bytes = self._run_bytes()
-        self.host_bytes = self._host_bytes
-
-    def _run_bytes(self) -> int:
-        """Of one adapter's pages."""
-        engine = Engine(self.options(self.linked("one", self.names[:1])))
+        count = max(grid["burst"]["adapters"], grid["traces"]["registered"], *grid["resident"])
+        self.names = save_adapters(scratch / "all", load_config(model), grid["rank"], count)
+        engine = Engine(self.options(self.link_folders("one", self.names[:1])))
         handle = engine.adapters.handle(self.names[0])
-        self._host_bytes = handle.description.host_bytes
+        self.host_bytes = handle.description.host_bytes
         self.packed_bytes = engine.adapters.packed_bytes(handle)
-        return engine.adapters.pages_of(handle) * engine.memory.store.page_bytes
+        self.pool_bytes = engine.adapters.pages_of(handle) * engine.memory.kv_cache.page_bytes
+        """Bytes of the pages of one resident adapter."""
 
-    def options(self, root: Path, **more: Any) -> Options:
-        """Keys and values for just what runs at once: adapters have their own room."""
+    def options(self, root: Path, **options: Any) -> Options:
+        """Return options with just enough KV cache for what runs at once.
+
+        Adapters have a budget of their own.
+        """
         length = self._grid["prompt"] + self._grid["output"] + BLOCK
-        given: dict[str, Any] = {
+        sequences = max(options.get("max_num_seqs", 0), self._grid["sequences"])
+        defaults: dict[str, Any] = {
             "max_num_seqs": self._grid["sequences"],
-            "kv_cache_tokens": max(more.get("max_num_seqs", 0), self._grid["sequences"]) * length,
+            "kv_cache_tokens": sequences * length,
             "block_size": BLOCK,
             "max_model_len": length,
             "merging": "off",
             "enable_prefix_caching": False,
         }
-        return Options(model=self._model, adapters=root, **(given | more))
+        return Options(model=self._model, adapters=root, **(defaults | options))
 
-    def linked(self, name: str, real: Sequence[str], aliases: int = 0) -> Path:
-        """A root with these adapters, and so many more names for them: links, as in a hub."""
+    def link_folders(self, name: str, adapters: Sequence[str], aliases: int = 0) -> Path:
+        """Make a root folder with links to these adapters, and `aliases` more links to them."""
         root = self._scratch / name
         root.mkdir()
-        for adapter in real:
+        for adapter in adapters:
             (root / adapter).symlink_to(self._scratch / "all" / adapter)
         for index in range(aliases):
-            target = self._scratch / "all" / real[index % len(real)]
+            target = self._scratch / "all" / adapters[index % len(adapters)]
             (root / f"z{index:04}").symlink_to(target)
         return root
 
-    def asks(self, adapters: Sequence[str], seed: int, shared: int = 0) -> list[Ask]:
-        """shared: tokens that all prompts of one adapter begin with, whatever the seed."""
+    def requests(self, adapters: Sequence[str], seed: int, shared: int = 0) -> list[DriverRequest]:
+        """Return one request per name in `adapters`.
+
+        shared: number of tokens that all prompts of an adapter begin with, for any seed.
+        """
         rng = random.Random(seed)
 
         def prompt(name: str) -> str:
-            first = random.Random(name).choices(WORDS, k=shared // 2)
-            return "<s>" + " ".join(first + rng.choices(WORDS, k=self._grid["prompt"] // 2))
+            prefix = random.Random(name).choices(WORDS, k=shared // 2)
+            return "<s>" + " ".join(prefix + rng.choices(WORDS, k=self._grid["prompt"] // 2))
 
-        return [Ask(prompt(name), name, self._grid["output"]) for name in adapters]
+        return [DriverRequest(prompt(name), name, self._grid["output"]) for name in adapters]
 
-    def registered(self) -> list[Row]:
-        """The same working set of five, few and many others known."""
+    def run_registered(self) -> list[AdaptersResult]:
+        """Measure the same five adapters with few and with many registered."""
         few, many = self._grid["registered"]
-        working = self.names[:few]
+        in_use = self.names[:few]
         roots = [
-            self.linked("few", working),
-            self.linked("many", working, many - few),
+            self.link_folders("few", in_use),
+            self.link_folders("many", in_use, many - few),
         ]
-        # The others are known and not in memory: described alone.
+        # The others are known but not in memory: only their descriptions are read.
         host = few * self.host_bytes
-        return self._side_by_side(
+        return self._interleaved(
             "registered",
             [
                 (str(count), root, {"adapter_host_bytes": host})
                 for count, root in zip((few, many), roots, strict=True)
             ],
-            [working[i % few] for i in range(4 * self._grid["sequences"])],
+            [in_use[i % few] for i in range(4 * self._grid["sequences"])],
         )
 
-    def resident(self) -> list[Row]:
-        """Eight distinct adapters a batch, with few and many others resident."""
+    def run_resident(self) -> list[AdaptersResult]:
+        """Measure eight distinct adapters per batch with few and with many resident."""
         few, many = self._grid["resident"]
-        asked = [self.names[i % few] for i in range(4 * few)]
+        names = [self.names[i % few] for i in range(4 * few)]
         settings: list[tuple[str, Path, Mapping[str, Any]]] = [
-            (str(count), self.linked(f"resident{count}", self.names[:count]), {})
+            (str(count), self.link_folders(f"resident{count}", self.names[:count]), {})
             for count in (few, many)
         ]
-        return self._side_by_side("resident", settings, asked)
+        return self._interleaved("resident", settings, names)
 
-    def distinct(self, limits: Limits) -> list[Row]:
-        """More and more distinct adapters in a batch of 32, and what their bytes predict."""
-        most = max(self._grid["distinct"])
-        root = self.linked("distinct", self.names[:most])
-        driver = Driver(Engine(self.options(root, max_num_seqs=most)))
-        rate = limits.measure_bandwidth(most * self.packed_bytes, 0.2)
-        found: dict[int, list[Outcome]] = {count: [] for count in self._grid["distinct"]}
+    def run_distinct(self, roofline: Roofline) -> list[AdaptersResult]:
+        """Measure growing numbers of distinct adapters in a batch against their bytes' prediction.
+
+        `over_predicted` is the step's time over that of a step with the fewest adapters plus the
+        time to read the others.
+        """
+        batch = max(self._grid["distinct"])
+        root = self.link_folders("distinct", self.names[:batch])
+        driver = Driver(Engine(self.options(root, max_num_seqs=batch)))
+        rate = roofline.measure_bandwidth(batch * self.packed_bytes, 0.2)
+        outcomes: dict[int, list[Outcome]] = {count: [] for count in self._grid["distinct"]}
         for repeat in range(self._grid["repeats"]):
-            for count, outcomes in found.items():
-                asked = [self.names[i % count] for i in range(most)]
-                outcomes.append(driver.run(self.asks(asked, repeat), watch=False))
+            for count in outcomes:
+                names = [self.names[i % count] for i in range(batch)]
+                outcomes[count].append(driver.run(self.requests(names, repeat), watch=False))
         driver.close()
-        rows = []
-        base = _middle(found[min(found)])
-        for count, outcomes in found.items():
-            outcome = _middle(outcomes)
-            step = median(base.steps) + (count - 1) * self.packed_bytes / rate
-            over = median(outcome.steps) / step
-            rows.append(Row("distinct", str(count), outcome, {"over_predicted": round(over, 3)}))
-        return rows
+        base = _middle(outcomes[min(outcomes)])
+        results = []
+        for count, repeats in outcomes.items():
+            outcome = _middle(repeats)
+            predicted = median(base.steps) + (count - 1) * self.packed_bytes / rate
+            over = median(outcome.steps) / predicted
+            figures = {"over_predicted": round(over, 3)}
+            results.append(AdaptersResult("distinct", str(count), outcome, figures))
+        return results
 
-    def burst(self) -> list[Row]:
-        """All at once over many adapters: with room for all, and for few in the pool and in host
-        memory, so that most come from disk."""
-        given = self._grid["burst"]
-        names = self.names[: given["adapters"]]
-        asked = [names[i % len(names)] for i in range(given["requests"])]
-        random.Random(0).shuffle(asked)
-        root = self.linked("burst", names)
-        rows: list[Row] = []
-        for setting, room, host in (
+    def run_burst(self) -> list[AdaptersResult]:
+        """Measure a burst of requests over many adapters.
+
+        First all adapters fit into the pool; then few fit into the pool and into host memory, so
+        that most come from disk.
+        """
+        grid = self._grid["burst"]
+        names = self.names[: grid["adapters"]]
+        order = [names[i % len(names)] for i in range(grid["requests"])]
+        random.Random(0).shuffle(order)
+        root = self.link_folders("burst", names)
+        results: list[AdaptersResult] = []
+        for setting, in_pool, in_host in (
             ("resident", len(names), len(names)),
-            ("room for few", given["room"], given["host"]),
+            ("room for few", grid["room"], grid["host"]),
         ):
             options = self.options(
                 root,
-                adapter_pool_bytes=room * self.run_bytes,
-                adapter_host_bytes=host * self.host_bytes,
+                adapter_pool_bytes=in_pool * self.pool_bytes,
+                adapter_host_bytes=in_host * self.host_bytes,
             )
             driver = Driver(Engine(options))
-            outcome = driver.run(self.asks(asked, 1))
+            outcome = driver.run(self.requests(order, 1))
             driver.close()
-            more = tiers(driver.engine)
-            if rows:
+            figures = tier_figures(driver.engine)
+            if results:
                 load = median(_load_seconds(driver.engine, name) for name in names)
-                needed = (len(names) - given["host"]) * load
-                more |= {"load_ms": round(load * 1e3, 3)}
-                more |= {"limit": round(min(1.0, rows[0].outcome.span / needed), 3)}
-            rows.append(Row("burst", setting, outcome, more))
-        return rows
+                all_loads = (len(names) - grid["host"]) * load
+                figures |= {"load_ms": round(load * 1e3, 3)}
+                figures |= {"limit": round(min(1.0, results[0].outcome.span / all_loads), 3)}
+            results.append(AdaptersResult("burst", setting, outcome, figures))
+        return results
 
-    def traces(self, told: Callable[[str], None]) -> list[Row]:
-        """Who is asked for how often: hit rates by tier, with the working set within and beyond
-        the pool's and the host's budgets."""
-        given = self._grid["traces"]
-        names = self.names[: given["registered"]]
-        root = self.linked("traces", names)
-        rows = []
-        for kind in given["kinds"]:
-            asked = draw(kind, names, given["requests"])
-            for room in given["room"]:
-                told(f"{kind}, room for {room}")
+    def run_traces(self, status: Callable[[str], None]) -> list[AdaptersResult]:
+        """Measure traces of different popularity, within and beyond the pool and host budgets."""
+        grid = self._grid["traces"]
+        names = self.names[: grid["registered"]]
+        root = self.link_folders("traces", names)
+        results = []
+        for kind in grid["kinds"]:
+            order = draw_names(kind, names, grid["requests"])
+            for in_pool in grid["room"]:
+                status(f"{kind}, room for {in_pool}")
                 options = self.options(
                     root,
-                    adapter_pool_bytes=room * self.run_bytes,
-                    adapter_host_bytes=given["host"] * self.host_bytes,
+                    adapter_pool_bytes=in_pool * self.pool_bytes,
+                    adapter_host_bytes=grid["host"] * self.host_bytes,
                 )
                 driver = Driver(Engine(options))
                 outcomes = [
-                    driver.run(self.asks(asked[start : start + TOGETHER], start))
-                    for start in range(0, len(asked), TOGETHER)
+                    driver.run(self.requests(order[start : start + CONCURRENT_REQUESTS], start))
+                    for start in range(0, len(order), CONCURRENT_REQUESTS)
                 ]
-                setting = f"{kind}, room for {room} of {len(names)}"
-                rows.append(Row("trace", setting, joined(outcomes), tiers(driver.engine)))
+                setting = f"{kind}, room for {in_pool} of {len(names)}"
+                figures = tier_figures(driver.engine)
+                results.append(AdaptersResult("trace", setting, Outcome.joined(outcomes), figures))
                 driver.close()
-        return rows
+        return results
 
-    def _side_by_side(
+    def _interleaved(
         self,
-        what: str,
+        part: str,
         settings: Sequence[tuple[str, Path, Mapping[str, Any]]],
-        asked: Sequence[str],
-    ) -> list[Row]:
-        """The same load on one engine after the other, round by round, the first of a round the
-        second of the next. The second's row has the medians of its ratios to the first, by round.
+        names: Sequence[str],
+    ) -> list[AdaptersResult]:
+        """Measure the same load on two engines, which alternate in coming first in a round.
+
+        The second result has the medians of its ratios to the first, round by round.
         """
-        drivers = [Driver(Engine(self.options(root, **more))) for _, root, more in settings]
-        found: list[list[Outcome]] = [[] for _ in settings]
+        drivers = [Driver(Engine(self.options(root, **options))) for _, root, options in settings]
+        outcomes: list[list[Outcome]] = [[] for _ in settings]
         for number in range(-1, self._grid["rounds"]):
-            sides = list(zip(drivers, found, strict=True))
-            for driver, outcomes in sides if number % 2 else sides[::-1]:
-                outcome = driver.run(self.asks(asked, number))
+            sides = list(zip(drivers, outcomes, strict=True))
+            for driver, own_outcomes in sides if number % 2 else sides[::-1]:
+                outcome = driver.run(self.requests(names, number))
                 if number >= 0:
-                    outcomes.append(outcome)
+                    own_outcomes.append(outcome)
         for driver in drivers:
             driver.close()
-        pairs = list(zip(*found, strict=True))
-        over = {
+        pairs = list(zip(*outcomes, strict=True))
+        ratios = {
             "throughput_over_first": median(b.throughput / a.throughput for a, b in pairs),
             "latency_over_first": median(b.token_latency / a.token_latency for a, b in pairs),
         }
-        rows = zip(settings, found, drivers, ({}, over), strict=True)
+        rounded = {key: round(ratio, 3) for key, ratio in ratios.items()}
         return [
-            Row(
-                what,
-                setting,
-                _middle(outcomes),
-                tiers(driver.engine) | {key: round(ratio, 3) for key, ratio in more.items()},
+            AdaptersResult(part, setting, _middle(repeats), tier_figures(driver.engine) | figures)
+            for (setting, _, _), repeats, driver, figures in zip(
+                settings, outcomes, drivers, ({}, rounded), strict=True
             )
-            for (setting, _, _), outcomes, driver, more in rows
         ]
 
 
-def _load_seconds(engine: Engine, name: str) -> float:
-    """From its files to host memory, with nothing beside it."""
-    handle = engine.adapters.handle(name)
-    began = perf_counter()
-    read_adapter(name, handle.folder, handle.description, engine.config.hidden)
-    return perf_counter() - began
-
-
-def draw(kind: str, names: Sequence[str], count: int) -> list[str]:
-    """zipf: few are asked for most; uniform; churning: a working set of eight that moves on."""
-    rng = random.Random(kind)
-    if kind == "zipf":
-        weights = [1 / (rank + 1) ** ZIPF for rank in range(len(names))]
-        return rng.choices(names, weights, k=count)
-    if kind == "uniform":
-        return rng.choices(names, k=count)
-    return [names[(i // 40 * 4 + rng.randrange(8)) % len(names)] for i in range(count)]
-
-
-def _middle(outcomes: Sequence[Outcome]) -> Outcome:
-    """The one of the median throughput."""
-    return sorted(outcomes, key=lambda one: one.throughput)[len(outcomes) // 2]
-
-
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Loads one after another, each from its own start."""
-    whole = Outcome()
-    for one in outcomes:
-        whole.first += one.first
-        whole.end += one.end
-        whole.steps += one.steps
-        whole.beside += one.beside
-        whole.alone += one.alone
-        whole.stalled += one.stalled
-        whole.span += one.span
-        whole.disk_steps += one.disk_steps
-        whole.rows += one.rows
-        whole.tokens += one.tokens
-        whole.failed += one.failed
-    return whole
-
-
-def tiers(engine: Engine) -> dict[str, Any]:
-    """Where requests found their adapters."""
-    found = engine.adapters.counters
-    asked = max(1, found.hits + found.host_hits + found.misses)
+def tier_figures(engine: Engine) -> dict[str, Any]:
+    """Return the shares of requests by the tier in which they found their adapter, and counts."""
+    counters = engine.adapters.counters
+    requests = max(1, counters.hits + counters.host_hits + counters.misses)
     return {
-        "pool_hits": round(found.hits / asked, 3),
-        "host_hits": round(found.host_hits / asked, 3),
-        "misses": round(found.misses / asked, 3),
-        "loads": found.loads,
-        "evictions": found.evictions,
+        "pool_hits": round(counters.hits / requests, 3),
+        "host_hits": round(counters.host_hits / requests, 3),
+        "misses": round(counters.misses / requests, 3),
+        "loads": counters.loads,
+        "evictions": counters.evictions,
         "moved": engine.pool.pages_moved,
     }
 
 
-def _beside(outcome: Outcome) -> float | None:
-    """Steps while something was loaded or packed over the others, medians."""
-    if not outcome.beside or not outcome.alone:
-        return None
-    return round(median(outcome.beside) / median(outcome.alone), 3)
-
-
-def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """The keys of the issue."""
-    found = {(row.what, row.setting): row for row in rows}
-
-    def ratio(what: str, one: str, other: str) -> float:
-        a, b = found[what, one].outcome, found[what, other].outcome
-        return round(a.throughput / b.throughput, 3)
-
-    registered, resident = (
-        next(row.more for row in rows if row.what == what and "latency_over_first" in row.more)
-        for what in ("registered", "resident")
-    )
-    distinct = [row.more["over_predicted"] for row in rows if row.what == "distinct"]
-    return {
-        "registered_2000_vs_5": registered["throughput_over_first"],
-        "resident_64_vs_8": resident["latency_over_first"],
-        "distinct_over_predicted": max(distinct),
-        "overcommit_throughput_ratio": ratio("burst", "room for few", "resident"),
-        "overcommit_limit": found["burst", "room for few"].more["limit"],
-        "overcommit_p99_s": found["burst", "room for few"].outcome.as_row()["p99_s"],
-        "overcommit_failed": found["burst", "room for few"].outcome.failed,
-        "step_beside_load_over_step": _beside(found["burst", "room for few"].outcome),
-        "steps_that_waited_for_disk": sum(row.outcome.disk_steps for row in rows),
+def summarize(results: Sequence[AdaptersResult]) -> dict[str, Any]:
+    """Return the summary, with None for parts that were not run."""
+    last = {result.part: result for result in results if result.part in ("registered", "resident")}
+    distinct = [r.figures["over_predicted"] for r in results if r.part == "distinct"]
+    burst = {result.setting: result for result in results if result.part == "burst"}
+    fits, overcommitted = burst.get("resident"), burst.get("room for few")
+    summary: dict[str, Any] = {
+        "registered_2000_vs_5": _figure(last.get("registered"), "throughput_over_first"),
+        "resident_64_vs_8": _figure(last.get("resident"), "latency_over_first"),
+        "distinct_over_predicted": max(distinct, default=None),
     }
+    keys = ("overcommit_throughput_ratio", "overcommit_limit", "overcommit_p99_s")
+    summary |= dict.fromkeys((*keys, "overcommit_failed", "step_beside_load_over_step"))
+    if fits is not None and overcommitted is not None:
+        outcome = overcommitted.outcome
+        ratio = outcome.throughput / fits.outcome.throughput
+        summary |= {
+            "overcommit_throughput_ratio": round(ratio, 3),
+            "overcommit_limit": overcommitted.figures["limit"],
+            "overcommit_p99_s": outcome.as_row()["p99_s"],
+            "overcommit_failed": outcome.failed,
+            "step_beside_load_over_step": _loading_over_quiet(outcome),
+        }
+    summary["steps_that_waited_for_disk"] = sum(r.outcome.disk_steps for r in results)
+    return summary
+
+
+def _figure(result: AdaptersResult | None, key: str) -> Any:
+    return None if result is None else result.figures[key]
+
+
+def _loading_over_quiet(outcome: Outcome) -> float | None:
+    """Return the median step during a load or packing over the median of the other steps."""
+    if not outcome.loading_steps or not outcome.quiet_steps:
+        return None
+    return round(median(outcome.loading_steps) / median(outcome.quiet_steps), 3)
+
+
+def _load_seconds(engine: Engine, name: str) -> float:
+    """Return the seconds to read an adapter from its files into host memory on an idle engine."""
+    handle = engine.adapters.handle(name)
+    started = perf_counter()
+    read_adapter(name, handle.folder, handle.description, engine.config.hidden)
+    return perf_counter() - started
+
+
+def _middle(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcome with the median throughput."""
+    return sorted(outcomes, key=lambda outcome: outcome.throughput)[len(outcomes) // 2]

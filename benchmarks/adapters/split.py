@@ -1,8 +1,8 @@
-"""The `split` part of `vlora bench adapters`: one pool beside a static split of the same bytes.
+"""One page pool against a static split of the same bytes.
 
-The same requests on two engines: with adapters, keys and values in one pool, and with a wall
-between them. What is counted is what the split leaves behind: keys and values without their adapter
-("up to 46.5 %" of them under a static partition, as ExpertWeave measured it).
+The same requests run on two engines: one with adapters, keys and values in one pool, and one with a
+wall between them. Counted is what the split leaves behind: keys and values without their adapter
+("up to 46.5 %" of them under a static partition, as measured by ExpertWeave).
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from statistics import mean, median
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.adapters.measurement import BLOCK, TOGETHER, Bench, Row, draw, joined, tiers
+from benchmarks.adapters.measurement import (
+    BLOCK,
+    CONCURRENT_REQUESTS,
+    AdaptersResult,
+    ManyAdapters,
+    tier_figures,
+)
+from benchmarks.adapters.requests import draw_names
 from benchmarks.driver import Driver, Outcome
 from vlora.config import Options
 from vlora.engine.engine import Engine
@@ -26,22 +33,24 @@ from vlora.memory.prefix import PrefixCache
 
 
 class SplitPool(PagePool):
-    """A pool with a wall: runs lie in the first `wall` pages, keys and values in the others, and
-    each side makes room by giving up its own."""
+    """A pool with a wall: runs lie in the first `wall` pages, keys and values in the others.
+
+    Each side makes space by evicting its own pages only.
+    """
 
     def __init__(self, wall: int, above: int) -> None:
         super().__init__(wall + above)
         self.wall = wall
 
     def can_allocate(self, count: int) -> bool:
-        """For keys and values."""
+        """Return whether `count` pages for keys and values are free or can be."""
         free = self._owner.count(Owner.FREE, self.wall)
-        return count <= free + sum(one.evictable_pages for one in self._side(runs=False))
+        return count <= free + sum(evictor.evictable_pages for evictor in self._side(runs=False))
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
-        """Keys and values have a side of their own, whatever `beside`."""
+        """Return whether a run of `count` pages fits below the wall, for any `kv_pages`."""
         free = self._owner.count(Owner.FREE, 0, self.wall)
-        return count <= free + sum(one.evictable_pages for one in self._side(runs=True))
+        return count <= free + sum(evictor.evictable_pages for evictor in self._side(runs=True))
 
     def allocate(self, count: int) -> list[int] | None:
         if not self.can_allocate(count):
@@ -62,7 +71,7 @@ class SplitPool(PagePool):
         return run
 
     def _side(self, *, runs: bool) -> list[Evictor]:
-        return [one for one in self.evictors if one.holds_runs == runs]
+        return [evictor for evictor in self.evictors if evictor.holds_runs == runs]
 
     def check_integrity(self) -> None:
         super().check_integrity()
@@ -92,8 +101,8 @@ def split_engine(options: Options) -> Engine:
         return Engine(options)
 
 
-OURS, SPLIT = "one pool", "static split"
-SIDES: Mapping[str, Callable[[Options], Engine]] = {OURS: Engine, SPLIT: split_engine}
+ONE_POOL, SPLIT = "one pool", "static split"
+SIDES: Mapping[str, Callable[[Options], Engine]] = {ONE_POOL: Engine, SPLIT: split_engine}
 
 
 def cached_pages_by_scope(cache: PrefixCache) -> Counter[str]:
@@ -102,17 +111,20 @@ def cached_pages_by_scope(cache: PrefixCache) -> Counter[str]:
 
 
 @dataclass
-class Unpaired:
-    """Pages of keys and values whose adapter is not resident, step by step; every request has an
-    adapter.
+class UnpairedPages:
+    """Pages of keys and values whose adapter is not resident, after each step.
 
-    held: of running and paused requests. cached: of nobody, as a share of all keys and values.
+    Every request of this benchmark has an adapter.
+
+    held: number of pages of running and paused requests.
+    cached: share of all pages of keys and values that no request holds.
     """
 
     held: list[int] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
 
     def count(self, engine: Engine) -> None:
+        """Count the pages of an engine."""
         assert engine.memory.prefix is not None
         resident = set(engine.adapters.resident.values())
         without = (s for s in engine.scheduler.running if s.adapter not in resident)
@@ -130,75 +142,90 @@ class Unpaired:
         }
 
 
-def run(bench: Bench, grid: Mapping[str, Any], told: Callable[[str], None]) -> list[Row]:
-    """Each trace on both sides, which take turns; all adapters in host memory, each with a prompt
-    of its own that its requests begin with."""
-    given = grid["split"]
-    names = bench.names[: grid["traces"]["registered"]]
-    root = bench.linked("split", names)
-    rows = []
-    for kind in given["kinds"]:
-        told(f"split: {kind}")
-        rows += _side_by_side(bench, root, grid, kind, draw(kind, names, given["requests"]))
-    return rows
+def run_split(
+    adapters: ManyAdapters, grid: Mapping[str, Any], status: Callable[[str], None]
+) -> list[AdaptersResult]:
+    """Measure each trace on both engines.
+
+    All adapters are in host memory. All requests of an adapter begin with its own prompt.
+    """
+    names = adapters.names[: grid["traces"]["registered"]]
+    root = adapters.link_folders("split", names)
+    results = []
+    for kind in grid["split"]["kinds"]:
+        status(f"split: {kind}")
+        order = draw_names(kind, names, grid["split"]["requests"])
+        results += _run_trace(adapters, root, grid, kind, order)
+    return results
 
 
-def _side_by_side(
-    bench: Bench, root: Path, grid: Mapping[str, Any], kind: str, asked: Sequence[str]
-) -> list[Row]:
-    given = grid["split"]
-    length = given["shared"] + grid["prompt"] + grid["output"] + BLOCK
-    options = bench.options(
+def _run_trace(
+    adapters: ManyAdapters, root: Path, grid: Mapping[str, Any], kind: str, order: Sequence[str]
+) -> list[AdaptersResult]:
+    """Measure one trace, the two engines alternating in coming first."""
+    split = grid["split"]
+    length = split["shared"] + grid["prompt"] + grid["output"] + BLOCK
+    options = adapters.options(
         root,
-        adapter_pool_bytes=given["room"] * bench.run_bytes,
-        kv_cache_tokens=given["kv_requests"] * length,
+        adapter_pool_bytes=split["room"] * adapters.pool_bytes,
+        kv_cache_tokens=split["kv_requests"] * length,
         max_model_len=length,
         enable_prefix_caching=True,
     )
-    counts = {side: Unpaired() for side in SIDES}
+    unpaired = {side: UnpairedPages() for side in SIDES}
     drivers = {
-        side: Driver(make_engine(options), counts[side].count)
+        side: Driver(make_engine(options), unpaired[side].count)
         for side, make_engine in SIDES.items()
     }
-    found: dict[str, list[Outcome]] = {side: [] for side in SIDES}
-    for number, start in enumerate(range(0, len(asked), TOGETHER)):
-        asks = bench.asks(asked[start : start + TOGETHER], number, given["shared"])
+    outcomes: dict[str, list[Outcome]] = {side: [] for side in SIDES}
+    for number, start in enumerate(range(0, len(order), CONCURRENT_REQUESTS)):
+        names = order[start : start + CONCURRENT_REQUESTS]
+        requests = adapters.requests(names, number, split["shared"])
         for side in list(SIDES)[:: 1 if number % 2 else -1]:
-            found[side].append(drivers[side].run(asks, watch=False))
-    rows = []
+            outcomes[side].append(drivers[side].run(requests, watch=False))
+    results = []
     for side, driver in drivers.items():
         driver.engine.check_integrity()
         driver.close()
         over = median(
-            one.throughput / other.throughput
-            for one, other in zip(found[side], found[SPLIT], strict=True)
+            outcome.throughput / split_outcome.throughput
+            for outcome, split_outcome in zip(outcomes[side], outcomes[SPLIT], strict=True)
         )
-        more = tiers(driver.engine) | counts[side].as_row() | _reused(driver.engine)
-        more["throughput_over_split"] = round(over, 3)
-        rows.append(Row("split", f"{kind}, {side}", joined(found[side]), more))
-    assert rows[0].more["kv_without_adapter"] == 0, "keys and values stand without their adapter"
-    return rows
+        figures = tier_figures(driver.engine) | unpaired[side].as_row()
+        figures |= _cached_tokens(driver.engine) | {"throughput_over_split": round(over, 3)}
+        outcome = Outcome.joined(outcomes[side])
+        results.append(AdaptersResult("split", f"{kind}, {side}", outcome, figures))
+    assert results[0].figures["kv_without_adapter"] == 0, "one pool holds KV without its adapter"
+    return results
 
 
-def _reused(engine: Engine) -> dict[str, float]:
-    """Tokens of prompts that were found computed, as a share of all."""
+def _cached_tokens(engine: Engine) -> dict[str, float]:
+    """Return the share of prompt tokens that came from the prefix cache."""
     stats = engine.stats()
     return {
         "cached_tokens": round(stats.cached_tokens / (stats.cached_tokens + stats.prompt_tokens), 3)
     }
 
 
-def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """The keys of the issue: the worst over the traces of what is held, the mean of all else."""
+def summarize(results: Sequence[AdaptersResult]) -> dict[str, Any]:
+    """Return the mean over traces, of `kv_without_adapter` the largest; None if not run."""
 
-    def of(side: str, key: str) -> list[Any]:
-        return [r.more[key] for r in rows if r.what == "split" and r.setting.endswith(side)]
+    def figures(side: str, key: str) -> list[Any]:
+        return [
+            result.figures[key]
+            for result in results
+            if result.part == "split" and result.setting.endswith(side)
+        ]
+
+    def average(side: str, key: str, digits: int) -> float | None:
+        values = figures(side, key)
+        return round(mean(values), digits) if values else None
 
     return {
-        "kv_without_adapter": max(of(OURS, "kv_without_adapter")),
-        "cached_without_adapter": round(mean(of(OURS, "cached_without_adapter")), 4),
-        "cached_without_adapter_split": round(mean(of(SPLIT, "cached_without_adapter")), 4),
-        "cached_tokens": round(mean(of(OURS, "cached_tokens")), 3),
-        "cached_tokens_split": round(mean(of(SPLIT, "cached_tokens")), 3),
-        "throughput_over_split": round(mean(of(OURS, "throughput_over_split")), 3),
+        "kv_without_adapter": max(figures(ONE_POOL, "kv_without_adapter"), default=None),
+        "cached_without_adapter": average(ONE_POOL, "cached_without_adapter", 4),
+        "cached_without_adapter_split": average(SPLIT, "cached_without_adapter", 4),
+        "cached_tokens": average(ONE_POOL, "cached_tokens", 3),
+        "cached_tokens_split": average(SPLIT, "cached_tokens", 3),
+        "throughput_over_split": average(ONE_POOL, "throughput_over_split", 3),
     }

@@ -1,21 +1,21 @@
-"""`vlora bench attention`: attention over pages beside its twin and the machine's limit."""
+"""Measurement of attention over KV pages, cell by cell."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kernels.cells import DTYPES
-from benchmarks.machine import MULTIPLY, READ, Beside
-from benchmarks.roofline import Limits
-from benchmarks.synthetic_model import fill
-from benchmarks.timing import Timing, geometric_mean, interleaved
+from benchmarks.dtypes import DTYPES
+from benchmarks.machine import ConcurrentRates, without_rates
+from benchmarks.roofline import Roofline
+from benchmarks.synthetic_model import fill_with_random
+from benchmarks.timing import Timing, interleaved, rounded_mean
 from vlora.atmm.device import Device
 from vlora.backends import Backend
 from vlora.memory.kv_cache import KVCache
@@ -26,18 +26,22 @@ from vlora.model.rotary import Rotary
 
 KERNEL, TWIN = "kernel", "twin"
 COLD_BYTES = Device.here().cold_bytes
-"""Of all layers together: no cache holds them until their next turn."""
+"""Size of all layers together: the caches hold none of them until it is used again."""
 READ_BYTES = 64 << 20
 MULTIPLY_ROUNDS = 1_000_000
 MIXED_DECODES = 8
-"""Requests that decode beside the chunk of a mixed step."""
+"""Decoding requests in addition to the chunk of a mixed step."""
 GROUP_KEYS = {"phase", "heads", "rows", "contexts", "quick"}
 
 
 @dataclass(frozen=True)
-class Cell:
-    """decode: `rows` requests of one row, each after `context` positions. prefill: one chunk of
-    `rows` that starts its sequence. mixed: such a chunk after `context`, and eight that decode."""
+class AttentionCell:
+    """One step of attention.
+
+    phase: "decode" (`rows` requests of one row, each after `context` positions), "prefill" (one
+        chunk of `rows` that starts its sequence) or "mixed" (such a chunk after `context`
+        positions, and MIXED_DECODES decoding requests).
+    """
 
     phase: str
     name_of_heads: str
@@ -55,27 +59,29 @@ class Cell:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """(rows, positions before them)."""
+        """Chunks as (rows, positions before them)."""
         if self.phase == "decode":
             return ((1, self.context),) * self.rows
-        alone = ((self.rows, self.context),)
-        return alone + ((1, self.context),) * MIXED_DECODES if self.phase == "mixed" else alone
+        chunk = ((self.rows, self.context),)
+        return chunk + ((1, self.context),) * MIXED_DECODES if self.phase == "mixed" else chunk
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values that are read, of one layer."""
-        seen = sum(rows + start for rows, start in self.chunks)
-        return 2 * seen * self.kv_heads * self.dim * DTYPES[self.dtype].itemsize
+        """Bytes of one layer's keys and values that are read."""
+        positions = sum(rows + start for rows, start in self.chunks)
+        return 2 * positions * self.kv_heads * self.dim * DTYPES[self.dtype].itemsize
 
     @property
     def flops(self) -> int:
-        """Of both products, of what the causal mask lets through."""
+        """Flops of both products on the pairs that the causal mask lets through."""
         pairs = sum(rows * start + rows * (rows + 1) // 2 for rows, start in self.chunks)
         return 4 * pairs * self.heads * self.dim
 
 
 @dataclass(frozen=True)
 class Effort:
+    """Number of rounds, and seconds per candidate in a cell."""
+
     rounds: int
     budget: float
 
@@ -84,27 +90,31 @@ QUICK, FULL = Effort(5, 0.15), Effort(9, 1.0)
 
 
 @dataclass(frozen=True)
-class Result:
-    """rate: bytes/s from memory, and peak: flop/s, by this cell's rounds."""
+class AttentionResult:
+    """Timings of one cell, with the rates of its rounds.
 
-    cell: Cell
+    rate: bytes/s from memory.
+    peak: flop/s.
+    """
+
+    cell: AttentionCell
     timings: Mapping[str, Timing]
     rate: float
     peak: float
 
     @property
     def limit(self) -> float:
-        """Seconds."""
+        """Limit of the roofline in seconds."""
         return max(self.cell.kv_bytes / self.rate, self.cell.flops / self.peak)
 
     @property
     def vs_twin(self) -> float:
-        """Time of the twin over that of the kernel."""
+        """Time of the twin over time of the kernel."""
         return self.timings[TWIN].median / self.timings[KERNEL].median
 
     @property
-    def roofline(self) -> float:
-        """Limit over time."""
+    def share_of_limit(self) -> float:
+        """Limit over measured time; 1 is at the roofline."""
         return self.limit / self.timings[KERNEL].median
 
     def as_row(self) -> dict[str, Any]:
@@ -119,96 +129,102 @@ class Result:
             "noise": {name: round(t.noise, 3) for name, t in self.timings.items()},
             "limit_us": round(self.limit * 1e6, 1),
             "vs_twin": round(self.vs_twin, 3),
-            "roofline": round(self.roofline, 3),
+            "roofline": round(self.share_of_limit, 3),
         }
 
 
-def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Cell]:
-    """All cells of a grid file; with quick what each group's own `quick` says in place of its
-    lists. Raises ValueError for an unknown key."""
+def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[AttentionCell]:
+    """Return all cells of a grid file.
+
+    quick: each group's `quick` entry replaces the lists that it names.
+    Raises ValueError for an unknown or missing key.
+    """
     grid = json.loads(path.read_text())
     cells = []
     for group in grid["groups"]:
         if set(group) != GROUP_KEYS:
-            raise ValueError(f"{path.name}: {sorted(set(group) ^ GROUP_KEYS)} unknown or missing")
+            keys = sorted(set(group) ^ GROUP_KEYS)
+            raise ValueError(f"{path.name}: keys {keys} are unknown or missing")
         chosen = group | group["quick"] if quick else group
-        for dtype, heads, rows, context in itertools.product(
+        for dtype, name, rows, context in itertools.product(
             dtypes, chosen["heads"], chosen["rows"], chosen["contexts"]
         ):
-            of, kv = grid["heads"][heads]
-            dim, block = grid["dim"], grid["block"]
-            cells.append(Cell(group["phase"], heads, of, kv, dim, block, rows, context, dtype))
+            heads, kv_heads = grid["heads"][name]
+            sizes = (heads, kv_heads, grid["dim"], grid["block"])
+            cells.append(AttentionCell(group["phase"], name, *sizes, rows, context, dtype))
     return cells
 
 
-class Bed:
-    """Pages with random keys and values of enough layers to be cold, and a step's rows."""
+class SyntheticAttention:
+    """Random keys and values of enough layers to be cold, and the chunks of one step."""
 
-    def __init__(self, cell: Cell) -> None:
-        pages_of = [-(-(rows + start) // cell.block) for rows, start in cell.chunks]
+    def __init__(self, cell: AttentionCell) -> None:
+        page_counts = [-(-(rows + start) // cell.block) for rows, start in cell.chunks]
         self.layers = max(2, -(-COLD_BYTES // cell.kv_bytes))
         self.store = KVCache(
-            sum(pages_of), self.layers, cell.block, cell.kv_heads, cell.dim, DTYPES[cell.dtype]
+            sum(page_counts), self.layers, cell.block, cell.kv_heads, cell.dim, DTYPES[cell.dtype]
         )
-        fill(self.store.cache)
-        pages = iter(torch.randperm(sum(pages_of)).tolist())
+        fill_with_random(self.store.cache)
+        free_pages = iter(torch.randperm(sum(page_counts)).tolist())
         self.chunks, row = [], 0
-        for (rows, start), count in zip(cell.chunks, pages_of, strict=True):
+        for (rows, start), count in zip(cell.chunks, page_counts, strict=True):
             tokens = (0,) * rows
-            own = tuple(itertools.islice(pages, count))
+            pages = tuple(itertools.islice(free_pages, count))
             prompt = Prompt.of_text(tokens)
-            self.chunks.append(Chunk(str(row), 0, row, start, tokens, prompt, own, True))
+            self.chunks.append(Chunk(str(row), 0, row, start, tokens, prompt, pages, True))
             row += rows
         self.heads, self.dim = cell.heads, cell.dim
         self.qkv = torch.randn(row, (cell.heads + 2 * cell.kv_heads) * cell.dim)
-        self.rotary = Rotary.from_angles(
-            torch.zeros(row, cell.dim // 2), 1.0
-        )  # rows stay what they are
+        # Rotation by zero, so that repeated calls leave the rows unchanged.
+        self.rotary = Rotary.from_angles(torch.zeros(row, cell.dim // 2), 1.0)
 
     def attend(self, backend: Backend) -> Callable[[], None]:
-        """One layer at each call, in turn."""
+        """Return a call that computes the attention of one layer, each time of the next one."""
         plan = AttentionPlan(self.chunks, self.store, self.heads, backend=backend)
-        turn = itertools.cycle(range(self.layers))
+        layers = itertools.cycle(range(self.layers))
         out = torch.empty(len(self.qkv), self.heads * self.dim)
 
-        def once() -> None:
-            plan.attend(next(turn), self.qkv, self.rotary, out)
+        def attend_layer() -> None:
+            plan.attend(next(layers), self.qkv, self.rotary, out)
 
-        return once
+        return attend_layer
 
 
 @torch.inference_mode()
-def run(cells: Sequence[Cell], effort: Effort, limits: Limits) -> Iterator[Result]:
-    for cell in cells:
-        bed = Bed(cell)
-        # A type that the unit for tiles multiplies has that unit's peak.
-        peak_type = max(("fp32", cell.dtype), key=limits.peak)
-        beside = Beside(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
-        timings = interleaved(
-            {KERNEL: bed.attend("cpu"), TWIN: bed.attend("reference"), **beside.calls()},
-            rounds=effort.rounds,
-            warm=False,
-            led=True,
-            budget=effort.budget,
-        )
-        rate, peak = beside.rates(timings)
-        own = {name: t for name, t in timings.items() if name not in (READ, MULTIPLY)}
-        yield Result(
-            cell,
-            own,
-            rate or limits.bandwidth(READ_BYTES, cold=True),
-            peak or limits.peak(peak_type),
-        )
+def measure(cell: AttentionCell, effort: Effort, roofline: Roofline) -> AttentionResult:
+    """Measure the kernel and its twin on one cell, interleaved."""
+    synthetic = SyntheticAttention(cell)
+    # A type that the tile unit multiplies has that unit's peak.
+    peak_type = max(("fp32", cell.dtype), key=roofline.peak)
+    concurrent = ConcurrentRates(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
+    timings = interleaved(
+        {
+            KERNEL: synthetic.attend("cpu"),
+            TWIN: synthetic.attend("reference"),
+            **concurrent.calls(),
+        },
+        rounds=effort.rounds,
+        warm=False,
+        lead=True,
+        budget=effort.budget,
+    )
+    rate, peak = concurrent.rates(timings)
+    return AttentionResult(
+        cell,
+        without_rates(timings),
+        rate or roofline.bandwidth(READ_BYTES, cold=True),
+        peak or roofline.peak(peak_type),
+    )
 
 
-def summarize(results: Sequence[Result]) -> dict[str, Any]:
-    """vs_twin_worst: least speed-up over the twin. roofline_…: limit over time, geometric mean."""
+def summarize(results: Sequence[AttentionResult]) -> dict[str, Any]:
+    """Return the least speed-up over the twin, and the mean share of the limit by phase."""
     worst = min(results, key=lambda result: result.vs_twin)
     summary: dict[str, Any] = {
         "vs_twin_worst": round(worst.vs_twin, 3),
         "vs_twin_worst_cell": worst.cell.name,
     }
     for phase in ("decode", "prefill", "mixed"):
-        found = geometric_mean([r.roofline for r in results if r.cell.phase == phase])
-        summary[f"roofline_{phase}"] = None if found is None else round(found, 3)
+        shares = [r.share_of_limit for r in results if r.cell.phase == phase]
+        summary[f"roofline_{phase}"] = rounded_mean(shares)
     return summary

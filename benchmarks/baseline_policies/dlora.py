@@ -20,7 +20,8 @@ unit. Merging stops for an adapter whose debt exceeds one unit for each other kn
 PUBLISHED_SECONDS = (0.015, 0.027, 0.020)
 """Times that dLoRA's authors profiled: a merged step, an unmerged step, a switch."""
 ADDITIVE_STEP, MULTIPLICATIVE_STEP = 0.05, 1.1
-"""Changes of the two merging thresholds: towards each other by the first, apart by the second."""
+"""Changes of the two merging thresholds: a difference that brings them closer, and a factor that
+separates them."""
 
 
 class DLora:

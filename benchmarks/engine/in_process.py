@@ -1,4 +1,4 @@
-"""The load of `vlora bench engine` in one process, and the floor of the steps it took."""
+"""The load of the engine benchmark in one process, and the floor of the steps that it took."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks import work_model as work
-from benchmarks.engine.load import OUTPUT, Ask, Run
+from benchmarks.dtypes import ENGINE_NAMES
+from benchmarks.engine.load import OUTPUT, LoadRequest, LoadTimes
 from benchmarks.llava import Checkpoint
-from benchmarks.synthetic_model import NAMES
-from benchmarks.work_model import Rows, Work
+from benchmarks.work_model import ChunkWork, Work, combined_work, step_work, tower_work
 from vlora import cores
 from vlora.config import Options
 from vlora.engine.loop import EngineLoop
@@ -32,48 +31,54 @@ DRAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The work of every step of a run, and after which step each request had its first token and
-    its last."""
+class StepTrace:
+    """The work of every step of a run.
+
+    first: index of the step that gave each request its first token.
+    last: index of the step that gave each request its last token.
+    tower: work of encoding the images, or None.
+    """
 
     works: Sequence[Work]
-    begun: Sequence[int]
-    ended: Sequence[int]
+    first: Sequence[int]
+    last: Sequence[int]
     tower: Work | None
 
-    def floor(self, peak: float, rate: float) -> Run:
-        """When each request would have begun and ended, had every step been at its limit; images
-        are encoded before."""
+    def floor(self, peak: float, rate: float) -> LoadTimes:
+        """Return the times of the load if every step took its limit, after encoding all images."""
         now = 0.0 if self.tower is None else self.tower.flops / peak
-        after = [now := now + limit(todo, peak, rate) for todo in self.works]
-        return Run([after[step] for step in self.begun], [after[step] for step in self.ended])
+        step_ends = [now := now + work.seconds(peak, rate) for work in self.works]
+        return LoadTimes(
+            [step_ends[step] for step in self.first], [step_ends[step] for step in self.last]
+        )
 
-    def at_once(self, peak: float, rate: float) -> float:
-        """Seconds of the whole work in one go."""
+    def combined_seconds(self, peak: float, rate: float) -> float:
+        """Return the limit of the whole work if every weight were read only once."""
         parts = [*self.works, *([] if self.tower is None else [self.tower])]
-        return limit(work.together(parts), peak, rate)
+        return combined_work(parts).seconds(peak, rate)
 
 
-def limit(todo: Work, peak: float, rate: float) -> float:
-    return max(todo.flops / peak, todo.moved / rate)
+class InProcess:
+    """Engine loop and vision encoder in this process, as a context manager."""
 
-
-class Inside:
-    """Engine loop and vision encoder in this process; use with `with`."""
-
-    def __init__(self, checkpoint: Checkpoint, dtype: str, more: dict[str, Any]) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: str, engine_options: dict[str, Any]) -> None:
         options = Options(
-            model=checkpoint.folder, adapters=checkpoint.adapters, dtype=NAMES[dtype], **more
+            model=checkpoint.folder,
+            adapters=checkpoint.adapters,
+            dtype=ENGINE_NAMES[dtype],
+            **engine_options,
         )
         self._checkpoint = checkpoint
-        kept = dtype_of(options.dtype, options.model)
-        self._itemsize = kept.itemsize
-        # The engine's threads count: one process has one number, the larger of the two.
-        self._encoder = VisionEncoder(checkpoint.folder, cores.split_threads(options).engine, kept)
+        storage = dtype_of(options.dtype, options.model)
+        self._itemsize = storage.itemsize
+        # A process has one number of threads, here the larger of the two: the engine's.
+        self._encoder = VisionEncoder(
+            checkpoint.folder, cores.split_threads(options).engine, storage
+        )
         self._loop = EngineLoop.from_options(options)
         self._runs = 0
 
-    def __enter__(self) -> Inside:
+    def __enter__(self) -> InProcess:
         return self
 
     def __exit__(
@@ -84,14 +89,14 @@ class Inside:
     ) -> None:
         self._loop.shutdown(DRAIN_SECONDS)
 
-    def run(self, asks: Sequence[Ask]) -> tuple[Run, Steps]:
-        """All asks at once; images are encoded one after another, each then submitted."""
+    def run(self, requests: Sequence[LoadRequest]) -> tuple[LoadTimes, StepTrace]:
+        """Run all requests at once. Images are encoded one after another, then submitted."""
         self._runs += 1
-        ids = [f"inside-{self._runs}-{i}" for i in range(len(asks))]
+        ids = [f"in-process-{self._runs}-{i}" for i in range(len(requests))]
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
         first: dict[str, float] = {}
         end: dict[str, float] = {}
-        done = threading.Semaphore(0)
+        finished = threading.Semaphore(0)
 
         def sink(request_id: str, output: Output) -> None:
             now = time.perf_counter()
@@ -99,23 +104,25 @@ class Inside:
             if output.finished:
                 assert output.error is None, output.error
                 end[request_id] = now
-                done.release()
+                finished.release()
 
         recorder = _Recorder(self._checkpoint, self._itemsize)
-        with patch.object(Runner, "forward", recorder.around(Runner.forward)):
+        with patch.object(Runner, "forward", recorder.wrap(Runner.forward)):
             started = time.perf_counter()
-            for request_id, ask in zip(ids, asks, strict=True):
-                images = self._features(ask)
-                text = ask.prompt if images is None else f"<image>{ask.prompt}"
-                request = Request(request_id, text, params, adapter=ask.adapter, images=images)
-                self._loop.submit(request, partial(sink, request_id))
+            for request_id, request in zip(ids, requests, strict=True):
+                images = self._features(request)
+                text = request.prompt if images is None else f"<image>{request.prompt}"
+                self._loop.submit(
+                    Request(request_id, text, params, adapter=request.adapter, images=images),
+                    partial(sink, request_id),
+                )
             for _ in ids:
-                done.acquire()
-        images_given = sum(ask.image is not None for ask in asks)
-        tower = work.of_tower(images_given, self._checkpoint.sizes) if images_given else None
+                finished.acquire()
+        images_count = sum(request.image is not None for request in requests)
+        tower = tower_work(images_count, self._checkpoint.sizes) if images_count else None
         return (
-            Run([first[i] - started for i in ids], [end[i] - started for i in ids]),
-            Steps(
+            LoadTimes([first[i] - started for i in ids], [end[i] - started for i in ids]),
+            StepTrace(
                 recorder.works,
                 [recorder.first[i] for i in ids],
                 [recorder.last[i] for i in ids],
@@ -123,16 +130,16 @@ class Inside:
             ),
         )
 
-    def _features(self, ask: Ask) -> ImageFeatures | None:
-        if ask.image is None:
+    def _features(self, request: LoadRequest) -> ImageFeatures | None:
+        if request.image is None:
             return None
-        (features,) = self._encoder.encode([DecodedImage(ask.image)])
+        (features,) = self._encoder.encode([DecodedImage(request.image)])
         layout = np.array([[0, len(features), 1, *self._encoder.grid, 0]], dtype=np.int32)
         return ImageFeatures(features, layout)
 
 
 class _Recorder:
-    """Notes what every step computes."""
+    """Records the work of every step, and the steps that gave each request its tokens."""
 
     def __init__(self, checkpoint: Checkpoint, itemsize: int) -> None:
         self._sizes = checkpoint.sizes
@@ -141,18 +148,20 @@ class _Recorder:
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
 
-    def around(self, forward: Callable[..., StepResult]) -> Callable[..., StepResult]:
-        def noted(runner: Runner, chunks: Any, *more: Any) -> StepResult:
+    def wrap(self, forward: Callable[..., StepResult]) -> Callable[..., StepResult]:
+        """Return `forward` with recording."""
+
+        def recorded(runner: Runner, chunks: Any, *arguments: Any) -> StepResult:
             for chunk in chunks:
                 if chunk.completes:
                     self.first.setdefault(chunk.sequence_id, len(self.works))
                     self.last[chunk.sequence_id] = len(self.works)
-            # Slots follow the names' order, as the adapters' numbers do.
-            rows = [
-                Rows(c.length, c.start, c.slot if c.slot >= 0 else None, c.completes)
+            # Slots are in the order of the names, as the indices of the adapters are.
+            works = [
+                ChunkWork(c.length, c.start, c.slot if c.slot >= 0 else None, c.completes)
                 for c in chunks
             ]
-            self.works.append(work.of_step(rows, self._sizes, self._itemsize))
-            return forward(runner, chunks, *more)
+            self.works.append(step_work(works, self._sizes, self._itemsize))
+            return forward(runner, chunks, *arguments)
 
-        return noted
+        return recorded

@@ -1,6 +1,6 @@
-"""The load of `vlora bench engine`: requests at once, sixteen by default, and what came back when.
+"""The load of the engine benchmark: concurrent requests, and when their tokens came.
 
-Knows neither the engine nor the server: both run the same load.
+This module knows neither the engine nor the server; all of them run the same load.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ import numpy as np
 from benchmarks.llava import Checkpoint, picture, prompt
 
 REQUESTS = 16
-"""Of the committed grid; its quick part has fewer."""
+"""Concurrent requests of the committed grid. Its quick part has fewer."""
 OUTPUT = 32
 """Tokens of every answer: the end of text is ignored."""
 TEXT_TOKENS = 256
-BESIDE_IMAGE = 31
-"""Tokens of the text that comes with an image; both with the begin of text."""
+"""Tokens of a prompt without an image, counting the begin-of-text token."""
+IMAGE_TEXT_TOKENS = 31
+"""Tokens of the text that comes with an image, counting the begin-of-text token."""
 KINDS = ("text", "image")
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request: prompt, image [side, side, 3] or None, adapter's name or None."""
+class LoadRequest:
+    """One request of the load.
+
+    image: [side, side, 3], or None.
+    adapter: its name, or None.
+    """
 
     prompt: str
     image: np.ndarray[Any, np.dtype[np.uint8]] | None
@@ -35,7 +40,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Load:
-    """kind: text or image. adapters: request i asks for adapter i mod so many; 0: the base."""
+    """Concurrent requests of one kind.
+
+    kind: "text" or "image".
+    adapters: request i uses adapter i modulo this number; 0: the base model.
+    """
 
     kind: str
     adapters: int
@@ -45,12 +54,12 @@ class Load:
     def name(self) -> str:
         return f"{self.kind}_{self.adapters}"
 
-    def asks(self, checkpoint: Checkpoint, seed: int) -> list[Ask]:
-        """Prompts and images of no other seed."""
+    def draw(self, checkpoint: Checkpoint, seed: int) -> list[LoadRequest]:
+        """Return the requests, with prompts and images that no other seed has."""
         names, sizes = checkpoint.adapter_names, checkpoint.sizes
-        words = (TEXT_TOKENS if self.kind == "text" else BESIDE_IMAGE) - 1
+        words = (TEXT_TOKENS if self.kind == "text" else IMAGE_TEXT_TOKENS) - 1
         return [
-            Ask(
+            LoadRequest(
                 prompt(words, seed * self.requests + i, sizes),
                 None if self.kind == "text" else picture(seed * self.requests + i, sizes),
                 names[i % self.adapters] if self.adapters else None,
@@ -60,8 +69,8 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Seconds from the common start: of each request's first token, and of its end."""
+class LoadTimes:
+    """Seconds from the common start to each request's first token and to its end."""
 
     first: Sequence[float]
     end: Sequence[float]

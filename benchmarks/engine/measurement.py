@@ -1,77 +1,84 @@
-"""`vlora bench engine`: requests at once, in process, over gRPC, and beside PEFT."""
+"""Results of the engine benchmark, and the engines that one storage type needs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.engine.in_process import Inside, Steps
-from benchmarks.engine.load import REQUESTS, Load, Run
-from benchmarks.engine.over_grpc import Served
-from benchmarks.engine.peft_mixed import PeftMixed
+from benchmarks.engine.in_process import InProcess, StepTrace
+from benchmarks.engine.load import KINDS, REQUESTS, Load, LoadTimes
+from benchmarks.engine.over_grpc import OverGrpc
 from benchmarks.llava import Checkpoint
-from benchmarks.roofline import Limits
-from benchmarks.step.measurement import READ_BYTES
-from benchmarks.timing import geometric_mean
+from benchmarks.roofline import Roofline
+from benchmarks.timing import rounded_mean
 
 SECONDS = 0.15
-"""Of each microbenchmark, before and after every run in process."""
+"""Duration of each microbenchmark before and after every run in process."""
+READ_BYTES = 256 << 20
 
 
 @dataclass
-class Result:
-    """One load, all its repeats. inside: each with the floor of its own steps, and the limit of
-    its whole work at once."""
+class EngineResult:
+    """One load with all its repeats.
+
+    in_process: for each repeat its times, the floor of its own steps, and the limit of its whole
+        work at once in seconds.
+    """
 
     load: Load
     dtype: str
-    inside: list[tuple[Run, Run, float]] = field(default_factory=list)
-    served: list[Run] = field(default_factory=list)
-    peers: list[Run] = field(default_factory=list)
+    in_process: list[tuple[LoadTimes, LoadTimes, float]] = field(default_factory=list)
+    served: list[LoadTimes] = field(default_factory=list)
+    peers: list[LoadTimes] = field(default_factory=list)
 
     @property
     def over_floor(self) -> float:
-        """Average token latency in process over the floor's."""
-        return median(run.token_latency / floor.token_latency for run, floor, _ in self.inside)
+        """Average token latency in process over that of the floor."""
+        return median(
+            times.token_latency / floor.token_latency for times, floor, _ in self.in_process
+        )
 
     @property
     def latency(self) -> float:
-        return median(run.token_latency for run, _, _ in self.inside)
+        """Average token latency in process, in seconds."""
+        return median(times.token_latency for times, _, _ in self.in_process)
 
     @property
     def served_over_engine(self) -> float | None:
+        """Average token latency over gRPC over that in process."""
         return _over(self.served, self.latency)
 
     @property
     def over_peers(self) -> float | None:
+        """Average token latency in process over PEFT's."""
         over = _over(self.peers, self.latency)
         return None if over is None else 1 / over
 
     def as_row(self) -> dict[str, Any]:
-        run, floor, at_once = sorted(self.inside, key=lambda one: one[0].token_latency)[
-            len(self.inside) // 2
-        ]
+        by_latency = sorted(self.in_process, key=lambda repeat: repeat[0].token_latency)
+        times, floor, combined = by_latency[len(by_latency) // 2]
         return {
             "load": self.load.name,
             "dtype": self.dtype,
             "requests": self.load.requests,
-            "inside": run.as_row(),
+            "inside": times.as_row(),
             "floor": floor.as_row(),
-            "at_once_s": round(at_once, 3),
-            "served": [one.as_row() for one in self.served],
-            "peers": [one.as_row() for one in self.peers],
+            "at_once_s": round(combined, 3),
+            "served": [repeat.as_row() for repeat in self.served],
+            "peers": [repeat.as_row() for repeat in self.peers],
             "over_floor": round(self.over_floor, 3),
         }
 
 
 def load_grid(path: Path, *, quick: bool) -> tuple[list[Load], int]:
-    """(loads, repeats)."""
-    given = json.loads(path.read_text())
-    chosen = given | (given["quick"] if quick else {})
+    """Return the loads of a grid file and the number of repeats."""
+    grid = json.loads(path.read_text())
+    chosen = grid | (grid["quick"] if quick else {})
     requests = chosen.get("requests", REQUESTS)
     loads = [
         Load(kind, count, requests) for kind in chosen["kinds"] for count in chosen["adapters"]
@@ -79,89 +86,85 @@ def load_grid(path: Path, *, quick: bool) -> tuple[list[Load], int]:
     return loads, chosen["repeats"]
 
 
-def run(
-    loads: Sequence[Load],
-    repeats: int,
-    checkpoint: Checkpoint,
-    dtype: str,
-    limits: Limits,
-    *,
-    served: bool,
-    options: Mapping[str, Any],
-    told: Callable[[str], None] = lambda what: None,
-) -> Iterator[Result]:
-    """In process and over gRPC in turn. options: of both engines, beside model and type."""
-    results = {load: Result(load, dtype) for load in loads}
-    most = max(load.requests for load in loads)
-    told("loading")
-    with Inside(checkpoint, dtype, dict(options)) as inside:
-        server = Served(checkpoint, dtype, dict(options), most) if served else None
-        if server is not None:
-            told("starting the server")
-            server.__enter__()
-        try:
-            seed = 0
-            inside.run(loads[0].asks(checkpoint, seed)[:2])
-            for load in loads:
-                for _ in range(repeats):
-                    seed += 1
-                    asks = load.asks(checkpoint, seed)
-                    told(load.name)
-                    before = _rates(limits, dtype)
-                    done, steps = inside.run(asks)
-                    after = _rates(limits, dtype)
-                    results[load].inside.append((done, *_floor(steps, before, after)))
-                    if server is not None:
-                        told(f"{load.name}, served")
-                        results[load].served.append(server.run(asks))
-                yield results[load]
-        finally:
-            if server is not None:
-                server.__exit__(None, None, None)
+class EnginePair:
+    """An engine in process and, if `served`, a server of the same checkpoint and type."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        roofline: Roofline,
+        options: Mapping[str, Any],
+        *,
+        streams: int,
+        served: bool,
+        status: Callable[[str], None],
+    ) -> None:
+        """Start both. options: of both engines, in addition to model and type."""
+        self.dtype = dtype
+        self._checkpoint = checkpoint
+        self._roofline = roofline
+        self._status = status
+        self._seed = 0
+        with ExitStack() as stack:
+            status("loading")
+            self._engine = stack.enter_context(InProcess(checkpoint, dtype, dict(options)))
+            self._server: OverGrpc | None = None
+            if served:
+                status("starting the server")
+                server = OverGrpc(checkpoint, dtype, dict(options), streams)
+                self._server = stack.enter_context(server)
+            self._stack = stack.pop_all()
+        self._warm = False
+
+    def run(self, load: Load, repeats: int) -> EngineResult:
+        """Run a load in process and over gRPC, interleaved, each repeat with its own prompts."""
+        if not self._warm:
+            self._engine.run(load.draw(self._checkpoint, 0)[:2])
+            self._warm = True
+        result = EngineResult(load, self.dtype)
+        for _ in range(repeats):
+            self._seed += 1
+            requests = load.draw(self._checkpoint, self._seed)
+            self._status(load.name)
+            before = self._rates()
+            times, trace = self._engine.run(requests)
+            result.in_process.append((times, *_floor(trace, before, self._rates())))
+            if self._server is not None:
+                self._status(f"{load.name}, over gRPC")
+                result.served.append(self._server.run(requests))
+        return result
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _rates(self) -> tuple[float, float]:
+        """Return (flop/s, bytes/s) at this moment."""
+        peak = max(self._roofline.measure_peak(name, SECONDS) for name in {"fp32", self.dtype})
+        return peak, self._roofline.measure_bandwidth(READ_BYTES, SECONDS)
 
 
-def run_peers(
-    results: Sequence[Result],
-    checkpoint: Checkpoint,
-    peer: PeftMixed,
-    told: Callable[[str], None] = lambda what: None,
-) -> None:
-    """The same loads, once each, after all of ours: both would not fit the caches together."""
-    for seed, result in enumerate(results, start=1):
-        told(f"{result.load.name}, PEFT")
-        result.peers.append(peer.run(result.load.asks(checkpoint, seed)))
-
-
-def summarize(results: Sequence[Result]) -> dict[str, Any]:
-    """The keys of the issue; null for what was not run."""
+def summarize(results: Sequence[EngineResult]) -> dict[str, Any]:
+    """Return the latency over the floor by load, over gRPC and against PEFT."""
     summary: dict[str, Any] = {}
-    found = {(result.load.kind, result.load.adapters): result for result in results}
-    for kind in ("text", "image"):
+    by_load = {(result.load.kind, result.load.adapters): result for result in results}
+    for kind in KINDS:
         for count in (0, 1, 4, 16):
-            result = found.get((kind, count))
+            result = by_load.get((kind, count))
             summary[f"{kind}_{count}"] = None if result is None else round(result.over_floor, 3)
-    summary["served_over_engine"] = _mean([r.served_over_engine for r in results])
-    summary["vs_peft_mixed"] = _mean([r.over_peers for r in results if r.load.adapters])
+    served = [ratio for r in results if (ratio := r.served_over_engine) is not None]
+    summary["served_over_engine"] = rounded_mean(served)
+    peers = [r.over_peers for r in results if r.load.adapters]
+    summary["vs_peft_mixed"] = rounded_mean([ratio for ratio in peers if ratio is not None])
     return summary
 
 
-def _rates(limits: Limits, dtype: str) -> tuple[float, float]:
-    """(flop/s, bytes/s) at this moment."""
-    peak = max(limits.measure_peak(name, SECONDS) for name in {"fp32", dtype})
-    return peak, limits.measure_bandwidth(READ_BYTES, SECONDS)
-
-
 def _floor(
-    steps: Steps, before: tuple[float, float], after: tuple[float, float]
-) -> tuple[Run, float]:
-    peak, rate = ((one + other) / 2 for one, other in zip(before, after, strict=True))
-    return steps.floor(peak, rate), steps.at_once(peak, rate)
+    trace: StepTrace, before: tuple[float, float], after: tuple[float, float]
+) -> tuple[LoadTimes, float]:
+    peak, rate = ((a + b) / 2 for a, b in zip(before, after, strict=True))
+    return trace.floor(peak, rate), trace.combined_seconds(peak, rate)
 
 
-def _over(runs: Sequence[Run], latency: float) -> float | None:
-    return median(run.token_latency for run in runs) / latency if runs else None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    mean = geometric_mean([value for value in values if value is not None])
-    return None if mean is None else round(mean, 3)
+def _over(repeats: Sequence[LoadTimes], latency: float) -> float | None:
+    return median(times.token_latency for times in repeats) / latency if repeats else None

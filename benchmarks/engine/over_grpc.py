@@ -1,4 +1,4 @@
-"""The load of `vlora bench engine` over gRPC: a real server, a stream for each request."""
+"""The load of the engine benchmark over gRPC: a real server, and one stream per request."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from benchmarks.engine.load import OUTPUT, Ask, Run
+from benchmarks.dtypes import ENGINE_NAMES
+from benchmarks.engine.load import OUTPUT, LoadRequest, LoadTimes
 from benchmarks.llava import Checkpoint
-from benchmarks.synthetic_model import NAMES
 from vlora.launcher.server import ServerOptions, TritonServer
 
 ENSEMBLE = "visual_retrieval"
-ANSWER_SECONDS = 180.0
+RESPONSE_TIMEOUT_SECONDS = 180.0
 
 
-class Served:
-    """A server of its own with the checkpoint, and a client for each stream; use with `with`."""
+class OverGrpc:
+    """A server of the checkpoint, and a client with its stream per request.
+
+    It is a context manager.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: str, more: dict[str, Any], streams: int
+        self, checkpoint: Checkpoint, dtype: str, engine_options: dict[str, Any], streams: int
     ) -> None:
         self._options = ServerOptions(
             model=checkpoint.folder,
             adapters=checkpoint.adapters,
-            model_json={"dtype": NAMES[dtype], **more},
+            model_json={"dtype": ENGINE_NAMES[dtype], **engine_options},
         )
         self._streams = streams
         self._stack = ExitStack()
         self._clients: list[Any] = []
-        self._news: queue.SimpleQueue[tuple[int, float, Any, Any]] = queue.SimpleQueue()
+        self._responses: queue.SimpleQueue[tuple[int, float, Any, Any]] = queue.SimpleQueue()
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> OverGrpc:
         import tritonclient.grpc as grpcclient
 
         with ExitStack() as stack:
@@ -48,7 +51,7 @@ class Served:
             for number in range(self._streams):
                 client = grpcclient.InferenceServerClient(server.grpc_url)
                 stack.callback(client.close)
-                client.start_stream(callback=partial(self._heard, number))
+                client.start_stream(callback=partial(self._on_response, number))
                 stack.callback(client.stop_stream)
                 self._clients.append(client)
             self._stack = stack.pop_all()
@@ -62,44 +65,46 @@ class Served:
     ) -> None:
         self._stack.close()
 
-    def run(self, asks: Sequence[Ask]) -> Run:
-        inputs = [_inputs(ask) for ask in asks]
+    def run(self, requests: Sequence[LoadRequest]) -> LoadTimes:
+        """Send all requests at once, one per stream. Raises the error of a failed request."""
+        all_inputs = [_inputs(request) for request in requests]
         first: dict[int, float] = {}
         end: dict[int, float] = {}
         started = time.perf_counter()
-        for client, given in zip(self._clients, inputs, strict=False):  # fewer, maybe
-            client.async_stream_infer(ENSEMBLE, given, enable_empty_final_response=True)
-        while len(end) < len(asks):
-            number, now, result, error = self._news.get(timeout=ANSWER_SECONDS)
+        # There may be fewer requests than streams.
+        for client, inputs in zip(self._clients, all_inputs, strict=False):
+            client.async_stream_infer(ENSEMBLE, inputs, enable_empty_final_response=True)
+        while len(end) < len(requests):
+            number, now, result, error = self._responses.get(timeout=RESPONSE_TIMEOUT_SECONDS)
             if error is not None:
                 raise error
             first.setdefault(number, now)
             if result.get_response().parameters["triton_final_response"].bool_param:
                 end[number] = now
-        order = range(len(asks))
-        return Run([first[i] - started for i in order], [end[i] - started for i in order])
+        order = range(len(requests))
+        return LoadTimes([first[i] - started for i in order], [end[i] - started for i in order])
 
-    def _heard(self, number: int, result: Any, error: Any) -> None:
-        self._news.put((number, time.perf_counter(), result, error))
+    def _on_response(self, number: int, result: Any, error: Any) -> None:
+        self._responses.put((number, time.perf_counter(), result, error))
 
 
-def _inputs(ask: Ask) -> list[Any]:
+def _inputs(request: LoadRequest) -> list[Any]:
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": OUTPUT, "ignore_eos": True}
-    if ask.adapter is not None:
-        sampling["lora_name"] = ask.adapter
-    given: dict[str, bytes] = {
-        "text_input": ask.prompt.encode(),
+    if request.adapter is not None:
+        sampling["lora_name"] = request.adapter
+    values: dict[str, bytes] = {
+        "text_input": request.prompt.encode(),
         "sampling_parameters": json.dumps(sampling).encode(),
         "task": b"raw",
     }
-    if ask.image is not None:
+    if request.image is not None:
         encoded = io.BytesIO()
-        Image.fromarray(ask.image).save(encoded, "PNG")
-        given["image"] = encoded.getvalue()
-    return [_string(name, value) for name, value in given.items()]
+        Image.fromarray(request.image).save(encoded, "PNG")
+        values["image"] = encoded.getvalue()
+    return [_bytes_tensor(name, value) for name, value in values.items()]
 
 
-def _string(name: str, value: bytes) -> Any:
+def _bytes_tensor(name: str, value: bytes) -> Any:
     import tritonclient.grpc as grpcclient
 
     tensor = grpcclient.InferInput(name, [1], "BYTES")

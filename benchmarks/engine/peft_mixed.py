@@ -1,4 +1,4 @@
-"""The load of `vlora bench engine` on transformers + PEFT: one batch, an adapter a row."""
+"""The load of the engine benchmark on transformers and PEFT: one batch, one adapter per row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.load import OUTPUT, Ask, Run
+from benchmarks.engine.load import OUTPUT, LoadRequest, LoadTimes
 from benchmarks.llava import Checkpoint
 from vlora.vision.encoder import PROCESSOR_BACKEND
 
@@ -17,7 +17,7 @@ BASE = "__base__"
 
 
 class PeftMixed:
-    """The stock model with every adapter attached, as PEFT's mixed batches want it."""
+    """The stock model with every adapter attached, as PEFT's mixed batches require."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         from peft import PeftModel
@@ -43,30 +43,33 @@ class PeftMixed:
         self._model.to(dtype).eval()
 
     @torch.inference_mode()
-    def run(self, asks: Sequence[Ask]) -> Run:
+    def run(self, requests: Sequence[LoadRequest]) -> LoadTimes:
+        """Generate all answers in one batch."""
         started = time.perf_counter()
-        first: list[float] = []
-        given: dict[str, Any] = {}
-        places = ""
-        if asks[0].image is not None:
-            pixels = self._processor(images=[ask.image for ask in asks], return_tensors="pt")
-            given["pixel_values"] = pixels["pixel_values"].to(self._dtype)
-            places = "<image>" * self._base.config.image_seq_length
-        ids = self._tokenizer([places + ask.prompt for ask in asks], return_tensors="pt")
+        token_times: list[float] = []
+        inputs: dict[str, Any] = {}
+        placeholders = ""
+        if requests[0].image is not None:
+            images = [request.image for request in requests]
+            pixels = self._processor(images=images, return_tensors="pt")
+            inputs["pixel_values"] = pixels["pixel_values"].to(self._dtype)
+            placeholders = "<image>" * self._base.config.image_seq_length
+        texts = [placeholders + request.prompt for request in requests]
+        ids = self._tokenizer(texts, return_tensors="pt")
 
-        def noted(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            first.append(time.perf_counter() - started)
+        def record_time(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            token_times.append(time.perf_counter() - started)
             return scores
 
         self._model.generate(
             input_ids=ids["input_ids"],
             attention_mask=ids["attention_mask"],
-            **given,
-            adapter_names=[ask.adapter or BASE for ask in asks],
+            **inputs,
+            adapter_names=[request.adapter or BASE for request in requests],
             do_sample=False,
             min_new_tokens=OUTPUT,
             max_new_tokens=OUTPUT,
-            logits_processor=[noted],
+            logits_processor=[record_time],
         )
         wall = time.perf_counter() - started
-        return Run([first[0]] * len(asks), [wall] * len(asks))
+        return LoadTimes([token_times[0]] * len(requests), [wall] * len(requests))

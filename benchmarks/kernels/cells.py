@@ -1,4 +1,4 @@
-"""The grid of `vlora bench kernels`: which shapes, and the random data of one."""
+"""The grid of the kernels benchmark: its shapes and their random data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.dtypes import DTYPES
 from vlora.atmm.types import LoraPair, Segment
 
-GRIDS = Path(__file__).parents[1] / "grids"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MIXED_RANKS = (8, 64, 16, 128, 32)
 ZIPF_EXPONENT = 1.2
 POPULARITIES = ("identical", "distinct", "zipf")
@@ -22,12 +21,15 @@ REGIMES = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One shape: `requests` of `rows` rows each, through adapters picked by popularity.
+class KernelCell:
+    """One shape: `requests` requests of `rows` rows each.
 
-    identical: all use adapter 0; distinct: each its own; zipf: adapter i with weight
-    (i+1)^−1.2. rank: a number, or "mixed" for 8 … 128 in turn. cold: the adapters come from
-    memory, as in a model with many layers; else from the caches.
+    width: d_in and d_out.
+    rank: a number, or "mixed" to cycle through MIXED_RANKS.
+    popularity: "identical" (all use adapter 0), "distinct" (each its own) or "zipf" (adapter i
+        with weight (i+1)^−1.2).
+    cold: whether the adapters come from memory, as in a model with many layers, instead of the
+        caches.
     """
 
     regime: str
@@ -53,7 +55,7 @@ class Cell:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The adapter of each request, equal ones neighbours, as the engine sorts them."""
+        """Adapter slot of each request, sorted, as the engine sorts them."""
         if self.popularity == "identical":
             return (0,) * self.requests
         if self.popularity == "distinct":
@@ -70,24 +72,24 @@ class Cell:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the adapters that occur, by slot."""
+        """Ranks of the adapters that occur, by slot."""
         if isinstance(self.rank, int):
             return (self.rank,) * self.adapters
         return tuple(MIXED_RANKS[slot % len(MIXED_RANKS)] for slot in range(self.adapters))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """One for each adapter, as the engine joins neighbouring rows."""
-        found, start = [], 0
+        """One segment per adapter, since the engine joins adjacent rows."""
+        segments, start = [], 0
         for slot, group in itertools.groupby(self.slots):
             length = len(list(group)) * self.rows
-            found.append(Segment(start, length, slot))
+            segments.append(Segment(start, length, slot))
             start += length
-        return tuple(found)
+        return tuple(segments)
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of both products."""
+        """Number of multiplications and additions of both products."""
         ranks = self.ranks
         return sum(4 * self.rows * self.width * ranks[slot] for slot in self.slots)
 
@@ -97,7 +99,7 @@ class Cell:
 
     @property
     def row_bytes(self) -> int:
-        """x read, y read and written."""
+        """Bytes of x, read, and of y, read and written."""
         return 3 * self.total_rows * self.width * DTYPES[self.dtype].itemsize
 
     @property
@@ -134,25 +136,31 @@ class Cell:
 _GROUP_KEYS = {"regime", "requests", "rows", "d", "rank", "popularity", "heat", "quick"}
 
 
-def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Cell]:
-    """All cells of a grid file; each group of it is a product of its lists.
+def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[KernelCell]:
+    """Return all cells of a grid file, in which each group is a product of its lists.
 
-    With quick only groups marked so. Raises ValueError for an unknown key or word.
+    quick: return the groups that are marked "quick" only.
+    Raises ValueError for an unknown or missing key, an unknown regime or popularity.
     """
     cells = []
     for group in json.loads(path.read_text())["groups"]:
         if unknown := set(group) ^ (_GROUP_KEYS - {"quick"} | set(group) & {"quick"}):
             raise ValueError(f"{path.name}: keys {sorted(unknown)} are unknown or missing")
         if group["regime"] not in REGIMES or not set(group["popularity"]) <= set(POPULARITIES):
-            raise ValueError(f"{path.name}: {group} has an unknown regime or popularity")
+            raise ValueError(
+                f"{path.name}: {group} has an unknown regime or popularity; valid are"
+                f" {', '.join(REGIMES)} and {', '.join(POPULARITIES)}"
+            )
         if quick and not group.get("quick", False):
             continue
-        cells += [cell for dtype in dtypes for cell in _expanded(group, dtype)]
+        cells += [cell for dtype in dtypes for cell in _cells_of(group, dtype)]
     return list(dict.fromkeys(cells))
 
 
-def _expanded(group: dict[str, Any], dtype: str) -> Iterator[Cell]:
+def _cells_of(group: dict[str, Any], dtype: str) -> Iterator[KernelCell]:
     for requests, rows, width, rank, popularity, heat in itertools.product(
         *(group[key] for key in ("requests", "rows", "d", "rank", "popularity", "heat"))
     ):
-        yield Cell(group["regime"], requests, rows, width, rank, popularity, heat == "cold", dtype)
+        yield KernelCell(
+            group["regime"], requests, rows, width, rank, popularity, heat == "cold", dtype
+        )

@@ -1,10 +1,10 @@
-"""The operators that are compared: ATMM and the baselines, each with one semantics.
+"""The LoRA operators that are compared with ATMM.
 
-Semantics of every operator: for each segment (start, length, slot, +1), with rows R:
-y[R] += (x[R] Aᵀ) Bᵀ, (A, B) = the slot's pair, the scale folded into B.
+Semantics of every operator: for each segment (start, length, slot, +1) with rows R:
+y[R] += (x[R] Aᵀ) Bᵀ, where (A, B) is the slot's pair, with the scale folded into B.
 
-What a real user of a baseline would do once per adapter (stacking, packing) or once per step
-(sorting, row numbers) is done once here, outside the clock: the figures favour the baselines.
+Work that a baseline would do once per adapter (stacking, packing) or once per step (sorting, row
+numbers) is done once here and not timed: the figures favour the baselines.
 """
 
 from __future__ import annotations
@@ -15,42 +15,45 @@ from typing import ClassVar
 
 import torch
 
-from benchmarks.kernels.cells import DTYPES, Cell
+from benchmarks.dtypes import DTYPES
+from benchmarks.kernels.cells import KernelCell
 from vlora.atmm.types import LoraPair
 
-Call = Callable[[torch.Tensor, torch.Tensor], None]
-"""(y, x) → y += …, for the adapters and segments it was made for."""
+LoraCall = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds to y, for the adapters and segments that it was prepared for. Arguments: y, x."""
 
-EINSUM_BYTES = 1 << 30
-"""The einsum baseline is left out where its gathered weights would take more than this."""
+MAX_EINSUM_BYTES = 1 << 30
+"""Maximum size of the gathered weights of the einsum baseline, which is left out beyond it."""
 
 
-class Baseline(ABC):
-    """One operator under its name."""
+class LoraOperator(ABC):
+    """One LoRA operator under its name."""
 
     name: ClassVar[str]
     dtype: ClassVar[torch.dtype | None] = None
-    """Of its rows, where it is not the cell's."""
+    """Type of its rows, or None for the cell's type."""
 
-    def why_not(self, cell: Cell) -> str | None:
-        """The reason to leave a cell out, or None."""
+    def why_not(self, cell: KernelCell) -> str | None:
+        """Return the reason to leave this cell out, or None."""
         return None
 
     @abstractmethod
-    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
-        """Load the adapters (copies: no operator finds what another has brought to the cache)."""
+    def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
+        """Return a call for copies of these adapters: no operator shares another's cache lines."""
 
 
-class PeftLoop(Baseline):
-    """What PEFT's mixed-batch forward does (peft/tuners/lora/layer.py, _mixed_batch_forward):
-    per adapter, gather the requests, two linear modules, scale, scatter-add."""
+class PeftLoop(LoraOperator):
+    """PEFT's mixed-batch forward (peft/tuners/lora/layer.py, _mixed_batch_forward).
+
+    Per adapter: gather its requests, apply two linear modules, scale, scatter-add.
+    """
 
     name = "peft_loop"
 
-    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+    def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         modules = {str(i): (_linear(pair.a), _linear(pair.b)) for i, pair in enumerate(pairs)}
         dropout = torch.nn.Identity()
-        scaling = 1.0  # folded into B; PEFT multiplies all the same
+        scaling = 1.0  # The scale is folded into B, and PEFT multiplies nevertheless.
         adapter_names = [str(slot) for slot in cell.slots]
         shape = (cell.requests, cell.rows, cell.width)
 
@@ -70,12 +73,12 @@ class PeftLoop(Baseline):
         return call
 
 
-class SliceLoop(Baseline):
-    """Rows sorted by adapter, one slice each: two GEMMs, the second accumulating in place."""
+class SliceLoop(LoraOperator):
+    """Rows sorted by adapter; per adapter two GEMMs over its slice, the second one accumulating."""
 
     name = "slice_loop"
 
-    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+    def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         ready = [(pair.a.clone().T, pair.b.clone().T) for pair in pairs]
         parts = [(slice(s.start, s.start + s.length), *ready[s.slot]) for s in cell.segments]
 
@@ -86,18 +89,18 @@ class SliceLoop(Baseline):
         return call
 
 
-class Einsum(Baseline):
-    """dLoRA's: the weights of every row's adapter gathered, then two einsums; ranks padded."""
+class Einsum(LoraOperator):
+    """dLoRA's operator: the weights of each row's adapter gathered, ranks padded, two einsums."""
 
     name = "einsum"
 
-    def why_not(self, cell: Cell) -> str | None:
+    def why_not(self, cell: KernelCell) -> str | None:
         gathered = 2 * cell.total_rows * max(cell.ranks) * cell.width * DTYPES[cell.dtype].itemsize
-        if gathered > EINSUM_BYTES:
-            return f"gathers {gathered / 2**30:.1f} GiB, above {EINSUM_BYTES / 2**30:.0f}"
+        if gathered > MAX_EINSUM_BYTES:
+            return f"gathers {gathered / 2**30:.1f} GiB, above {MAX_EINSUM_BYTES / 2**30:.0f}"
         return None
 
-    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+    def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         a, b = _stacked(pairs)
         index = torch.tensor(cell.slots).repeat_interleave(cell.rows)
 
@@ -108,51 +111,51 @@ class Einsum(Baseline):
         return call
 
 
-class Padded(Baseline):
-    """Batched GEMM: each adapter's rows padded to the longest segment, ranks to the largest."""
+class Padded(LoraOperator):
+    """Batched GEMM: rows padded to the longest segment, ranks to the largest."""
 
     name = "padded"
 
-    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+    def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         a, b = _stacked(pairs)
         a, b = a.transpose(1, 2), b.transpose(1, 2)
         segments = cell.segments
         longest = max(segment.length for segment in segments)
-        even = all(segment.length == longest for segment in segments)
+        equal = all(segment.length == longest for segment in segments)
         shape = (len(segments), longest, cell.width)
-        places = torch.cat([torch.arange(s.length) + s.slot * longest for s in segments])
+        padded_rows = torch.cat([torch.arange(s.length) + s.slot * longest for s in segments])
 
         def call(y: torch.Tensor, x: torch.Tensor) -> None:
-            if even:
+            if equal:
                 y.view(shape).baddbmm_(torch.bmm(x.view(shape), a), b)
                 return
             inputs = x.new_zeros(shape)
-            inputs.view(-1, cell.width)[places] = x
-            y.add_(torch.bmm(torch.bmm(inputs, a), b).view(-1, cell.width)[places])
+            inputs.view(-1, cell.width)[padded_rows] = x
+            y.add_(torch.bmm(torch.bmm(inputs, a), b).view(-1, cell.width)[padded_rows])
 
         return call
 
 
-class InFloat32(Baseline):
-    """A baseline on fp32 weights for a bf16 cell: what a CPU without bf16 instructions would use.
+class InFloat32(LoraOperator):
+    """A baseline on fp32 weights and rows for a bf16 cell.
 
-    Its rows must be fp32 too: `dtype` says so to whoever draws them.
+    A CPU without bf16 instructions would be used like this.
     """
 
     dtype: ClassVar[torch.dtype | None] = torch.float32
 
-    def __init__(self, inner: Baseline) -> None:
+    def __init__(self, inner: LoraOperator) -> None:
         self._inner = inner
         self.name = f"{inner.name}_in_fp32"  # type: ignore[misc]
 
-    def why_not(self, cell: Cell) -> str | None:
+    def why_not(self, cell: KernelCell) -> str | None:
         return "the cell is fp32" if cell.dtype == "fp32" else self._inner.why_not(cell)
 
-    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+    def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         return self._inner.prepare([LoraPair(p.a.float(), p.b.float()) for p in pairs], cell)
 
 
-BASELINES: tuple[Baseline, ...] = (PeftLoop(), SliceLoop(), Einsum(), Padded())
+BASELINES: tuple[LoraOperator, ...] = (PeftLoop(), SliceLoop(), Einsum(), Padded())
 
 
 def _linear(weight: torch.Tensor) -> torch.nn.Linear:
@@ -162,7 +165,7 @@ def _linear(weight: torch.Tensor) -> torch.nn.Linear:
 
 
 def _stacked(pairs: Sequence[LoraPair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[adapters, r, d_in] and [adapters, d_out, r], ranks padded with zeros."""
+    """Return A [adapters, r, d_in] and B [adapters, d_out, r], ranks padded with zeros."""
     rank = max(pair.rank for pair in pairs)
     a = pairs[0].a.new_zeros(len(pairs), rank, pairs[0].a.shape[1])
     b = pairs[0].b.new_zeros(len(pairs), pairs[0].b.shape[0], rank)

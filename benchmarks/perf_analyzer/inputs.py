@@ -1,7 +1,7 @@
-"""Input files for perf_analyzer: requests to each model, under several adapters.
+"""Write input files for perf_analyzer: requests to each model with several adapters.
 
-Every request has a picture (or clip) of its own, sent as base64 text in STRING inputs, and forces
-a number of tokens, so that runs compare.
+Every request has its own picture or clip, sent as base64 text in STRING inputs, and forces a number
+of tokens, so that runs can be compared.
 
 usage: python -m benchmarks.perf_analyzer.inputs out/perf --adapters glyphs actions --images 64
 """
@@ -12,12 +12,9 @@ import argparse
 import base64
 import io
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run as a file
 
 import numpy as np
 from PIL import Image
@@ -26,7 +23,7 @@ from clients.common import run_main, sampling_parameters
 from clients.frames import SyntheticCamera
 
 BASE = "base"
-"""The name by which the base model stands among adapters."""
+"""Name of the base model in a list of adapters."""
 
 SIDE = 64
 QUESTIONS = (
@@ -39,7 +36,7 @@ Entry = dict[str, Any]
 
 
 def picture(seed: int) -> str:
-    """A picture like no other, as base64 of a PNG: a shape on noise."""
+    """Return a PNG of a shape on noise as base64, different for each seed."""
     random = np.random.default_rng(seed)
     chunk = next(SyntheticCamera(2, 1, seed, SIDE, SIDE).chunks())
     noise = random.integers(-20, 20, (SIDE, SIDE, 3))
@@ -50,12 +47,15 @@ def picture(seed: int) -> str:
 
 
 def clip(seed: int, frames: int = 6) -> list[str]:
-    """A clip of that many pictures."""
+    """Return the pictures of a clip."""
     return [picture(seed * 1000 + i) for i in range(frames)]
 
 
 def entry(model: str, index: int, adapter: str | None, tokens: int) -> Entry:
-    """One request, with shapes where they are not [1]. `lmm-text` is `lmm` without a picture."""
+    """Return one request, with shapes for inputs that are not [1].
+
+    model: `lmm-text` is `lmm` without a picture.
+    """
     forced: dict[str, Any] = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
     request: Entry = {"text_input": [QUESTIONS[index % len(QUESTIONS)]]}
     if model == "video_analytics":
@@ -75,7 +75,7 @@ def entry(model: str, index: int, adapter: str | None, tokens: int) -> Entry:
 def write_inputs(
     path: Path, model: str, adapters: Sequence[str], images: int = 64, tokens: int = 32
 ) -> Path:
-    """Write `images` requests, the adapters taking turns; `base` among them is none."""
+    """Write `images` requests that use the adapters in rotation; `base` is the base model."""
     names = [None if name == BASE else name for name in adapters] or [None]
     data = [entry(model, i, names[i % len(names)], tokens) for i in range(images)]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,12 +90,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="where the files go, one for each model")
+    parser.add_argument("folder", type=Path, help="folder of the files, one for each model")
     parser.add_argument(
-        "--adapters", nargs="*", default=[BASE], metavar="NAME", help="in turns; `base` is none"
+        "--adapters",
+        nargs="*",
+        default=[BASE],
+        metavar="NAME",
+        help="adapters in rotation; `base` is the base model",
     )
-    parser.add_argument("--images", type=int, default=64, help="distinct requests (64)")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens forced an answer (32)")
+    parser.add_argument(
+        "--images", type=int, default=64, help="number of distinct requests (default: 64)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=32, help="forced tokens of an answer (default: 32)"
+    )
     options = parser.parse_args(arguments)
     for model in MODELS:
         path = options.folder / f"{model}.json"

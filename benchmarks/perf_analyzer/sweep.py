@@ -1,11 +1,11 @@
-"""Sweeps concurrency over the models with the real perf_analyzer, over gRPC.
+"""Sweep concurrency over the models of a running server with the real perf_analyzer, over gRPC.
 
-For each model and concurrency: throughput, latency of the first and of the last response, and,
-from the server's own counters, how many requests the encoder took in one batch and how many
-rows a decode step had. Prints a table; writes JSON.
+For each model and concurrency it prints the throughput, the latency of the first and of the last
+response and, from the server's own counters, the mean number of requests in a batch of the encoder
+and of rows in a decode step.
 
-Turn the feature cache off (`"feature_cache_bytes": 0` in `model.json`) to measure the encoder:
-the 64 pictures are distinct, but a long run meets them again.
+Turn the feature cache off (`"feature_cache_bytes": 0` in `model.json`) to measure the encoder: the
+64 pictures are distinct, but a long run sends them again.
 
 usage: python -m benchmarks.perf_analyzer.sweep --adapters base glyphs actions --json out/sweep.json
 """
@@ -16,7 +16,6 @@ import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -24,8 +23,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run as a file
 
 from benchmarks.perf_analyzer.fetch import PerfAnalyzer, ensure
 from benchmarks.perf_analyzer.inputs import BASE, MODELS, write_inputs
@@ -37,8 +34,7 @@ ENCODER = "vision_encoder"
 DECODE_ROWS = "vlora:decode_rows_total"
 DECODE_STEPS = "vlora:decode_steps_total"
 REFRESH_SECONDS = 1.5
-"""The server brings its metrics up to date once a second."""
-
+"""Wait before reading the metrics, which the server updates once per second."""
 
 _TIMES = re.compile(
     rb'"timestamp":([0-9]+),.*?"response_timestamps":\[([0-9]+(?:,[0-9]+)*)\]', re.DOTALL
@@ -47,7 +43,7 @@ _TIMES = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One model at one concurrency. Latencies in milliseconds; None: nothing was counted."""
+    """One model at one concurrency. A mean is None if nothing was counted."""
 
     inputs: str
     concurrency: int
@@ -62,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ServerCounters:
-    """What the server had counted at one moment."""
+    """The server's counters at one moment."""
 
     encoder_requests: int
     encoder_batches: int
@@ -71,6 +67,7 @@ class ServerCounters:
 
     @classmethod
     def read(cls, client: Any, metrics_url: str) -> ServerCounters:
+        """Return the present counters."""
         time.sleep(REFRESH_SECONDS)
         statistics = client.get_inference_statistics(ENCODER).model_stats[0]
         metrics = read_metrics(metrics_url)
@@ -83,13 +80,15 @@ class ServerCounters:
 
 
 def read_metrics(url: str) -> dict[str, float]:
-    """Each metric's value summed over its labels, from the Prometheus text at `url`."""
+    """Return each metric's value, summed over its labels, from the Prometheus text at `url`."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=10) as page:
             text = page.read().decode()
     except OSError as error:
-        raise ClientError(f"no metrics at {url}: {error}; give them with --metrics-url") from None
+        raise ClientError(
+            f"no metrics at {url}: {error}; set their address with --metrics-url"
+        ) from None
     totals: dict[str, float] = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -98,16 +97,18 @@ def read_metrics(url: str) -> dict[str, float]:
     return totals
 
 
-def ratio(above: float, below: float) -> float | None:
-    return above / below if below else None
+def ratio(numerator: float, denominator: float) -> float | None:
+    """Return the ratio, or None if the denominator is 0."""
+    return numerator / denominator if denominator else None
 
 
 def measure(
     tool: PerfAnalyzer, url: str, inputs: Path, concurrency: int, requests: int, limit: float
 ) -> list[tuple[float, float, float]]:
-    """Run perf_analyzer once: (sent, first response, last response) of each request, seconds.
+    """Run perf_analyzer once and return (sent, first response, last response) of each request.
 
-    Raises ClientError with its own words if any request failed or it took longer than `limit`.
+    Times are in seconds. Raises ClientError with perf_analyzer's output if any request failed or it
+    took longer than `limit` seconds.
     """
     model = inputs.stem.removesuffix("-text")
     with tempfile.TemporaryDirectory() as scratch:
@@ -118,22 +119,24 @@ def measure(
         command += ["--concurrency-range", str(concurrency)]
         command += ["--profile-export-file", str(export)]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, env=tool.environment, capture_output=True, text=True, timeout=limit
             )
         except subprocess.TimeoutExpired:
-            raise ClientError(f"{model} at concurrency {concurrency}: over {limit:.0f} s") from None
-        times = [] if done.returncode else read_times(export.read_bytes())
+            message = f"{model} at concurrency {concurrency} took longer than {limit:.0f} s"
+            raise ClientError(message) from None
+        times = [] if process.returncode else read_times(export.read_bytes())
         if not times:
-            said = (done.stdout + done.stderr).strip().splitlines()[-4:]
-            raise ClientError(f"{model} at concurrency {concurrency}: {' '.join(said)}")
+            output = (process.stdout + process.stderr).strip().splitlines()[-4:]
+            raise ClientError(f"{model} at concurrency {concurrency}: {' '.join(output)}")
         return times
 
 
 def read_times(profile: bytes) -> list[tuple[float, float, float]]:
-    """(sent, first response, last response) in seconds of each request of an exported profile.
+    """Return (sent, first response, last response) in seconds of each request of a profile.
 
-    Read by pattern: perf_analyzer writes raw answers into it, so that it may not be valid JSON.
+    The profile is searched by pattern: perf_analyzer writes raw answers into it, so that it may not
+    be valid JSON.
     """
     times = []
     for sent, responses in _TIMES.findall(profile):
@@ -142,25 +145,25 @@ def read_times(profile: bytes) -> list[tuple[float, float, float]]:
     return times
 
 
-def summarise(
+def summarize(
     inputs: str,
     concurrency: int,
     times: Sequence[tuple[float, float, float]],
     before: ServerCounters,
     after: ServerCounters,
 ) -> Row:
-    """One row of the table from the requests' times and the counters round the run."""
-    first = sorted((begun - sent) * 1e3 for sent, begun, _ in times)
-    last = sorted((ended - sent) * 1e3 for sent, _, ended in times)
-    seconds = max(ended for _, _, ended in times) - min(sent for sent, _, _ in times)
+    """Return the row of a run from its requests' times and the counters before and after it."""
+    first_ms = sorted((first - sent) * 1e3 for sent, first, _ in times)
+    last_ms = sorted((last - sent) * 1e3 for sent, _, last in times)
+    seconds = max(last for _, _, last in times) - min(sent for sent, _, _ in times)
     return Row(
         inputs=inputs,
         concurrency=concurrency,
         requests=len(times),
         requests_per_second=len(times) / seconds,
-        first_p50_ms=quantile(first, 0.5),
-        last_p50_ms=quantile(last, 0.5),
-        last_p95_ms=quantile(last, 0.95),
+        first_p50_ms=quantile(first_ms, 0.5),
+        last_p50_ms=quantile(last_ms, 0.5),
+        last_p95_ms=quantile(last_ms, 0.95),
         encoder_batch=ratio(
             after.encoder_requests - before.encoder_requests,
             after.encoder_batches - before.encoder_batches,
@@ -178,6 +181,7 @@ HEADER = (
 
 
 def line_of(row: Row) -> str:
+    """Return the line of the table under HEADER."""
     batch, rows = (
         "-" if mean is None else f"{mean:.2f}" for mean in (row.encoder_batch, row.decode_rows)
     )
@@ -192,24 +196,41 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (%(default)s)")
+    parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (default: %(default)s)")
     parser.add_argument(
         "--metrics-url",
         default="http://127.0.0.1:8002/metrics",
-        help="the server's metrics (%(default)s)",
+        help="address of the server's metrics (default: %(default)s)",
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument(
-        "--adapters", nargs="+", default=[BASE], help="take turns; `base` is the base model"
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to measure"
     )
-    parser.add_argument("--images", type=int, default=64, help="distinct requests (64)")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens forced an answer (32)")
     parser.add_argument(
-        "--rounds", type=int, default=8, help="requests of a run, in units of its concurrency (8)"
+        "--concurrency",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4, 8, 16],
+        help="numbers of concurrent requests",
     )
-    parser.add_argument("--limit", type=float, default=120, help="seconds for one run (120)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[BASE],
+        help="adapters in rotation; `base` is the base model",
+    )
+    parser.add_argument(
+        "--images", type=int, default=64, help="number of distinct requests (default: 64)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=32, help="forced tokens of an answer (default: 32)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="requests of a run over its concurrency (default: 8)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=120, help="maximum seconds of one run (default: 120)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     return parser.parse_args(arguments)
 
 
@@ -228,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 before = ServerCounters.read(client, options.metrics_url)
                 times = measure(tool, options.url, path, concurrency, requests, options.limit)
                 after = ServerCounters.read(client, options.metrics_url)
-                rows.append(summarise(model, concurrency, times, before, after))
+                rows.append(summarize(model, concurrency, times, before, after))
                 print(line_of(rows[-1]), flush=True)
     client.close()
     if options.json:

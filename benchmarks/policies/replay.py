@@ -1,7 +1,7 @@
 """A trace through the engine in real time, and through the scheduler alone in simulated time.
 
-Both run the same scheduler under the same policy; simulated, a step takes what the cost model
-predicts, and nothing is computed.
+Both run the same scheduler with the same policy. In the simulation a step takes the time that the
+cost model predicts, and nothing is computed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import numpy as np
 
 from benchmarks.llava import Checkpoint, prompt
 from benchmarks.policies.simulation import resident_adapter, without_adapters
-from benchmarks.policies.traces import Asked
+from benchmarks.policies.traces import TracedRequest
 from vlora.engine.cost import CostModel
 from vlora.engine.engine import Engine
+from vlora.engine.plan import StepPlan
 from vlora.engine.policies.base import Policy
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence as EngineSequence
@@ -30,16 +31,21 @@ from vlora.model.inputs import Prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
-_numbers = itertools.count()
+_request_numbers = itertools.count()
 
 
 @dataclass
 class Replay:
-    """Seconds from the trace's start: when each request came, first answered, ended; by request.
-    tokens: of all answers. modes: seconds of steps by mode. errors: of predicted steps.
-    adapter_share: simulated: what adapters take of all steps."""
+    """Times and counts of one trace. Times are in seconds from its start.
 
-    came: dict[str, float] = field(default_factory=dict)
+    arrival, first, end: by request, of its arrival, first token and end.
+    tokens: number of tokens of all answers.
+    modes: duration of all steps by mode.
+    errors: relative errors of the predicted steps.
+    adapter_share: share of the steps' time that adapters take, if simulated.
+    """
+
+    arrival: dict[str, float] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
     end: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
@@ -54,20 +60,20 @@ class Replay:
     @property
     def token_latency(self) -> float:
         """Average token latency (§6.1): all end-to-end times over all tokens."""
-        return sum(self.end[i] - self.came[i] for i in self.end) / self.tokens
+        return sum(self.end[i] - self.arrival[i] for i in self.end) / self.tokens
 
     def as_row(self) -> dict[str, Any]:
-        whole = [self.end[i] - self.came[i] for i in self.end]
-        begun = [self.first[i] - self.came[i] for i in self.first]
-        p50, p95, p99 = (float(np.percentile(whole, q)) for q in (50, 95, 99))
-        span = max(self.end.values()) - min(self.came.values())
+        latencies = [self.end[i] - self.arrival[i] for i in self.end]
+        first_tokens = [self.first[i] - self.arrival[i] for i in self.first]
+        p50, p95, p99 = (float(np.percentile(latencies, q)) for q in (50, 95, 99))
+        span = max(self.end.values()) - min(self.arrival.values())
         return {
             "token_latency_ms": round(self.token_latency * 1e3, 3),
             "p50_s": round(p50, 4),
             "p95_s": round(p95, 4),
             "p99_s": round(p99, 4),
-            "first_token_s": round(fmean(begun), 4),
-            "requests_per_s": round(len(whole) / span, 4),
+            "first_token_s": round(fmean(first_tokens), 4),
+            "requests_per_s": round(len(latencies) / span, 4),
             "tokens_per_s": round(self.tokens / span, 2),
             "steps": self.steps,
             "switches": self.switches,
@@ -78,126 +84,160 @@ class Replay:
         }
 
 
-def measured(
-    engine: Engine, checkpoint: Checkpoint, trace: Sequence[Asked], policy: Policy
+def replay_measured(
+    engine: Engine, checkpoint: Checkpoint, trace: Sequence[TracedRequest], policy: Policy
 ) -> Replay:
-    """In real time, one thread; prompts are read before the clock starts. While nobody is there the
-    clock goes straight to the next request: nothing would happen meanwhile."""
+    """Run a trace in real time on this thread.
+
+    Prompts are prepared before the clock starts. While the engine is idle, the clock jumps to the
+    next request.
+    """
     names, sizes = checkpoint.adapter_names, checkpoint.sizes
-    due = []
-    for asked in trace:
-        number = next(_numbers)
-        params = SamplingParams(temperature=0.0, max_tokens=asked.limit, ignore_eos=True)
-        text = prompt(asked.prompt - 1, number, sizes)
-        adapter = names[asked.adapter % len(names)]
+    arrivals = []
+    for traced in trace:
+        number = next(_request_numbers)
+        params = SamplingParams(temperature=0.0, max_tokens=traced.limit, ignore_eos=True)
+        text = prompt(traced.prompt - 1, number, sizes)
+        adapter = names[traced.adapter % len(names)]
         state = engine.prepare(Request(f"replay-{number}", text, params, adapter=adapter))
-        # Its end of text comes here, which only the model would know.
-        state.sequence.max_tokens = asked.output
-        due.append((asked.at, state))
+        # The answer ends here, as if by an end-of-text token, which only the model would know.
+        state.sequence.max_tokens = traced.output
+        arrivals.append((traced.at, state))
     engine.scheduler.policy = policy
     engine.switcher.switch(BASE)
     before = engine.stats()
-    found = Replay()
+    replay = Replay()
     start = time.monotonic()
-    at = 0
-    while at < len(due) or not engine.idle:
+    index = 0
+    while index < len(arrivals) or not engine.idle:
         now = time.monotonic() - start
-        while at < len(due) and due[at][0] <= now:
-            came, state = due[at]
-            found.came[state.sequence.id] = came
-            engine.add(state, start + came)
-            at += 1
+        while index < len(arrivals) and arrivals[index][0] <= now:
+            at, state = arrivals[index]
+            replay.arrival[state.sequence.id] = at
+            engine.add(state, start + at)
+            index += 1
         if engine.idle:
-            start -= max(0.0, due[at][0] - now)
+            start -= max(0.0, arrivals[index][0] - now)
             continue
         outputs = engine.step()
         now = time.monotonic() - start
         for output in outputs:
             assert output.error is None, output.error
-            found.first.setdefault(output.request_id, now)
-            found.tokens += len(output.token_ids)
+            replay.first.setdefault(output.request_id, now)
+            replay.tokens += len(output.token_ids)
             if output.finished:
-                found.end[output.request_id] = now
+                replay.end[output.request_id] = now
     after = engine.stats()
-    found.steps = after.steps - before.steps
-    found.switches = after.switches - before.switches
-    found.merges = after.merges - before.merges
-    found.switch_seconds = after.switch_seconds - before.switch_seconds
-    found.modes = {
+    replay.steps = after.steps - before.steps
+    replay.switches = after.switches - before.switches
+    replay.merges = after.merges - before.merges
+    replay.switch_seconds = after.switch_seconds - before.switch_seconds
+    replay.modes = {
         mode: seconds - before.mode_seconds.get(mode, 0.0)
         for mode, seconds in after.mode_seconds.items()
     }
-    found.errors = list(engine.costs.corrections.errors)[-found.steps :]
-    return found
+    replay.errors = list(engine.costs.corrections.errors)[-replay.steps :]
+    return replay
 
 
-def simulated(
-    trace: Sequence[Asked],
+def replay_simulated(
+    trace: Sequence[TracedRequest],
     budgets: Budgets,
     pages: int,
     block: int,
     costs: CostModel,
     policy: Callable[[CostModel], Policy],
 ) -> Replay:
-    """In the time of the cost model."""
-    held = [BASE]
-    mine = replace(costs, merged_slot=lambda: held[0])
-    plain = without_adapters(mine)
-    pool = PagePool(pages)
-    scheduler = Scheduler(budgets, policy(mine))
-    found = Replay()
-    live, now, at = BASE, 0.0, 0
-    adapters = 0.0
-    outputs: dict[str, int] = {}
-    while at < len(trace) or not scheduler.idle:
-        while at < len(trace) and trace[at].at <= now:
-            sequence = _sequence(f"s{at}", trace[at], BlockTable(pool, block))
-            outputs[sequence.id] = trace[at].output
-            found.came[sequence.id] = trace[at].at
-            scheduler.add(sequence)
-            at += 1
-        if scheduler.idle:
-            now = trace[at].at
-            continue
-        plan = scheduler.schedule(now, live)
-        assert plan.chunks, "there is work, and nothing is done"
-        if plan.live != live:
-            found.switches += 1
-            found.merges += plan.live not in (BASE, held[0])
-            found.switch_seconds += mine.switch(live, plan.live)
-            now += mine.switch(live, plan.live)
-            live = plan.live
-            held[0] = held[0] if live == BASE else live
-        seconds = mine.predict(plan.parts, live)
-        now += seconds
-        adapters += seconds - plain.predict(plan.parts, live)
-        found.steps += 1
+    """Run a trace in the time that the cost model predicts.
+
+    pages, block: number of KV pages, and tokens of one.
+    policy: makes the policy with the simulation's cost model.
+    """
+    return _Simulation(trace, budgets, pages, block, costs, policy).run()
+
+
+class _Simulation:
+    """A scheduler whose steps take predicted time."""
+
+    def __init__(
+        self,
+        trace: Sequence[TracedRequest],
+        budgets: Budgets,
+        pages: int,
+        block: int,
+        costs: CostModel,
+        policy: Callable[[CostModel], Policy],
+    ) -> None:
+        self._trace = trace
+        self._costs = replace(costs, merged_slot=lambda: self._merged)
+        self._free_costs = without_adapters(self._costs)
+        self._pool, self._block = PagePool(pages), block
+        self._scheduler = Scheduler(budgets, policy(self._costs))
+        self._live = self._merged = BASE
+        """The live adapter, and the one in the merged weights, which unmerging leaves there."""
+        self._now = 0.0
+        self._adapter_seconds = 0.0
+        self._output_lengths: dict[str, int] = {}
+        self._replay = Replay()
+
+    def run(self) -> Replay:
+        index = 0
+        while index < len(self._trace) or not self._scheduler.idle:
+            while index < len(self._trace) and self._trace[index].at <= self._now:
+                self._add(f"s{index}", self._trace[index])
+                index += 1
+            if self._scheduler.idle:
+                self._now = self._trace[index].at
+                continue
+            plan = self._scheduler.schedule(self._now, self._live)
+            assert plan.chunks, "the scheduler is not idle and its plan is empty"
+            if plan.live != self._live:
+                self._switch(plan.live)
+            self._step(plan)
+        self._replay.adapter_share = self._adapter_seconds / sum(self._replay.modes.values())
+        return self._replay
+
+    def _add(self, request_id: str, traced: TracedRequest) -> None:
+        params = SamplingParams(max_tokens=traced.limit)
+        sequence = EngineSequence(
+            Request(request_id, "", params),
+            Prompt.of_text([0] * traced.prompt),
+            resident_adapter(traced.adapter),
+            traced.limit,
+            BlockTable(self._pool, self._block),
+        )
+        sequence.arrival = traced.at
+        self._output_lengths[request_id] = traced.output
+        self._replay.arrival[request_id] = traced.at
+        self._scheduler.add(sequence)
+
+    def _switch(self, live: int) -> None:
+        seconds = self._costs.switch(self._live, live)
+        self._replay.switches += 1
+        self._replay.merges += live not in (BASE, self._merged)
+        self._replay.switch_seconds += seconds
+        self._now += seconds
+        self._live = live
+        if live != BASE:
+            self._merged = live
+
+    def _step(self, plan: StepPlan) -> None:
+        replay, live = self._replay, self._live
+        seconds = self._costs.predict(plan.parts, live)
+        self._now += seconds
+        self._adapter_seconds += seconds - self._free_costs.predict(plan.parts, live)
+        replay.steps += 1
         mode = plan.mode.value
-        found.modes[mode] = found.modes.get(mode, 0.0) + seconds
-        by_id = {s.id: s for s in scheduler.running}
+        replay.modes[mode] = replay.modes.get(mode, 0.0) + seconds
+        running = {sequence.id: sequence for sequence in self._scheduler.running}
         for chunk in plan.chunks:
-            sequence = by_id[chunk.sequence_id]
+            sequence = running[chunk.sequence_id]
             sequence.computed += chunk.length
             if not chunk.completes:
                 continue
             sequence.tokens.append(0)
-            found.tokens += 1
-            found.first.setdefault(sequence.id, now)
-            if sequence.output_length == outputs[sequence.id]:
-                found.end[sequence.id] = now
-                scheduler.remove(sequence)
-    found.adapter_share = adapters / sum(found.modes.values())
-    return found
-
-
-def _sequence(name: str, asked: Asked, table: BlockTable) -> EngineSequence:
-    params = SamplingParams(max_tokens=asked.limit)
-    sequence = EngineSequence(
-        Request(name, "", params),
-        Prompt.of_text([0] * asked.prompt),
-        resident_adapter(asked.adapter),
-        asked.limit,
-        table,
-    )
-    sequence.arrival = asked.at
-    return sequence
+            replay.tokens += 1
+            replay.first.setdefault(sequence.id, self._now)
+            if sequence.output_length == self._output_lengths[sequence.id]:
+                replay.end[sequence.id] = self._now
+                self._scheduler.remove(sequence)

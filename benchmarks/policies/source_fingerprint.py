@@ -1,7 +1,11 @@
-"""What a row of `vlora bench policies` was measured with: another one is no part of its file."""
+"""Fingerprints of the code that a row was measured with.
+
+A run continues with the rows of the present code only.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Iterable
 from functools import cache
@@ -9,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baseline_policies import dlora, merge_only
-from benchmarks.policies.own_operators import RULE_OF
+from benchmarks.policies.published_operators import POLICY_OF_SYSTEM
 from vlora.engine import calibration, corrections, cost, scheduler
 from vlora.engine.policies import credit, predictive, unmerge_only
 
-EVERYONES = (scheduler, cost, corrections, calibration)
-OWN_MODULE = {
+COMMON_MODULES = (scheduler, cost, corrections, calibration)
+"""Modules that every policy depends on."""
+POLICY_MODULES = {
     "predictive": predictive,
     "credit": credit,
     "paper": credit,
@@ -26,17 +31,45 @@ OWN_MODULE = {
 
 @cache
 def source_fingerprint(name: str) -> str:
-    """Of the modules that decide what a policy does and what is predicted; not of the model and its
-    kernels, which are as fast for all."""
-    modules = (*EVERYONES, OWN_MODULE[RULE_OF.get(name, name)])
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
-    return hashlib.sha256(sources).hexdigest()[:12]
+    """Return the fingerprint of the modules that decide a policy's choices and predictions.
+
+    The model and its kernels do not count: they are equally fast for all policies.
+    """
+    modules = (*COMMON_MODULES, POLICY_MODULES[POLICY_OF_SYSTEM.get(name, name)])
+    sources = (Path(str(module.__file__)).read_text() for module in modules)
+    return code_fingerprint("\n".join(map(canonical_code, sources)))
+
+
+def canonical_code(source: str) -> str:
+    """Return Python code without comments, docstrings and formatting, as a syntax tree."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [  # type: ignore[attr-defined]
+                statement for statement in body if not _is_string(statement)
+            ]
+    return ast.dump(tree)
+
+
+def code_fingerprint(code: str) -> str:
+    """Return the first 12 hexadecimal digits of the SHA-256 of `code`."""
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
 
 
 def current(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that the present code would measure again just so; what has no policy is among them."""
+    """Return the rows of the present code, and those that have no policy."""
     return [
         row
         for row in rows
         if "policy" not in row or row.get("code") == source_fingerprint(row["policy"])
     ]
+
+
+def _is_string(statement: ast.stmt) -> bool:
+    """Return whether a statement is a docstring or another string without effect."""
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )

@@ -1,7 +1,7 @@
-"""Seeded traces of the paper's two applications: who asks when, through which adapter, how much.
+"""Seeded traces of the paper's two applications: arrivals, adapters and lengths of requests.
 
-Skewness is the share of the most wanted adapter (§6.3); the others share the rest. Knows nothing of
-models: lengths are tokens.
+Skewness is the share of the most popular adapter (§6.3); the others have equal shares of the rest.
+This module knows nothing about models: lengths are numbers of tokens.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ import numpy as np
 Application = Literal["retrieval", "analytics"]
 Arrivals = Literal["poisson", "bursty"]
 
-PAPER: dict[Application, tuple[int, tuple[int, int]]] = {
+PAPER_LENGTHS: dict[Application, tuple[int, tuple[int, int]]] = {
     "retrieval": (256, (150, 250)),
     "analytics": (6256, (5, 10)),
 }
-"""Prompt tokens, and the fewest and most of an answer (§6.2: 256 and 200+; 6256 and 5–10)."""
-SPREAD = 0.3
+"""Mean prompt length, and minimum and maximum answer length (§6.2: 256 and 200+; 6256 and 5–10)."""
+LENGTH_SPREAD = 0.3
 """Standard deviation of the logarithm of a prompt's length."""
-BURST = 5
-"""Requests that come together in bursty traces, on average."""
+BURST_SIZE = 5
+"""Mean number of requests that come together in a bursty trace."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """at: seconds from the start. adapter: its index. limit: the most tokens that the client lets
-    the answer have; output: those that it will have, which no policy is told."""
+class TracedRequest:
+    """One request of a trace.
+
+    at: seconds from the start.
+    adapter: index of the adapter.
+    prompt: number of prompt tokens.
+    output: number of tokens that the answer will have, which no policy knows.
+    limit: maximum number of answer tokens that the client allows.
+    """
 
     at: float
     adapter: int
@@ -40,7 +46,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Workload:
-    """scale: prompts and, in retrieval, answers are so many times the paper's."""
+    """Distribution of requests.
+
+    scale: factor of the paper's prompt lengths and, for retrieval, answer lengths.
+    """
 
     application: Application
     skew: float
@@ -48,24 +57,27 @@ class Workload:
     arrivals: Arrivals = "poisson"
     scale: float = 1.0
 
-    def trace(self, seed: int, rate: float, count: int) -> list[Asked]:
-        """`count` requests at `rate` a second on average; the same requests at any rate."""
-        drawn = np.random.default_rng([seed, count])
-        words, (least, most) = PAPER[self.application]
+    def trace(self, seed: int, rate: float, count: int) -> list[TracedRequest]:
+        """Return `count` requests at a mean `rate` per second; the rate changes times only."""
+        rng = np.random.default_rng([seed, count])
+        mean_prompt, (least, most) = PAPER_LENGTHS[self.application]
         if self.application == "retrieval":
             least, most = (max(1, round(n * self.scale)) for n in (least, most))
-        gaps = drawn.exponential(1.0, count)
+        gaps = rng.exponential(1.0, count)
         if self.arrivals == "bursty":
-            first = drawn.random(count) < 1 / BURST
-            gaps = np.where(first, gaps * BURST, 0.0)
-        at = np.cumsum(gaps) - gaps[0]
-        lengths = words * self.scale * drawn.lognormal(-(SPREAD**2) / 2, SPREAD, count)
-        # The most wanted one has another rank with another seed.
-        adapters = (drawn.choice(self.adapters, count, p=self._shares()) + seed) % self.adapters
-        outputs = drawn.integers(least, most + 1, count)
+            starts_burst = rng.random(count) < 1 / BURST_SIZE
+            gaps = np.where(starts_burst, gaps * BURST_SIZE, 0.0)
+        times = np.cumsum(gaps) - gaps[0]
+        lengths = (
+            mean_prompt * self.scale * rng.lognormal(-(LENGTH_SPREAD**2) / 2, LENGTH_SPREAD, count)
+        )
+        # The seed decides which adapter is the most popular one, and so its rank.
+        drawn = rng.choice(self.adapters, count, p=self._shares())
+        adapters = (drawn + seed) % self.adapters
+        outputs = rng.integers(least, most + 1, count)
         return [
-            Asked(float(t) / rate, int(a), max(2, round(float(n))), int(said), most)
-            for t, a, n, said in zip(at, adapters, lengths, outputs, strict=True)
+            TracedRequest(float(t) / rate, int(a), max(2, round(float(n))), int(output), most)
+            for t, a, n, output in zip(times, adapters, lengths, outputs, strict=True)
         ]
 
     def _shares(self) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""A busy neighbour: a process that takes one of our cores for as long as it may run."""
+"""Slow-down of a step while another process keeps one of our cores busy."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
 
 from benchmarks.timing import interleaved
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _SPIN = (
     "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile 1: pass"
@@ -21,26 +17,26 @@ _SPIN = (
 
 
 def slow_down(step: Callable[[], None], *, rounds: int, budget: float) -> float:
-    """Time of `step` with one of this process's cores taken, over its time without."""
-    with _spinning(max(os.sched_getaffinity(0))) as resume:
+    """Return the time of `step` with one of this process's cores busy over its time without."""
+    with _spinning_process(max(os.sched_getaffinity(0))) as resumed:
 
         def disturbed() -> None:
-            with resume():
+            with resumed():
                 step()
 
-        found = interleaved(
-            {"alone": step, "disturbed": disturbed}, rounds=rounds, warm=False, budget=budget
+        timings = interleaved(
+            {"undisturbed": step, "disturbed": disturbed}, rounds=rounds, warm=False, budget=budget
         )
-    return found["disturbed"].median / found["alone"].median
+    return timings["disturbed"].median / timings["undisturbed"].median
 
 
 @contextmanager
-def _spinning(core: int) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """A paused process on `core`, and how to let it run for a while."""
+def _spinning_process(core: int) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Start a stopped process on `core`, and yield a context in which it runs."""
     process = subprocess.Popen([sys.executable, "-c", _SPIN, str(core)], stdout=subprocess.PIPE)
 
     @contextmanager
-    def resume() -> Iterator[None]:
+    def resumed() -> Iterator[None]:
         process.send_signal(signal.SIGCONT)
         try:
             yield
@@ -51,7 +47,7 @@ def _spinning(core: int) -> Iterator[Callable[[], AbstractContextManager[None]]]
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        yield resume
+        yield resumed
     finally:
         process.kill()
         process.communicate()

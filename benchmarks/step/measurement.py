@@ -1,39 +1,42 @@
-"""`vlora bench step`: one step of the engine beside its roofline, part by part."""
+"""Measurement of one engine step: its time, its parts, and its roofline."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import llava
-from benchmarks import work_model as work
-from benchmarks.machine import Beside
-from benchmarks.roofline import Limits
-from benchmarks.step.busy_core import slow_down
+from benchmarks.dtypes import DTYPES, ENGINE_NAMES
+from benchmarks.machine import ConcurrentRates
+from benchmarks.roofline import Roofline
 from benchmarks.step.footprint import footprints
-from benchmarks.step.parts import ATTENTION, PARTS, clocked
-from benchmarks.synthetic_model import NAMES, TestBed
-from benchmarks.timing import Timing, geometric_mean, interleaved
+from benchmarks.step.parts import ATTENTION, PARTS, timed_parts
+from benchmarks.synthetic_model import SyntheticModel
+from benchmarks.timing import Timing, interleaved, rounded_mean
+from benchmarks.work_model import ChunkWork, Work, step_work
 
-ITEMSIZE = {"fp32": 4, "bf16": 2}
 READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 2_000_000
-"""Beside each round of steps: what the memory and the cores gave at the time."""
-SPARE = 64
-"""Positions in the pages beyond what the cells need."""
+"""Iterations of the loop at the peak in each round, to tell what the cores gave at the time."""
+SPARE_POSITIONS = 64
+"""Positions in the pages in addition to those that the cells need."""
 TYPICAL_ROWS, TYPICAL_CONTEXT = 16, 256
-"""Of the decoding step that `elsewhere` and `python` are about."""
+"""The decode step that the summary's `elsewhere` and `python` describe."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """rounds of all candidates of a cell; seconds for one of them; steps whose parts are timed one
-    by one."""
+    """Duration of a measurement.
+
+    rounds: of all candidates of a cell.
+    budget: seconds per candidate.
+    profiled: number of steps whose parts are timed.
+    """
 
     rounds: int
     budget: float
@@ -45,9 +48,13 @@ FULL = Effort(rounds=7, budget=4.0, profiled=3)
 
 
 @dataclass(frozen=True)
-class Cell:
-    """decode: `rows` requests with `context` positions each. prefill: `rows` of one prompt, or of
-    as many prompts as there are adapters. adapters: how many are used, by request i mod n."""
+class StepCell:
+    """One kind of step.
+
+    phase: "decode" (`rows` requests with `context` positions each) or "prefill" (`rows` rows of
+        one prompt, or of as many prompts as there are adapters).
+    adapters: numbers of adapters to measure with; request i uses adapter i modulo that number.
+    """
 
     phase: str
     model: str
@@ -62,37 +69,43 @@ class Cell:
         return f"{self.phase} {self.rows}{context}, {self.model}, {self.dtype}"
 
     def requests(self, adapters: int) -> int:
+        """Return the number of requests in the step with this many adapters."""
         return self.rows if self.phase == "decode" else max(1, adapters)
 
-    def known(self, adapters: int) -> int:
-        """Tokens of a request at the step: its context and what is computed."""
+    def length(self, adapters: int) -> int:
+        """Return the number of tokens of a request after the step."""
         if self.phase == "decode":
             return self.context + 1
         return self.rows // self.requests(adapters)
 
     @property
     def positions(self) -> int:
-        """That the pages must hold."""
-        return self.requests(0) * (self.known(0) + 16)
+        """Number of positions that the pages must hold."""
+        return self.requests(0) * (self.length(0) + 16)
 
-    def work(self, adapters: int) -> work.Work:
-        """Of the step with so many adapters."""
+    def work(self, adapters: int) -> Work:
+        """Return the work of the step with this many adapters."""
         requests, sizes = self.requests(adapters), llava.MODELS[self.model]
-        count = 1 if self.phase == "decode" else self.known(adapters)
-        rows = [
-            work.Rows(count, self.context, i % adapters if adapters else None)
+        count = 1 if self.phase == "decode" else self.length(adapters)
+        chunks = [
+            ChunkWork(count, self.context, i % adapters if adapters else None)
             for i in range(requests)
         ]
-        return work.of_step(rows, sizes, ITEMSIZE[self.dtype])
+        return step_work(chunks, sizes, DTYPES[self.dtype].itemsize)
 
 
 @dataclass(frozen=True)
-class Result:
-    """timings, shares of time by part: by number of adapters. rate: bytes/s from memory, peak:
-    flop/s, both by this cell's rounds. interpreter: seconds of the same step in a model too small
-    to compute anything, or None where that was not measured."""
+class StepResult:
+    """One cell by number of adapters, with the rates of its rounds.
 
-    cell: Cell
+    shares: share of the step's time by part, by number of adapters.
+    rate: bytes/s from memory.
+    peak: flop/s.
+    interpreter: seconds of the same step in a model too small to compute anything, or None where
+        that was not measured.
+    """
+
+    cell: StepCell
     timings: Mapping[int, Timing]
     shares: Mapping[int, Mapping[str, float]]
     rate: float
@@ -100,25 +113,24 @@ class Result:
     interpreter: float | None = None
 
     def limit(self, adapters: int) -> float:
-        """Seconds."""
-        todo = self.cell.work(adapters)
-        return max(todo.flops / self.peak, todo.moved / self.rate)
+        """Return the limit of the roofline in seconds."""
+        return self.cell.work(adapters).seconds(self.peak, self.rate)
 
-    def roofline(self, adapters: int = 0) -> float:
-        """Limit over time: 1 = at the limit."""
+    def share_of_limit(self, adapters: int = 0) -> float:
+        """Return the limit over the measured time; 1 is at the roofline."""
         return self.limit(adapters) / self.timings[adapters].median
 
     def cost(self, adapters: int) -> float:
-        """Time with adapters over time of the base model."""
+        """Return the time with adapters over the time of the base model."""
         return self.timings[adapters].median / self.timings[0].median
 
     def cost_by_bytes(self, adapters: int) -> float:
-        """The same, as the bytes alone have it."""
+        """Return the ratio that the moved bytes alone predict for `cost`."""
         return self.cell.work(adapters).moved / self.cell.work(0).moved
 
     @property
     def elsewhere(self) -> float:
-        """Share of the base model's step that is no product, attention or LoRA."""
+        """Share of the base model's step outside of products, attention and LoRA."""
         return 1.0 - sum(self.shares[0].values())
 
     @property
@@ -149,8 +161,8 @@ class Result:
 
 def load_grid(
     path: Path, dtypes: Sequence[str], models: Sequence[str] | None, *, quick: bool
-) -> list[Cell]:
-    """Cells in an order that needs each engine once: by model and type."""
+) -> list[StepCell]:
+    """Return the cells of a grid file, sorted by model and type: each engine is needed once."""
     cells = []
     for group in json.loads(path.read_text())["groups"]:
         chosen = group | (group["quick"] if quick else {})
@@ -159,124 +171,100 @@ def load_grid(
         ):
             if models is None or model in models:
                 adapters = tuple(chosen["adapters"])
-                cells.append(Cell(chosen["phase"], model, rows, context, adapters, dtype))
+                cells.append(StepCell(chosen["phase"], model, rows, context, adapters, dtype))
     order = list(llava.MODELS)
     return sorted(cells, key=lambda cell: (order.index(cell.model), cell.dtype == "bf16"))
 
 
-def run(
-    cells: Sequence[Cell],
-    effort: Effort,
-    limits: Limits,
-    root: Path | None = None,
-    neighbour: Callable[[float], None] = lambda slower: None,
-) -> Iterator[Result]:
-    """Results as they come; one engine at a time. root: where the checkpoints are kept. neighbour:
-    told, for each type of the first model, what a typical decoding step takes with one core taken
-    by a busy process over what it takes alone."""
-    for (model, dtype), found in itertools.groupby(cells, key=lambda c: (c.model, c.dtype)):
-        batch = list(found)
-        checkpoint = llava.make(llava.MODELS[model], root)
-        typical = replace(batch[0], phase="decode", rows=TYPICAL_ROWS, context=TYPICAL_CONTEXT)
-        first = model == cells[0].model
-        bed = bed_for([*batch, typical] if first else batch, checkpoint, dtype)
-        results = [measure(cell, bed, effort, limits) for cell in batch]
-        if first:
-            bed.stage(typical.rows, typical.known(0), typical.context)
-            step = bed.step(bed.mix(typical.rows, 0))
-            neighbour(slow_down(step, rounds=effort.rounds, budget=effort.budget))
-        del bed
-        tiny = bed_for(batch, llava.make(llava.tiny(checkpoint.sizes), root), dtype)
-        for result in results:
-            yield replace(result, interpreter=_interpreter(result.cell, tiny, effort))
+def model_for(
+    cells: Sequence[StepCell], checkpoint: llava.Checkpoint, dtype: str
+) -> SyntheticModel:
+    """Return an engine whose pages and batches fit all of the cells."""
+    positions = max(cell.positions for cell in cells) + SPARE_POSITIONS
+    max_rows = max(cell.rows for cell in cells)
+    return SyntheticModel(checkpoint, dtype, positions, max_rows, adapters=True)
 
 
-def bed_for(cells: Sequence[Cell], checkpoint: llava.Checkpoint, dtype: str) -> TestBed:
-    positions = max(cell.positions for cell in cells) + SPARE
-    most = max(cell.rows for cell in cells)
-    return TestBed(checkpoint, dtype, positions, most, adapters=True)
-
-
-def measure(cell: Cell, bed: TestBed, effort: Effort, limits: Limits) -> Result:
-    """The step with each number of adapters, in turn where they are the same requests."""
-    peak_type = max(("fp32", cell.dtype), key=limits.peak)
-    beside = Beside(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
+def measure(
+    cell: StepCell, model: SyntheticModel, effort: Effort, roofline: Roofline
+) -> StepResult:
+    """Measure the step with each number of adapters, interleaved where the requests are equal."""
+    peak_type = max(("fp32", cell.dtype), key=roofline.peak)
+    concurrent = ConcurrentRates(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
     timings: dict[int, Timing] = {}
     shares: dict[int, Mapping[str, float]] = {}
     rates: list[tuple[float | None, float | None]] = []
-    for requests, same in itertools.groupby(cell.adapters, key=cell.requests):
-        group = list(same)
-        bed.stage(requests, cell.known(group[0]), cell.context)
-        steps = {str(n): bed.step(bed.mix(requests, n)) for n in group}
-        found = interleaved(
-            steps | beside.calls(), rounds=effort.rounds, warm=False, budget=effort.budget
+    for requests, numbers in itertools.groupby(cell.adapters, key=cell.requests):
+        group = list(numbers)
+        model.stage(requests, cell.length(group[0]), cell.context)
+        steps = {str(n): model.step(model.mix(requests, n)) for n in group}
+        group_timings = interleaved(
+            steps | concurrent.calls(), rounds=effort.rounds, warm=False, budget=effort.budget
         )
-        rates.append(beside.rates(found))
-        timings |= {n: found[str(n)] for n in group}
+        rates.append(concurrent.rates(group_timings))
+        timings |= {n: group_timings[str(n)] for n in group}
         shares |= {n: _shares(steps[str(n)], effort.profiled) for n in group}
-    limits.again_if_due()
+    roofline.remeasure_if_due()
     read, peak = (_mean(values) for values in zip(*rates, strict=True))
-    return Result(
+    return StepResult(
         cell,
         timings,
         shares,
-        rate=read or limits.bandwidth(READ_BYTES, cold=True),
-        peak=peak or limits.peak(peak_type),
+        rate=read or roofline.bandwidth(READ_BYTES, cold=True),
+        peak=peak or roofline.peak(peak_type),
     )
 
 
-def summarize(results: Sequence[Result]) -> dict[str, Any]:
-    """The keys of the issue; null where the grid holds no such cell."""
-    summary: dict[str, Any] = {}
-    for phase, dtype in itertools.product(("decode", "prefill"), ITEMSIZE):
-        chosen = [r for r in results if (r.cell.phase, r.cell.dtype) == (phase, dtype)]
-        summary[f"{phase}_{dtype}"] = _rounded([r.roofline() for r in chosen])
-    decode = [r for r in results if r.cell.phase == "decode"]
-    for n in (1, 16):
-        chosen = [r for r in decode if n in r.timings]
-        summary[f"lora_cost_{n}"] = _rounded([r.cost(n) for r in chosen])
-        by_bytes = [r.cost(n) / r.cost_by_bytes(n) for r in chosen]
-        summary[f"lora_cost_{n}_over_bytes"] = _rounded(by_bytes)
-    typical = [r for r in decode if r.cell.rows == TYPICAL_ROWS]
-    summary["elsewhere"] = _rounded([r.elsewhere for r in typical])
-    summary["python"] = _rounded([r.python for r in typical if r.python is not None])
-    return summary
+def measure_interpreter(cell: StepCell, tiny: SyntheticModel, effort: Effort) -> float | None:
+    """Return the seconds of a decode step in a model with next to nothing to compute.
 
-
-def memory(cells: Sequence[Cell], root: Path | None = None) -> dict[str, Any]:
-    """Of the grid's first model, by type."""
-    dtypes = sorted({cell.dtype for cell in cells}, reverse=True)
-    folder = llava.make(llava.MODELS[cells[0].model], root).folder
-    found = footprints(folder, [NAMES[dtype] for dtype in dtypes])
-    return {f"memory_mib_{dtype}": one for dtype, one in zip(dtypes, found, strict=True)}
-
-
-def _interpreter(cell: Cell, tiny: TestBed, effort: Effort) -> float | None:
-    """Seconds of the same step where there is next to nothing to compute; without attention, whose
-    keys and values of so many positions come from memory even there."""
+    Attention is excluded: the keys and values of this many positions come from memory even there.
+    Returns None for prefill.
+    """
     if cell.phase != "decode":
         return None
     tiny.stage(cell.rows, cell.context + 1, cell.context)
     step = tiny.step(tiny.mix(cell.rows, 0))
-    found = interleaved({"": step}, rounds=effort.rounds, warm=True, budget=effort.budget)[""]
-    return found.median * (1 - _shares(step, effort.profiled)[ATTENTION])
+    timing = interleaved({"": step}, rounds=effort.rounds, warm=True, budget=effort.budget)[""]
+    return timing.median * (1 - _shares(step, effort.profiled)[ATTENTION])
+
+
+def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
+    """Return the means over cells, with None where the grid holds no such cell."""
+    summary: dict[str, Any] = {}
+    for phase, dtype in itertools.product(("decode", "prefill"), DTYPES):
+        chosen = [r for r in results if (r.cell.phase, r.cell.dtype) == (phase, dtype)]
+        summary[f"{phase}_{dtype}"] = rounded_mean([r.share_of_limit() for r in chosen], 4)
+    decode = [r for r in results if r.cell.phase == "decode"]
+    for n in (1, 16):
+        chosen = [r for r in decode if n in r.timings]
+        summary[f"lora_cost_{n}"] = rounded_mean([r.cost(n) for r in chosen], 4)
+        by_bytes = [r.cost(n) / r.cost_by_bytes(n) for r in chosen]
+        summary[f"lora_cost_{n}_over_bytes"] = rounded_mean(by_bytes, 4)
+    typical = [r for r in decode if r.cell.rows == TYPICAL_ROWS]
+    summary["elsewhere"] = rounded_mean([r.elsewhere for r in typical], 4)
+    summary["python"] = rounded_mean([r.python for r in typical if r.python is not None], 4)
+    return summary
+
+
+def measure_memory(cells: Sequence[StepCell], root: Path | None = None) -> dict[str, Any]:
+    """Return the memory footprint of the grid's first model by type, as summary keys."""
+    dtypes = sorted({cell.dtype for cell in cells}, reverse=True)
+    folder = llava.make(llava.MODELS[cells[0].model], root).folder
+    sizes = footprints(folder, [ENGINE_NAMES[dtype] for dtype in dtypes])
+    return {f"memory_mib_{dtype}": size for dtype, size in zip(dtypes, sizes, strict=True)}
 
 
 def _shares(step: Callable[[], None], steps: int) -> dict[str, float]:
-    """Share of a step's time that each part takes, over so many steps."""
-    with clocked() as spent:
+    """Return the share of a step's time that each part takes, over this many steps."""
+    with timed_parts() as spent:
         started = time.perf_counter()
         for _ in range(steps):
             step()
-        whole = time.perf_counter() - started
-    return {part: spent[part] / whole for part in PARTS}
+        total = time.perf_counter() - started
+    return {part: spent[part] / total for part in PARTS}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _rounded(values: Sequence[float]) -> float | None:
-    mean = geometric_mean(list(values))
-    return None if mean is None else round(mean, 4)
+    measured = [value for value in values if value is not None]
+    return sum(measured) / len(measured) if measured else None

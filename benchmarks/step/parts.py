@@ -1,7 +1,7 @@
-"""Which part of a step takes how long: products, attention, LoRA, the rest.
+"""Time spent in each part of a step: products, attention, LoRA.
 
-The clock is put round the functions that do the work, for as long as it is asked for, so that
-serving carries none of it.
+The functions that do the work are wrapped only while a benchmark asks for it, so that serving
+carries no clocks.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from vlora.model.attention import AttentionPlan
 PRODUCTS, ATTENTION, LORA = "products", "attention", "lora"
 PARTS = (PRODUCTS, ATTENTION, LORA)
 
-_PLACES: tuple[tuple[object, str, str], ...] = (
+_TIMED_FUNCTIONS: tuple[tuple[object, str, str], ...] = (
     (ops.Matrix, "__call__", PRODUCTS),
     (ops.Matrix, "gated", PRODUCTS),
     (AttentionPlan, "attend", ATTENTION),
     (op, "apply", LORA),
-    (op, "adding", LORA),
+    (op, "bind_epilogue", LORA),
 )
-"""(owner, function, part) of all that is timed. What a function returns to be called later is timed
-as well; inside another part it counts as its own."""
+"""All timed functions as (owner, name, part). A partial that one of them returns is timed as well.
+Time inside another part counts for the inner part."""
 
 
 @contextmanager
-def clocked() -> Iterator[dict[str, float]]:
-    """Seconds spent in each part since it was entered; for one thread."""
+def timed_parts() -> Iterator[dict[str, float]]:
+    """Yield the seconds spent in each part since the context was entered, for one thread."""
     spent = dict.fromkeys(PARTS, 0.0)
 
     def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        def call(*args: Any, **more: Any) -> Any:
-            inside = sum(spent.values())
+        def call(*args: Any, **options: Any) -> Any:
+            spent_before = sum(spent.values())
             started = time.perf_counter()
             try:
-                found = function(*args, **more)
+                result = function(*args, **options)
             finally:
                 seconds = time.perf_counter() - started
-                spent[part] += seconds - (sum(spent.values()) - inside)
-            return timed(found, part) if isinstance(found, partial) else found
+                spent[part] += seconds - (sum(spent.values()) - spent_before)
+            return timed(result, part) if isinstance(result, partial) else result
 
         return call
 
     with ExitStack() as stack:
-        for owner, name, part in _PLACES:
+        for owner, name, part in _TIMED_FUNCTIONS:
             stack.enter_context(patch.object(owner, name, timed(getattr(owner, name), part)))
         yield spent

@@ -1,7 +1,7 @@
-"""What a change of mode costs a request, and what in-place merging costs the weights.
+"""The time of a mode switch as a request sees it, and the drift of weights merged in place.
 
-The whole switch: from the last token of a request in the old mode to its first in the new one,
-in a real engine whose live adapter is decided here.
+The whole switch counts: from the last token of a request in the old mode to its first in the new
+one, in an engine whose live adapter is decided here.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import Any
 import torch
 
 from benchmarks import llava
-from benchmarks.kernels.cells import DTYPES
-from benchmarks.synthetic_model import TestBed
+from benchmarks.dtypes import DTYPES
+from benchmarks.synthetic_model import SyntheticModel
 from vlora.atmm.types import LoraPair
 from vlora.ids import BASE, MatrixId
 from vlora.lora.adapter import Adapter, AdapterInfo
 from vlora.lora.slab import TARGETS, WeightSlab
 from vlora.lora.switcher import Switcher
 
-SPARE = 64
-"""Positions in the pages beyond what the requests need."""
-ROUND: tuple[tuple[str, int, bool], ...] = (
-    # name of the change, number of the adapter in the weights, whether all rows are its own
+SPARE_POSITIONS = 64
+"""Positions in the pages in addition to those that the requests need."""
+CHANGES: tuple[tuple[str, int, bool], ...] = (
     ("unmerged → merged", 0, True),
     ("merged, no change", 0, True),
     ("merged → another merged", 1, True),
@@ -35,13 +34,14 @@ ROUND: tuple[tuple[str, int, bool], ...] = (
     ("merged → unmerged", BASE, False),
     ("unmerged, no change", BASE, False),
 )
+"""One round of changes as (name, index of the live adapter or BASE, whether all rows use it)."""
 UNMERGES = 200
 WEIGHT_STD, FACTOR_STD = 0.02, 0.02
 
 
 @dataclass(frozen=True)
-class Changes:
-    """gaps: seconds between two tokens of a request, by what changed between them."""
+class ModeChangeGaps:
+    """Seconds between two tokens of a request, by the change of mode between them."""
 
     dtype: str
     gaps: Mapping[str, Sequence[float]]
@@ -59,67 +59,73 @@ class Changes:
         ]
 
 
-def bed_for(given: Mapping[str, Any], dtype: str, root: Path | None = None) -> TestBed:
-    """An engine with pages for the requests. root: where checkpoints are kept."""
-    checkpoint = llava.make(llava.MODELS[given["model"]], root)
-    requests, context = given["requests"], given["context"]
-    return TestBed(checkpoint, dtype, requests * (context + SPARE), requests, adapters=True)
+def model_for(grid: Mapping[str, Any], dtype: str, root: Path | None = None) -> SyntheticModel:
+    """Return an engine with pages for the requests. root: folder of the generated checkpoints."""
+    checkpoint = llava.make(llava.MODELS[grid["model"]], root)
+    requests, context = grid["requests"], grid["context"]
+    positions = requests * (context + SPARE_POSITIONS)
+    return SyntheticModel(checkpoint, dtype, positions, requests, adapters=True)
 
 
-def measure_changes(given: Mapping[str, Any], bed: TestBed, dtype: str, *, quick: bool) -> Changes:
-    """Decoding requests through rounds of all changes; the first round warms up."""
-    requests, context = given["requests"], given["context"]
-    bed.stage(requests, context + 1, context)
-    # Two adapters of the largest rank: what is merged is then alike.
-    ranks = [bed.engine.adapters.adapter(slot).info.ranks for slot in bed.slots]
-    pair = [slot for slot, own in zip(bed.slots, ranks, strict=True) if own == max(ranks)]
-    pair *= 2  # there may be only one
-    gaps: dict[str, list[float]] = {name: [] for name, _, _ in ROUND}
-    for turn in range(1 + given["quick_rounds" if quick else "rounds"]):
-        for name, number, own in ROUND:
-            live = BASE if number == BASE else pair[number]
-            others = [bed.slots[i % len(bed.slots)] for i in range(requests)]
-            step = bed.step([live] * requests if own else others)
-            with bed.holding(live):
-                began = time.perf_counter()
+def measure_changes(
+    grid: Mapping[str, Any], model: SyntheticModel, dtype: str, *, quick: bool
+) -> ModeChangeGaps:
+    """Take decoding requests through rounds of all changes. The first round warms up."""
+    requests, context = grid["requests"], grid["context"]
+    model.stage(requests, context + 1, context)
+    # Two adapters of the largest rank, so that all merges are equally large.
+    ranks = [model.engine.adapters.adapter(slot).info.ranks for slot in model.slots]
+    pair = [slot for slot, own in zip(model.slots, ranks, strict=True) if own == max(ranks)]
+    pair *= 2  # There may be only one.
+    gaps: dict[str, list[float]] = {name: [] for name, _, _ in CHANGES}
+    for number in range(1 + grid["quick_rounds" if quick else "rounds"]):
+        for name, index, all_live in CHANGES:
+            live = BASE if index == BASE else pair[index]
+            mixed = [model.slots[i % len(model.slots)] for i in range(requests)]
+            step = model.step([live] * requests if all_live else mixed)
+            with model.live_adapter(live):
+                started = time.perf_counter()
                 step()
-                if turn:
-                    gaps[name].append(time.perf_counter() - began)
-    return Changes(dtype, gaps)
+                if number:
+                    gaps[name].append(time.perf_counter() - started)
+    return ModeChangeGaps(dtype, gaps)
 
 
 def unmerge_us(layers: Sequence[int] = (1, 64)) -> float:
-    """Median µs of going back to the base weights, the worst of models of so many layers."""
+    """Return the median µs of unmerging, the largest over models of these numbers of layers."""
     shapes = dict.fromkeys(TARGETS, (64, 64))
-    found = []
+    medians = []
     for count in layers:
         slab = WeightSlab(count, shapes)
         slab.base.zero_()
-        switcher = Switcher(slab, Drawn.of(slab, 1, 4))
-        taken = []
+        switcher = Switcher(slab, RandomAdapters.of(slab, 1, 4))
+        seconds = []
         for _ in range(UNMERGES):
             switcher.switch(0)
-            began = time.perf_counter()
+            started = time.perf_counter()
             switcher.switch(BASE)
-            taken.append(time.perf_counter() - began)
-        found.append(statistics.median(taken) * 1e6)
-    return max(found)
+            seconds.append(time.perf_counter() - started)
+        medians.append(statistics.median(seconds) * 1e6)
+    return max(medians)
 
 
-def drift(given: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
-    """How far in-place merging has moved the base weights after so many switches among adapters:
-    the largest change, and the share of weights that changed."""
-    side = given["hidden"]
-    slab = WeightSlab(given["layers"], dict.fromkeys(TARGETS, (side, side)), DTYPES[dtype])
+def measure_drift(grid: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
+    """Return how far merging in place has moved the base weights after numbers of switches.
+
+    largest: the largest change of a weight. changed: the share of weights that changed.
+    """
+    side = grid["hidden"]
+    slab = WeightSlab(grid["layers"], dict.fromkeys(TARGETS, (side, side)), DTYPES[dtype])
     generator = torch.Generator().manual_seed(0)
     drawn = torch.empty(slab.elements).normal_(0.0, WEIGHT_STD, generator=generator)
     slab.base.copy_(drawn)
     before = slab.base.clone()
-    switcher = Switcher(slab, Drawn.of(slab, given["adapters"], given["rank"]), "in_place")
+    adapters = RandomAdapters.of(slab, grid["adapters"], grid["rank"])
+    switcher = Switcher(slab, adapters, "in_place")
     rows, done = [], 0
-    for switches in given["switches"]:
-        for turn in range(done, switches):
-            switcher.switch(turn % given["adapters"])
+    for switches in grid["switches"]:
+        for number in range(done, switches):
+            switcher.switch(number % grid["adapters"])
         done = switches
         switcher.switch(BASE)
         moved = (slab.base.float() - before.float()).abs()
@@ -135,14 +141,15 @@ def drift(given: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Random adapters on every matrix of a slab."""
+class RandomAdapters:
+    """Random adapters on every matrix of a slab, as the switcher looks them up."""
 
     adapters: Sequence[Adapter]
     matrices: frozenset[MatrixId]
 
     @classmethod
-    def of(cls, slab: WeightSlab, count: int, rank: int) -> Drawn:
+    def of(cls, slab: WeightSlab, count: int, rank: int) -> RandomAdapters:
+        """Return `count` adapters of one rank."""
         generator = torch.Generator().manual_seed(1)
         matrices = frozenset((layer, name) for layer in range(slab.layers) for name in TARGETS)
 
@@ -150,7 +157,7 @@ class Drawn:
             a, b = torch.empty(rank, d_in), torch.empty(d_out, rank)
             for factor in (a, b):
                 factor.normal_(0.0, FACTOR_STD, generator=generator)
-            return LoraPair(a, 2 * b)  # a scale of 2, as PEFT's examples have it
+            return LoraPair(a, 2 * b)  # A scale of 2, as in PEFT's examples.
 
         info = AdapterInfo("drawn", "", (rank,), TARGETS, (), {}, (), ())
         adapters = [
@@ -167,17 +174,21 @@ class Drawn:
         return self.adapters[slot]
 
 
-def summarize(changes: Sequence[Changes], drifts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """unmerge_us; switch_ms and switch_step_ms (p50, p99 of a token's wait with a merge before it,
-    and p50 without), in_place_drift and in_place_changed after the most switches, by type."""
+def summarize(
+    changes: Sequence[ModeChangeGaps], drifts: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the gaps between two tokens with and without a merge, and the drift, by type.
+
+    The drift is that after the most switches.
+    """
     summary: dict[str, Any] = {"unmerge_us": round(unmerge_us(), 2)}
-    for found in changes:
-        suffix = "" if found.dtype == "fp32" else f"_{found.dtype}"
-        merging = [*found.gaps["unmerged → merged"], *found.gaps["merged → another merged"]]
+    for change in changes:
+        suffix = "" if change.dtype == "fp32" else f"_{change.dtype}"
+        merging = [*change.gaps["unmerged → merged"], *change.gaps["merged → another merged"]]
         summary["switch_p50_ms" + suffix] = round(_percentile(merging, 50) * 1e3, 2)
         summary["switch_p99_ms" + suffix] = round(_percentile(merging, 99) * 1e3, 2)
-        still = _percentile(found.gaps["merged, no change"], 50)
-        summary["no_switch_p50_ms" + suffix] = round(still * 1e3, 2)
+        unchanged = _percentile(change.gaps["merged, no change"], 50)
+        summary["no_switch_p50_ms" + suffix] = round(unchanged * 1e3, 2)
     for row in drifts:
         suffix = "" if row["in_place"] == "fp32" else f"_{row['in_place']}"
         summary["in_place_drift" + suffix] = float(f"{row['largest']:.2g}")

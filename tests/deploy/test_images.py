@@ -176,4 +176,4 @@ def test_the_gpu_images_own_steps_but_those_of_nvidias_images(folder: Path) -> N
     assert done.returncode == Health.DEAD, done.stderr
     entry = [*run.last("ENTRYPOINT").words, *run.last("CMD").words]
     done = subprocess.run(final.command(entry, read_only=True), capture_output=True, text=True)
-    assert "no tritonserver: none is on PATH" in done.stderr
+    assert "tritonserver was not found on PATH" in done.stderr

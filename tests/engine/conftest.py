@@ -1,4 +1,4 @@
-"""The engine of these tests, on one thread."""
+"""Fixtures of the engine tests: an engine on one thread, and its loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in tiers and shared prefixes: answers are the same, whatever had to move."""
+"""Tests of adapter tiers and shared prefixes: loads, evictions and moves do not change answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def vary(folder: Path, seed: int) -> None:
-    """Other weights of the same shapes, put in place as a careful writer does."""
+    """Replace an adapter's weights by random ones of the same shapes, by an atomic rename."""
     torch.manual_seed(seed)
     weights = {k: torch.randn_like(v) * 0.3 for k, v in load_file(folder / WEIGHTS).items()}
     save_file(weights, folder / "new")
@@ -42,9 +42,9 @@ def vary(folder: Path, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def many(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve adapters of different weights and ranks."""
-    root = tmp_path_factory.mktemp("many")
+def twelve(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with twelve adapters of different weights and ranks."""
+    root = tmp_path_factory.mktemp("adapters")
     for index in range(12):
         kind = ("attention-r4", "feed-forward-r16", "all-r8")[index % 3]
         shutil.copytree(adapters_dir / kind, root / f"a{index:02}")
@@ -53,8 +53,8 @@ def many(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def root(many: Path, tmp_path: Path) -> Path:
-    shutil.copytree(many, tmp_path / "root")
+def root(twelve: Path, tmp_path: Path) -> Path:
+    shutil.copytree(twelve, tmp_path / "root")
     return tmp_path / "root"
 
 
@@ -63,13 +63,14 @@ def engine_of(checkpoint: Path, root: Path, **more: Any) -> Engine:
 
 
 def run(engine: Engine, *requests: Request, check: bool = True) -> dict[str, Output]:
-    """The last output of each, with all its tokens; who waits for a load waits here."""
+    """Run requests; return the last output of each, with all its tokens."""
     for index, asked in enumerate(requests):
         engine.add(engine.prepare(asked), float(index))
     return finish(engine, check=check)
 
 
 def finish(engine: Engine, *, check: bool = True) -> dict[str, Output]:
+    """Step until the engine is idle, waiting for loads; return the last outputs by request id."""
     tokens: dict[str, list[int]] = defaultdict(list)
     last: dict[str, Output] = {}
     for _ in range(3000):
@@ -85,15 +86,12 @@ def finish(engine: Engine, *, check: bool = True) -> dict[str, Output]:
             engine.adapters.finish()
             engine.adapters.check_integrity()
             engine.check_integrity()
-            return {k: _with(o, tokens[k]) for k, o in last.items()}
+            return {k: replace(o, token_ids=tuple(tokens[k])) for k, o in last.items()}
     raise AssertionError("not finished")
 
 
-def _with(output: Output, tokens: list[int]) -> Output:
-    return replace(output, token_ids=tuple(tokens))
-
-
 def burst(engine: Engine) -> list[Request]:
+    """Return two requests of each adapter."""
     return [
         request(f"r{i}", adapter=name, prompt=f"<s>what is it, {i % 5}?", max_tokens=6)
         for i, name in enumerate(engine.adapters.names() * 2)
@@ -101,78 +99,82 @@ def burst(engine: Engine) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def calm(checkpoint: Path, many: Path) -> dict[str, tuple[int, ...]]:
-    """Tokens of the burst where every adapter is resident and each request runs alone."""
+def burst_tokens(checkpoint: Path, twelve: Path) -> dict[str, tuple[int, ...]]:
+    """Tokens of the burst with all adapters resident and each request run alone."""
     torch.set_num_threads(1)
-    engine = engine_of(checkpoint, many, enable_prefix_caching=False)
+    engine = engine_of(checkpoint, twelve, enable_prefix_caching=False)
     assert len(engine.adapters.resident) == 12
     return {k: o.token_ids for r in burst(engine) for k, o in run(engine, r).items()}
 
 
 @pytest.mark.parametrize("host_adapters", [2, 100])
-def test_a_burst_over_more_adapters_than_there_is_room_for_is_answered(
+def test_a_burst_over_more_adapters_than_fit_the_pool_is_answered(
     checkpoint: Path,
-    many: Path,
-    calm: dict[str, tuple[int, ...]],
+    twelve: Path,
+    burst_tokens: dict[str, tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
     host_adapters: int,
 ) -> None:
-    one = 200_000
+    adapter_bytes = 200_000
     engine = engine_of(
         checkpoint,
-        many,
-        adapter_pool_bytes=3 * one,
-        adapter_host_bytes=host_adapters * one,
+        twelve,
+        adapter_pool_bytes=3 * adapter_bytes,
+        adapter_host_bytes=host_adapters * adapter_bytes,
         kv_cache_tokens=1024,
         max_model_len=256,
     )
     readers: set[int] = set()
     read = WeightsReader.read
 
-    def told(*given: Any) -> Any:
+    def recording_read(*args: Any) -> Any:
         readers.add(threading.get_ident())
-        return read(*given)
+        return read(*args)
 
-    monkeypatch.setattr(WeightsReader, "read", told)
+    monkeypatch.setattr(WeightsReader, "read", recording_read)
     outputs = run(engine, *burst(engine))
-    assert {k: o.token_ids for k, o in outputs.items()} == calm
-    assert threading.get_ident() not in readers, "a step has waited for a disk"
+    assert {k: o.token_ids for k, o in outputs.items()} == burst_tokens
+    assert threading.get_ident() not in readers, "a step read from disk"
     stats = engine.stats()
     assert stats.adapter_evictions > 0
     assert (stats.adapter_loads > 0) == (host_adapters == 2) == bool(readers)
 
 
-def test_calibrating_writes_to_no_adapters_pages(
+def test_calibration_does_not_write_to_adapter_pages(
     checkpoint: Path,
-    many: Path,
-    calm: dict[str, tuple[int, ...]],
+    twelve: Path,
+    burst_tokens: dict[str, tuple[int, ...]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calibration, "cache_root", lambda: tmp_path)
     monkeypatch.setattr(calibration, "ROWS", (1, 2))
-    engine = engine_of(checkpoint, many)
+    engine = engine_of(checkpoint, twelve)
     engine.calibrate()
     engine.check_integrity()
     outputs = run(engine, *burst(engine)[:3])
-    assert {k: o.token_ids for k, o in outputs.items()} == {k: calm[k] for k in outputs}
+    assert {k: o.token_ids for k, o in outputs.items()} == {k: burst_tokens[k] for k in outputs}
 
 
-def test_keys_and_values_move_out_of_an_adapters_way(
-    checkpoint: Path, many: Path, calm: dict[str, tuple[int, ...]]
+def test_kv_pages_are_moved_to_make_space_for_an_adapter(
+    checkpoint: Path, twelve: Path, burst_tokens: dict[str, tuple[int, ...]]
 ) -> None:
-    engine = engine_of(checkpoint, many, block_size=4, kv_cache_tokens=400, adapter_pool_bytes=0)
+    engine = engine_of(checkpoint, twelve, block_size=4, kv_cache_tokens=400, adapter_pool_bytes=0)
     outputs = run(engine, *burst(engine))
-    assert {k: o.token_ids for k, o in outputs.items()} == calm
+    assert {k: o.token_ids for k, o in outputs.items()} == burst_tokens
     assert engine.stats().pages_moved > 0
 
 
-def test_an_adapter_that_is_always_asked_for_keeps_no_other_out(
-    checkpoint: Path, many: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_constantly_used_adapter_does_not_starve_another_one(
+    checkpoint: Path, twelve: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "PATIENCE_STEPS", 10)
     engine = engine_of(
-        checkpoint, many, adapter_pool_bytes=520_000, kv_cache_tokens=128, max_model_len=64
+        checkpoint,
+        twelve,
+        adapter_pool_bytes=520_000,
+        kv_cache_tokens=128,
+        max_model_len=64,
     )
     cold_done = None
     for step in range(200):
@@ -190,19 +192,19 @@ def test_an_adapter_that_is_always_asked_for_keeps_no_other_out(
         if cold_done is not None:
             break
     assert cold_done is not None
-    assert engine.scheduler.waiting, "the others never stopped coming"
+    assert engine.scheduler.waiting, "requests of the hot adapter keep arriving"
 
 
-def test_an_adapter_and_its_request_beyond_the_pool_are_refused_with_both_numbers(
-    checkpoint: Path, many: Path
+def test_an_adapter_that_does_not_fit_the_pool_is_refused_with_both_sizes(
+    checkpoint: Path, twelve: Path
 ) -> None:
-    engine = engine_of(checkpoint, many, kv_cache_tokens=64, adapter_pool_bytes=0)
+    engine = engine_of(checkpoint, twelve, kv_cache_tokens=64, adapter_pool_bytes=0)
     with pytest.raises(InvalidArgument, match=r"adapter 'a02' needs \d+ pages .* pool has 4"):
         engine.prepare(request("r", adapter="a02"))
 
 
-def test_who_runs_ends_with_the_version_it_started_with(
-    checkpoint: Path, root: Path, calm: dict[str, tuple[int, ...]]
+def test_a_running_request_ends_with_the_adapter_version_it_started_with(
+    checkpoint: Path, root: Path, burst_tokens: dict[str, tuple[int, ...]]
 ) -> None:
     engine = engine_of(checkpoint, root)
     asked = request("old", adapter="a00", prompt="<s>what is it, 0?", max_tokens=6)
@@ -214,14 +216,16 @@ def test_who_runs_ends_with_the_version_it_started_with(
         engine.prepare(request("new", adapter="a00", prompt=asked.prompt, max_tokens=6)), 1.0
     )
     rest = finish(engine)
-    assert (*before[0].token_ids, *rest["old"].token_ids) == calm["r0"]
-    assert rest["new"].token_ids != calm["r0"]
+    assert (*before[0].token_ids, *rest["old"].token_ids) == burst_tokens["r0"]
+    assert rest["new"].token_ids != burst_tokens["r0"]
     assert rest["new"].adapter_digest != rest["old"].adapter_digest
     fresh = engine_of(checkpoint, root, enable_prefix_caching=False)
     assert run(fresh, asked)["old"].token_ids == rest["new"].token_ids
 
 
-def test_a_removed_adapter_ends_who_waits_and_not_who_runs(checkpoint: Path, root: Path) -> None:
+def test_a_removed_adapter_ends_waiting_requests_but_not_running_ones(
+    checkpoint: Path, root: Path
+) -> None:
     engine = Engine(Options(model=checkpoint, adapters=root, max_num_seqs=1))
     for index, name in enumerate(("runs", "waits")):
         engine.add(engine.prepare(request(name, adapter="a01")), float(index))
@@ -235,8 +239,8 @@ def test_a_removed_adapter_ends_who_waits_and_not_who_runs(checkpoint: Path, roo
 
 
 @pytest.mark.parametrize("fault", ["truncated", "flipped", "vanished", "replaced"])
-def test_a_file_that_went_bad_since_is_an_error_of_its_requests_alone(
-    checkpoint: Path, root: Path, calm: dict[str, tuple[int, ...]], fault: str
+def test_a_file_that_became_invalid_is_an_error_of_its_requests_only(
+    checkpoint: Path, root: Path, burst_tokens: dict[str, tuple[int, ...]], fault: str
 ) -> None:
     engine = engine_of(checkpoint, root, adapter_host_bytes=1)
     assert not engine.adapters.resident
@@ -253,24 +257,26 @@ def test_a_file_that_went_bad_since_is_an_error_of_its_requests_alone(
     outputs = run(engine, *burst(engine)[:4])
     assert isinstance(outputs["r0"].error, InvalidArgument)
     assert "adapter 'a00'" in str(outputs["r0"].error)
-    assert [outputs[f"r{i}"].token_ids for i in (1, 2, 3)] == [calm[f"r{i}"] for i in (1, 2, 3)]
+    assert [outputs[f"r{i}"].token_ids for i in (1, 2, 3)] == [
+        burst_tokens[f"r{i}"] for i in (1, 2, 3)
+    ]
     if fault != "vanished":
         file.write_bytes(content)
         engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in root.iterdir()})
-        assert run(engine, burst(engine)[0])["r0"].token_ids == calm["r0"]
+        assert run(engine, burst(engine)[0])["r0"].token_ids == burst_tokens["r0"]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("stage", ["open", "first read", "second read", "close", "stamp", "memory"])
-def test_a_load_that_fails_at_any_stage_is_its_requests_error_and_costs_no_page(
+def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_page(
     checkpoint: Path,
-    many: Path,
-    calm: dict[str, tuple[int, ...]],
+    twelve: Path,
+    burst_tokens: dict[str, tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
     stage: str,
     number: int,
 ) -> None:
-    engine = engine_of(checkpoint, many, adapter_host_bytes=1)
+    engine = engine_of(checkpoint, twelve, adapter_host_bytes=1)
     opened, reads = {}, []
     real_open, real_read, real_close, stamps = os.open, os.preadv, os.close, folders.stamps_of
 
@@ -278,20 +284,20 @@ def test_a_load_that_fails_at_any_stage_is_its_requests_error_and_costs_no_page(
         raise OSError(number, os.strerror(number))
 
     def open_file(path: Any, flags: int, *more: Any) -> int:
-        mine = Path(path).parent.name == "a00"
-        if mine and stage == "open":
+        is_a00 = Path(path).parent.name == "a00"
+        if is_a00 and stage == "open":
             fail()
-        found = real_open(path, flags, *more)
-        opened[found] = mine
-        return found
+        file = real_open(path, flags, *more)
+        opened[file] = is_a00
+        return file
 
-    def read(file: int, parts: list[memoryview], at: int) -> int:
+    def read(file: int, parts: list[memoryview], offset: int) -> int:
         if opened[file]:
-            reads.append(at)
+            reads.append(offset)
             if stage == ("first read" if len(reads) == 1 else "second read"):
                 fail()
             parts = [parts[0][:100]] if len(reads) == 1 else parts
-        return real_read(file, parts, at)
+        return real_read(file, parts, offset)
 
     def close(file: int) -> None:
         real_close(file)
@@ -300,7 +306,7 @@ def test_a_load_that_fails_at_any_stage_is_its_requests_error_and_costs_no_page(
 
     def stamps_of(paths: list[bytes]) -> list[bytes]:
         if stage == "stamp" and paths[0].endswith(b"a00"):
-            return [b"!%d" % number]  # what a look tells of an error
+            return [b"!%d" % number]  # The stamp of a folder that cannot be read.
         return stamps(paths)
 
     def aminmax(values: Any) -> Any:
@@ -320,10 +326,10 @@ def test_a_load_that_fails_at_any_stage_is_its_requests_error_and_costs_no_page(
     assert not any(opened.values()), "the file is closed"
     assert isinstance(outputs["r0"].error, InvalidArgument)
     assert "adapter 'a00'" in str(outputs["r0"].error)
-    assert [outputs[f"r{i}"].token_ids for i in (1, 2)] == [calm[f"r{i}"] for i in (1, 2)]
-    engine.adapters.update({})  # and found again
-    engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in many.iterdir()})
-    assert run(engine, burst(engine)[0])["r0"].token_ids == calm["r0"]
+    assert [outputs[f"r{i}"].token_ids for i in (1, 2)] == [burst_tokens[f"r{i}"] for i in (1, 2)]
+    engine.adapters.update({})  # The folders disappear and come back.
+    engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in twelve.iterdir()})
+    assert run(engine, burst(engine)[0])["r0"].token_ids == burst_tokens["r0"]
     assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
 
 
@@ -336,11 +342,11 @@ def serving(checkpoint: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> It
     loop.shutdown(5.0)
 
 
-def test_folders_come_change_and_go_while_serving(
+def test_folders_can_be_added_changed_and_removed_while_serving(
     serving: EngineLoop, root: Path, tmp_path: Path, adapters_dir: Path
 ) -> None:
     sink = Collector()
-    # A link, as in a hub's cache; then it leads elsewhere.
+    # A symbolic link, as in a hub's cache, whose target then changes.
     for index, name in enumerate(("one", "other")):
         shutil.copytree(adapters_dir / "attention-r4", tmp_path / name)
         vary(tmp_path / name, 70 + index)
@@ -371,7 +377,7 @@ def test_a_changed_folder_is_served_within_five_seconds(checkpoint: Path, root: 
         loop.shutdown(5.0)
 
 
-def test_who_waits_for_a_load_is_woken_by_it(serving: EngineLoop) -> None:
+def test_a_request_that_waits_for_a_load_runs_after_it(serving: EngineLoop) -> None:
     sink = Collector()
     names = [name for name in serving.adapters.names() if not serving.adapters.handle(name).adapter]
     assert names
@@ -389,15 +395,15 @@ def picture(engine: Engine, seed: int) -> ImageFeatures:
     return ImageFeatures(rows, np.array([[0, 40, 1, 5, 8, 0]], np.int32))
 
 
-def test_a_prompt_that_begins_alike_is_not_computed_again(checkpoint: Path, many: Path) -> None:
-    engine = engine_of(checkpoint, many)
-    plain = engine_of(checkpoint, many, enable_prefix_caching=False)
+def test_a_shared_prompt_prefix_is_not_computed_again(checkpoint: Path, twelve: Path) -> None:
+    engine = engine_of(checkpoint, twelve)
+    uncached = engine_of(checkpoint, twelve, enable_prefix_caching=False)
 
     def computed(name: str, text: str, seed: int, adapter: str | None = None) -> int:
         before = engine.stats().rows
         asked = request(name, prompt=text, images=picture(engine, seed), adapter=adapter)
-        got = run(engine, asked)[name].token_ids
-        assert got == run(plain, asked)[name].token_ids
+        tokens = run(engine, asked)[name].token_ids
+        assert tokens == run(uncached, asked)[name].token_ids
         return engine.stats().rows - before
 
     first = computed("a", PICTURE, 1)
@@ -409,28 +415,28 @@ def test_a_prompt_that_begins_alike_is_not_computed_again(checkpoint: Path, many
     assert computed("e", PICTURE, 1, "a00") < first / 2
 
 
-def test_blocks_are_shared_while_their_owner_runs(checkpoint: Path, many: Path) -> None:
-    engine = engine_of(checkpoint, many)
+def test_blocks_are_shared_while_their_owner_runs(checkpoint: Path, twelve: Path) -> None:
+    engine = engine_of(checkpoint, twelve)
     text = "<s>" + "what do you see? " * 8
     engine.add(engine.prepare(request("a", prompt=text, max_tokens=20)), 0.0)
     engine.step()
     pages = engine.pool.kv
     engine.add(engine.prepare(request("b", prompt=text, max_tokens=20)), 1.0)
-    begun = engine.step()
+    outputs = engine.step()
     assert engine.pool.kv <= pages + 2
-    (first,) = (output.token_ids for output in begun if output.request_id == "b")
-    alone = run(engine_of(checkpoint, many), request("b", prompt=text, max_tokens=20))
-    assert (*first, *finish(engine)["b"].token_ids) == alone["b"].token_ids
+    (first,) = (output.token_ids for output in outputs if output.request_id == "b")
+    expected = run(engine_of(checkpoint, twelve), request("b", prompt=text, max_tokens=20))
+    assert (*first, *finish(engine)["b"].token_ids) == expected["b"].token_ids
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_of_merged_and_unmerged_weights_are_shared_in_float32_alone(
-    checkpoint: Path, many: Path, dtype: str
+def test_blocks_of_merged_and_unmerged_weights_are_shared_in_float32_only(
+    checkpoint: Path, twelve: Path, dtype: str
 ) -> None:
-    engine = engine_of(checkpoint, many, dtype=dtype)
+    engine = engine_of(checkpoint, twelve, dtype=dtype)
     merged = MergeOnly(8, engine.costs)
     text = "<s>" + "what do you see? " * 8
-    found = {}
+    cached = {}
     for name, policy in (
         ("unmerged", UnmergeOnly(8)),
         ("merged after unmerged", merged),
@@ -441,8 +447,8 @@ def test_keys_of_merged_and_unmerged_weights_are_shared_in_float32_alone(
         before = engine.stats().cached_tokens
         run(engine, request(name, adapter="a01", prompt=text, max_tokens=2))
         assert (engine.switcher.live != -1) == (policy is merged)
-        found[name] = engine.stats().cached_tokens - before
-    assert found["unmerged"] == 0
-    assert found["merged again"] > 0
-    assert found["unmerged again"] > 0
-    assert (found["merged after unmerged"] > 0) == (dtype == "float32")
+        cached[name] = engine.stats().cached_tokens - before
+    assert cached["unmerged"] == 0
+    assert cached["merged again"] > 0
+    assert cached["unmerged again"] > 0
+    assert (cached["merged after unmerged"] > 0) == (dtype == "float32")

@@ -1,4 +1,4 @@
-"""Whatever fails, each request gets one last output, and others are not harmed."""
+"""Tests that after any failure each request gets one last output and no other is harmed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 def run(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
-    """Every output by request id, of requests that arrive together."""
+    """Run requests that arrive together; return all outputs by request id."""
     outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
     for item in requests:
         engine.add(engine.prepare(item), arrival=0.0)
@@ -43,16 +43,22 @@ def tokens(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def test_a_fault_in_one_row_ends_its_request_and_keeps_the_news_of_the_others(
+def test_a_fault_in_one_row_ends_its_request_and_keeps_the_outputs_of_the_others(
     engine: Engine,
 ) -> None:
-    """One of the others ends in the very step of the fault, between rows that go on."""
-    asked = [request("a", 6), request("b", 2), request("bad", 6), request("c", 2), request("d", 6)]
-    alone = {item.id: tokens(run(engine, item)[item.id]) for item in asked}
-    outputs: dict[str, list[Output]] = {item.id: [] for item in asked}
-    for item in asked:
+    """One of the others ends in the same step as the fault, between rows that continue."""
+    requests = [
+        request("a", 6),
+        request("b", 2),
+        request("bad", 6),
+        request("c", 2),
+        request("d", 6),
+    ]
+    expected = {item.id: tokens(run(engine, item)[item.id]) for item in requests}
+    outputs: dict[str, list[Output]] = {item.id: [] for item in requests}
+    for item in requests:
         engine.add(engine.prepare(item), arrival=0.0)
-    engine._live["bad"].drawn = _once_then(engine._live["bad"].drawn, fail)  # type: ignore[method-assign]
+    engine._requests["bad"].drawn = _once_then(engine._requests["bad"].drawn, fail)  # type: ignore[method-assign]
     while not engine.idle:
         for output in engine.step():
             outputs[output.request_id].append(output)
@@ -61,19 +67,19 @@ def test_a_fault_in_one_row_ends_its_request_and_keeps_the_news_of_the_others(
     assert isinstance(outputs["bad"][-1].error, Internal)
     assert "a fault of ours" not in str(outputs["bad"][-1].error)
     for name in ("a", "b", "c", "d"):
-        assert tokens(outputs[name]) == alone[name]
+        assert tokens(outputs[name]) == expected[name]
         assert outputs[name][-1].finish_reason == "length"
     assert engine.stats().failed == 1
 
 
 def _once_then(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
     calls = iter([first])
-    return lambda *given: next(calls, then)(*given)
+    return lambda *args: next(calls, then)(*args)
 
 
 @pytest.fixture(scope="module")
 def overflowing(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters whose weights are finite and whose products, or head, are not."""
+    """Adapters with finite weights whose products, or head outputs, overflow."""
     folder = tmp_path_factory.mktemp("overflowing") / "adapters"
     shutil.copytree(adapters_dir, folder)
     enlarge(folder / "all-r8" / "adapter_model.safetensors", 1e25)
@@ -87,12 +93,12 @@ def enlarge(path: Path, factor: float) -> None:
     save_file({name: (w * factor).clamp(-3e38, 3e38) for name, w in weights.items()}, path)
 
 
-def test_values_that_are_not_finite_are_their_adapters_error_and_no_other_rows(
+def test_values_that_are_not_finite_are_an_error_of_their_adapters_requests_only(
     checkpoint: Path, overflowing: Path
 ) -> None:
     engine = Engine(Options(model=checkpoint, adapters=overflowing))
     healthy = [request("base"), request("other", adapter="attention-r4")]
-    alone = {item.id: tokens(run(engine, item)[item.id]) for item in healthy}
+    expected = {item.id: tokens(run(engine, item)[item.id]) for item in healthy}
     wild = SamplingParams(temperature=0.9, seed=1, max_tokens=4, logprobs=2)
     outputs = run(
         engine,
@@ -108,11 +114,11 @@ def test_values_that_are_not_finite_are_their_adapters_error_and_no_other_rows(
         assert f"adapter '{adapter}' produces values that are not finite" in str(only.error)
         assert only.head is None
         assert only.logprobs is None
-    assert {name: tokens(outputs[name]) for name in alone} == alone
+    assert {name: tokens(outputs[name]) for name in expected} == expected
     assert outputs["text of the head's adapter"][-1].finish_reason == "length"
 
 
-def test_one_infinite_logit_is_seen_whatever_its_sign(engine: Engine) -> None:
+def test_a_single_infinite_or_nan_logit_is_detected(engine: Engine) -> None:
     forward = engine._runner.forward
 
     def spoiled(chunks: Any) -> Any:
@@ -132,30 +138,30 @@ def test_one_infinite_logit_is_seen_whatever_its_sign(engine: Engine) -> None:
 # -- the loop ----------------------------------------------------------------------------------
 
 
-class Ended(threading.Event):
-    """Stands for the end of the process."""
+class ProcessEnd(threading.Event):
+    """A replacement for the function that ends the process."""
 
     code: int | None = None
 
     def __call__(self, code: int) -> None:
-        assert self.code is None, "ended twice"
+        assert self.code is None, "the process was ended twice"
         self.code = code
         self.set()
 
 
 @pytest.fixture
-def ended() -> Ended:
-    return Ended()
+def ended() -> ProcessEnd:
+    return ProcessEnd()
 
 
 @pytest.fixture
-def loop(engine: Engine, ended: Ended) -> Iterator[EngineLoop]:
+def loop(engine: Engine, ended: ProcessEnd) -> Iterator[EngineLoop]:
     loop = EngineLoop(engine, max_waiting=16, end_process=ended)
     yield loop
     loop.shutdown(drain_seconds=0.0)
 
 
-def test_a_fault_while_the_inbox_is_worked_ends_its_request_only(
+def test_a_fault_while_a_request_is_queued_ends_that_request_only(
     loop: EngineLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Collector()
@@ -167,10 +173,10 @@ def test_a_fault_while_the_inbox_is_worked_ends_its_request_only(
 
 
 @pytest.mark.parametrize("broken", ["schedule", "abort", "answer"])
-def test_an_engine_that_cannot_go_on_answers_everyone_and_ends_the_process(
+def test_a_failed_engine_answers_all_requests_and_ends_the_process(
     loop: EngineLoop,
     engine: Engine,
-    ended: Ended,
+    ended: ProcessEnd,
     monkeypatch: pytest.MonkeyPatch,
     broken: str,
 ) -> None:
@@ -198,8 +204,8 @@ def test_an_engine_that_cannot_go_on_answers_everyone_and_ends_the_process(
         loop.admit("late")
 
 
-def test_a_client_that_cannot_be_told_does_not_keep_a_failed_engine_alive(
-    engine: Engine, ended: Ended, monkeypatch: pytest.MonkeyPatch
+def test_a_blocked_client_does_not_keep_a_failed_engine_alive(
+    engine: Engine, ended: ProcessEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vlora.engine.loop.LAST_OUTPUTS_SECONDS", 0.05)
     loop = EngineLoop(engine, max_waiting=16, end_process=ended)

@@ -1,4 +1,4 @@
-"""Batch, chunks, pages and preemption never change a sampled answer."""
+"""Tests that batch, chunks, pages and preemption never change a sampled answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.engine_client import answers
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.request import Request
@@ -35,28 +36,15 @@ def requests(adapters: tuple[str, ...]) -> list[Request]:
     ]
 
 
-def answers(engine: Engine, batch: list[Request]) -> dict[str, tuple[list[int], str]]:
-    tokens: dict[str, list[int]] = {request.id: [] for request in batch}
-    texts = dict.fromkeys(tokens, "")
-    for request in batch:
-        engine.add(engine.prepare(request), arrival=0.0)
-    while not engine.idle:
-        for output in engine.step():
-            tokens[output.request_id] += output.token_ids
-            texts[output.request_id] += output.text
-    engine.check_integrity()
-    return {name: (tokens[name], texts[name]) for name in tokens}
-
-
 def test_sampled_answers_do_not_depend_on_batch_chunks_or_preemption(
     checkpoint: Path, adapters_dir: Path
 ) -> None:
     torch.set_num_threads(1)
-    roomy = Engine(Options(model=checkpoint, adapters=adapters_dir))
-    alone: dict[str, tuple[list[int], str]] = {}
-    for request in requests(roomy.adapters.names()):
-        alone |= answers(roomy, [request])
-    cramped = Engine(
+    large = Engine(Options(model=checkpoint, adapters=adapters_dir))
+    expected: dict[str, tuple[list[int], str]] = {}
+    for request in requests(large.adapters.names()):
+        expected |= answers(large, [request])
+    small = Engine(
         Options(
             model=checkpoint,
             adapters=adapters_dir,
@@ -66,17 +54,17 @@ def test_sampled_answers_do_not_depend_on_batch_chunks_or_preemption(
             kv_cache_tokens=90,
         )
     )
-    assert answers(cramped, requests(cramped.adapters.names())[::-1]) == alone
-    assert cramped.stats().preemptions > 0
-    assert len({tuple(tokens) for tokens, _ in alone.values()}) == len(PARAMS)
+    assert answers(small, requests(small.adapters.names())[::-1]) == expected
+    assert small.stats().preemptions > 0
+    assert len({tuple(tokens) for tokens, _ in expected.values()}) == len(PARAMS)
 
 
-def test_two_threads_of_the_engine_say_what_one_says(checkpoint: Path, adapters_dir: Path) -> None:
+def test_two_threads_give_the_same_answers_as_one(checkpoint: Path, adapters_dir: Path) -> None:
     engine = Engine(Options(model=checkpoint, adapters=adapters_dir))
-    asked = requests(engine.adapters.names())
-    alone = answers(engine, asked)
+    batch = requests(engine.adapters.names())
+    expected = answers(engine, batch)
     torch.set_num_threads(2)
     try:
-        assert answers(engine, asked) == alone
+        assert answers(engine, batch) == expected
     finally:
         torch.set_num_threads(1)

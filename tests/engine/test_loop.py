@@ -1,4 +1,4 @@
-"""The loop: answers in order, ends from outside, and faults that stay where they happen."""
+"""Tests of the loop: order of outputs, cancellation, admission, shutdown, and faults."""
 
 from __future__ import annotations
 
@@ -20,64 +20,65 @@ from vlora.sampling import SamplingParams
 LONG_ID = "a-client-id-of-its-own"
 
 
-def test_answers_arrive_in_order_and_end_once(loop: EngineLoop) -> None:
+def test_outputs_arrive_in_order_and_end_once(loop: EngineLoop) -> None:
     sink = Collector()
     for index, adapter in enumerate([None, *loop.adapters.names()] * 2):
         loop.submit(request(f"r{index}", adapter=adapter), sink)
         sink.last(f"r{index}")
     for outputs in sink.outputs.values():
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-        told = list(accumulate(len(output.token_ids) for output in outputs))
-        assert [output.num_output_tokens for output in outputs] == told
-        assert told[-1] == 4
+        totals = list(accumulate(len(output.token_ids) for output in outputs))
+        assert [output.num_output_tokens for output in outputs] == totals
+        assert totals[-1] == 4
         assert outputs[-1].finish_reason == "length"
         timings = outputs[-1].timings
         assert 0 <= timings.queued <= timings.first_token <= timings.total
 
 
-def test_what_gathers_while_one_is_told_goes_out_as_one(loop: EngineLoop) -> None:
-    """Else a busy server's answers fall behind its engine, further with every step."""
+def test_outputs_that_accumulate_while_a_sink_is_busy_are_merged(loop: EngineLoop) -> None:
+    """Merging keeps the answers of a busy server from falling behind its engine (decision 55)."""
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
-    alone, slow = Collector(), Collector()
-    loop.submit(request("r", sampling=sampling), alone)
-    whole = alone.last("r")
-    go_on = threading.Event()
+    fast, slow = Collector(), Collector()
+    loop.submit(request("r", sampling=sampling), fast)
+    unmerged = fast.last("r")
+    proceed = threading.Event()
 
     def sink(output: Output) -> None:
         slow(output)
-        assert go_on.wait(PATIENCE)
+        assert proceed.wait(PATIENCE)
 
     loop.submit(request("r", sampling=sampling), sink)
     until(lambda: loop.stats().finished == 2)
-    # It is counted before it is told; when another has been counted, it has been told.
+    # A request is counted before its last output is sent. Once a later one has been counted, the
+    # output of the first one has been sent.
     loop.submit(request("s", sampling=SamplingParams(max_tokens=1)), Collector())
     until(lambda: loop.stats().finished == 3)
-    go_on.set()
+    proceed.set()
     last = slow.last("r")
     first, rest = slow.outputs["r"]
     assert rest is last
-    assert slow.tokens("r") == alone.tokens("r")
-    assert last.num_output_tokens == whole.num_output_tokens == 40
-    for one, other in zip(_logprobs(slow), _logprobs(alone), strict=True):
-        assert [entry.token_id for entry in one] == [entry.token_id for entry in other]
-    assert first.text + rest.text == "".join(output.text for output in alone.outputs["r"])
+    assert slow.tokens("r") == fast.tokens("r")
+    assert last.num_output_tokens == unmerged.num_output_tokens == 40
+    for merged, single in zip(_logprobs(slow), _logprobs(fast), strict=True):
+        assert [entry.token_id for entry in merged] == [entry.token_id for entry in single]
+    assert first.text + rest.text == "".join(output.text for output in fast.outputs["r"])
 
 
-def _logprobs(told: Collector) -> list[tuple[TokenLogprob, ...]]:
-    return [token for output in told.outputs["r"] for token in output.logprobs or ()]
+def _logprobs(sink: Collector) -> list[tuple[TokenLogprob, ...]]:
+    return [token for output in sink.outputs["r"] for token in output.logprobs or ()]
 
 
-def test_gathered_news_keeps_each_requests_order_and_ends_with_its_error() -> None:
-    news = [
+def test_coalesced_outputs_keep_each_requests_order_and_end_with_its_error() -> None:
+    outputs = [
         Output("a", text="1", token_ids=(1,)),
         Output("b", text="x", token_ids=(7,)),
         Output("a", text="2", token_ids=(2,)),
         Output("b", error=Cancelled("gone")),
         Output("a", token_ids=(3,), finish_reason="stop"),
     ]
-    a, b, failed = coalesce(news)
+    a, b, failed = coalesce(outputs)
     assert (a.text, a.token_ids, a.finish_reason) == ("12", (1, 2, 3), "stop")
-    assert (b, failed) == (news[1], news[3])
+    assert (b, failed) == (outputs[1], outputs[3])
 
 
 def test_a_stopped_request_ends_with_cancelled(loop: EngineLoop) -> None:
@@ -95,8 +96,8 @@ def test_a_stopped_request_ends_with_cancelled(loop: EngineLoop) -> None:
     assert sink.last("two").error is None
 
 
-def test_a_stop_that_comes_before_its_request_ends_it(loop: EngineLoop) -> None:
-    """The images of an ensemble's request may still be on their way through the encoder."""
+def test_a_cancellation_that_arrives_before_its_request_ends_it(loop: EngineLoop) -> None:
+    """The images of an ensemble's request may still be in the encoder."""
     sink = Collector()
     loop.stop_client(LONG_ID)
     with pytest.raises(Cancelled, match="was cancelled"):
@@ -105,19 +106,19 @@ def test_a_stop_that_comes_before_its_request_ends_it(loop: EngineLoop) -> None:
     assert sink.last("two").error is None
 
 
-def test_a_stop_waits_for_its_request_for_a_while_only() -> None:
+def test_a_pending_cancellation_expires_and_is_bounded_in_number() -> None:
     now = [0.0]
-    stops = PendingCancels(clock=lambda: now[0])
-    stops.add("a")
+    cancels = PendingCancels(clock=lambda: now[0])
+    cancels.add("a")
     now[0] = PATIENCE_SECONDS + 1
-    assert not stops.take("a")
+    assert not cancels.take("a")
     for index in range(2 * MAX_IDS):
-        stops.add(f"w{index}")
-        stops.ended(f"e{index}")
-    assert not stops.take("w0")
-    assert stops.take(f"w{2 * MAX_IDS - 1}")
-    stops.add(f"e{2 * MAX_IDS - 1}")
-    assert not stops.take(f"e{2 * MAX_IDS - 1}")
+        cancels.add(f"w{index}")
+        cancels.ended(f"e{index}")
+    assert not cancels.take("w0")
+    assert cancels.take(f"w{2 * MAX_IDS - 1}")
+    cancels.add(f"e{2 * MAX_IDS - 1}")
+    assert not cancels.take(f"e{2 * MAX_IDS - 1}")
 
 
 def test_a_second_live_request_with_a_stoppable_id_is_refused(loop: EngineLoop) -> None:
@@ -142,14 +143,14 @@ def test_an_aborted_request_ends_and_an_unknown_one_is_no_error(loop: EngineLoop
     assert isinstance(sink.last("one").error, Cancelled)
 
 
-def test_a_full_queue_refuses_with_its_length_before_any_work(
+def test_a_full_queue_refuses_with_its_length_before_any_work_is_done(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is being prepared counts, and what is given back counts no more."""
+    """Requests being prepared count toward the limit, and withdrawn ones do not."""
     loop = EngineLoop(engine, max_waiting=2)
     loop.admit("one")
     loop.admit("two")
-    monkeypatch.setattr(engine, "prepare", lambda _: pytest.fail("prepared for nothing"))
+    monkeypatch.setattr(engine, "prepare", lambda _: pytest.fail("prepared although refused"))
     with pytest.raises(Unavailable, match="the queue is full: 2 requests are waiting"):
         loop.admit("three")
     with pytest.raises(Unavailable, match="2 requests are waiting"):
@@ -167,7 +168,7 @@ def test_a_full_queue_refuses_with_its_length_before_any_work(
     loop.shutdown(drain_seconds=0.0)
 
 
-def test_the_queue_holds_what_the_bound_says_while_others_run(engine: Engine) -> None:
+def test_the_queue_holds_its_limit_while_other_requests_run(engine: Engine) -> None:
     loop = EngineLoop(engine, max_waiting=2)
     sink = Collector()
     refusals = []
@@ -176,14 +177,14 @@ def test_the_queue_holds_what_the_bound_says_while_others_run(engine: Engine) ->
             loop.submit(endless(f"r{index}"), sink)
         except Unavailable as error:
             refusals.append(str(error))
-    # Four run and two wait; a step that begins meanwhile can only have taken those.
+    # Four run and two wait; a step that starts meanwhile can only take those.
     assert 14 <= len(refusals) <= 18
     assert all("2 requests are waiting" in refusal for refusal in refusals)
     loop.shutdown(drain_seconds=0.0)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_request_that_is_still_being_prepared_can_be_ended(
+def test_a_request_that_is_being_prepared_can_be_cancelled(
     loop: EngineLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch, stopped: bool
 ) -> None:
     loop.admit("one", LONG_ID)
@@ -194,7 +195,7 @@ def test_a_request_that_is_still_being_prepared_can_be_ended(
     else:
         loop.abort("one")
     sink = Collector()
-    monkeypatch.setattr(engine, "prepare", lambda _: pytest.fail("prepared for nothing"))
+    monkeypatch.setattr(engine, "prepare", lambda _: pytest.fail("prepared although refused"))
     with pytest.raises(
         Cancelled, match=r"own. was cancelled" if stopped else "request was cancelled"
     ):
@@ -204,7 +205,7 @@ def test_a_request_that_is_still_being_prepared_can_be_ended(
     loop.withdraw("one")
 
 
-def test_shutting_down_waits_for_what_is_being_prepared(engine: Engine) -> None:
+def test_shutdown_waits_for_requests_being_prepared(engine: Engine) -> None:
     loop = EngineLoop(engine, max_waiting=6)
     sink = Collector()
     loop.admit("one")
@@ -219,7 +220,7 @@ def test_shutting_down_waits_for_what_is_being_prepared(engine: Engine) -> None:
     assert sink.last("one").finish_reason == "length"
 
 
-def test_shutting_down_lets_live_requests_finish(engine: Engine) -> None:
+def test_shutdown_lets_live_requests_finish(engine: Engine) -> None:
     loop = EngineLoop(engine, max_waiting=6)
     sink = Collector()
     for index in range(5):
@@ -231,7 +232,7 @@ def test_shutting_down_lets_live_requests_finish(engine: Engine) -> None:
         loop.submit(request("late"), sink)
 
 
-def test_shutting_down_without_patience_cancels_what_is_left(engine: Engine) -> None:
+def test_shutdown_without_drain_time_cancels_the_remaining_requests(engine: Engine) -> None:
     loop = EngineLoop(engine, max_waiting=6)
     sink = Collector()
     for index in range(6):
@@ -243,7 +244,7 @@ def test_shutting_down_without_patience_cancels_what_is_left(engine: Engine) -> 
     assert engine.idle
 
 
-def test_a_fault_in_a_step_ends_its_requests_and_not_the_loop(
+def test_a_fault_in_a_step_ends_its_requests_but_not_the_loop(
     loop: EngineLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Collector()
@@ -275,7 +276,7 @@ def test_a_sink_that_fails_ends_its_own_request_only(loop: EngineLoop) -> None:
     assert isinstance(calls.last("broken").error, Cancelled)
 
 
-def test_figures_count_what_was_done(loop: EngineLoop) -> None:
+def test_statistics_count_steps_tokens_and_requests(loop: EngineLoop) -> None:
     sink = Collector()
     for index in range(3):
         loop.submit(request(f"r{index}", max_tokens=5), sink)
@@ -290,13 +291,13 @@ def test_figures_count_what_was_done(loop: EngineLoop) -> None:
 
 
 def streamed(request_id: str, stream: str | None = "camera", **keys: Any) -> Request:
-    given = {"temperature": 0, "max_tokens": 900, "ignore_eos": True, "stream_id": stream, **keys}
-    return request(request_id, sampling=SamplingParams.parse(given))
+    keys = {"temperature": 0, "max_tokens": 900, "ignore_eos": True, "stream_id": stream, **keys}
+    return request(request_id, sampling=SamplingParams.parse(keys))
 
 
-def test_a_newer_chunk_ends_the_older_ones_of_its_stream_that_wait(loop: EngineLoop) -> None:
+def test_a_superseding_request_ends_the_waiting_ones_of_its_stream(loop: EngineLoop) -> None:
     sink = Collector()
-    for index in range(4):  # as many as run at once
+    for index in range(4):  # As many as run at once.
         loop.submit(streamed(f"runs{index}"), sink)
         sink.wait(lambda index=index: bool(sink.outputs[f"runs{index}"]))  # type: ignore[misc]
     loop.submit(streamed("old"), sink)
@@ -309,7 +310,7 @@ def test_a_newer_chunk_ends_the_older_ones_of_its_stream_that_wait(loop: EngineL
         assert "superseded" in str(last.error)
     assert loop.stats().superseded == 2
     ended = {name for name, outputs in sink.outputs.items() if outputs and outputs[-1].finished}
-    assert ended == {"old", "keeps the others"}, "neither what runs nor another stream's"
+    assert ended == {"old", "keeps the others"}, "only waiting ones of the stream"
 
 
 def test_a_request_past_its_deadline_ends_with_cancelled(engine: Engine) -> None:

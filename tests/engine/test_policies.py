@@ -1,4 +1,4 @@
-"""The engine under every policy: the same answers, whoever goes first and whatever is merged."""
+"""Tests of the engine under every policy: the answers are the same for any order and any merge."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_invariance import answers
-from tests.support.engine_client import request
+from benchmarks.baseline_policies import register
+from tests.support.engine_client import answers, request
 from vlora.config import POLICIES, Options
 from vlora.engine.engine import Engine
 from vlora.engine.policies.registry import make_policy
 from vlora.request import Request
 
+register()
+
 HOT = "all-r8"
 
 
 def batch(engine: Engine) -> list[Request]:
-    """Most of them through one adapter, of the others one each."""
+    """Return eight requests of one adapter, and one of each other adapter and of the base."""
     names = [HOT] * 8 + [name for name in engine.adapters.names() if name != HOT] + [None]
     return [
         request(
@@ -44,13 +46,13 @@ def options(checkpoint: Path, adapters_dir: Path) -> Options:
 
 def test_answers_do_not_depend_on_the_policy(options: Options) -> None:
     engine = Engine(replace(options, policy="unmerge_only"))
-    asked = batch(engine)
+    requests = batch(engine)
     base = engine.slab.digest()
-    expected = answers(engine, asked)
+    expected = answers(engine, requests)
     assert engine.stats().merges == 0
     for policy in POLICIES:
         engine.scheduler.policy = make_policy(replace(options, policy=policy), engine.costs)
-        assert answers(engine, asked) == expected, policy
+        assert answers(engine, requests) == expected, policy
         engine.switcher.switch(-1)
     assert engine.stats().merges > 0
     assert set(engine.stats().mode_steps) > {"unmerged", "merged"}
@@ -64,12 +66,12 @@ def test_a_deterministic_engine_never_merges(
     engine = Engine(replace(options, policy="merge_only", deterministic=True))
     engine.calibrate()
     assert engine.stats().merges == 0
-    assert engine.switcher.merged == -1, "nor is the memory for it taken"
+    assert engine.switcher.merged == -1, "no memory is allocated for merged weights"
     answers(engine, batch(engine))
     assert set(engine.stats().mode_steps) == {"unmerged"}
 
 
-def test_a_calibrated_engine_predicts_its_steps_and_tells_how_well(
+def test_a_calibrated_engine_predicts_its_steps_and_reports_the_error(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -88,34 +90,36 @@ def test_a_calibrated_engine_predicts_its_steps_and_tells_how_well(
     assert stats.prediction_error > 0
 
 
-def test_what_a_step_takes_is_all_from_the_end_of_the_one_before(options: Options) -> None:
-    """On a clock that ticks whenever it is asked: nothing of the time of a busy engine is left out
-    but the switches, and none of an idle one's is counted."""
+def test_the_time_of_a_step_starts_at_the_end_of_the_step_before(options: Options) -> None:
+    """Use a clock that advances with each reading.
+
+    All time of a busy engine must be counted except for the switches, and no time of an idle one.
+    """
     ticks = itertools.count()
     engine = Engine(replace(options, policy="credit"), clock=lambda: float(next(ticks)))
     spent = 0.0
-    for turn in range(2):
-        for one in batch(engine):
-            engine.add(engine.prepare(replace(one, id=f"{turn}-{one.id}")), 0.0)
-        began = float(next(ticks)) + 1
+    for round in range(2):
+        for item in batch(engine):
+            engine.add(engine.prepare(replace(item, id=f"{round}-{item.id}")), 0.0)
+        started = float(next(ticks)) + 1
         while not engine.idle:
             engine.step()
-            next(ticks)  # what the loop does between steps
-        spent += float(next(ticks)) - 2 - began
+            next(ticks)  # The loop's own work between steps.
+        spent += float(next(ticks)) - 2 - started
     stats = engine.stats()
     assert stats.switches > 0
     assert stats.step_seconds + stats.switch_seconds == pytest.approx(spent, abs=4)
     assert stats.step_seconds > 5 * stats.steps
 
 
-def test_deadlines_are_kept_of_live_requests_alone(options: Options) -> None:
+def test_only_in_flight_requests_have_stored_deadlines(options: Options) -> None:
     engine = Engine(options)
-    engine.add(engine.prepare(request("undated", max_tokens=2)), 0.0)
+    engine.add(engine.prepare(request("without", max_tokens=2)), 0.0)
     for i in range(3):
         params = replace(request("x", max_tokens=2).sampling, deadline_ms=1e9 * (3 - i))
-        engine.add(engine.prepare(replace(request(f"dated{i}"), sampling=params)), 0.0)
+        engine.add(engine.prepare(replace(request(f"deadline{i}"), sampling=params)), 0.0)
     engine.check_integrity()
-    assert engine.abort("dated1")
+    assert engine.abort("deadline1")
     engine.check_integrity()
     while not engine.idle:
         engine.step()

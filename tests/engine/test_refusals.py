@@ -1,4 +1,4 @@
-"""What the loop refuses at its edge."""
+"""Tests of the requests that the loop refuses."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
         "'choices' holds 16386 bytes; the limit is 16384",
     ),
     (
-        "choices that need more tokens than there are",
+        "choices that need more tokens than are left",
         lambda _: request(
             "x", sampling=SamplingParams.parse({"choices": ["q" * 400], "max_tokens": 3})
         ),
@@ -131,7 +131,7 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
 @pytest.mark.parametrize(
     ("make", "kind", "message"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS]
 )
-def test_a_wrong_request_is_refused_at_the_edge_and_harms_no_other(
+def test_an_invalid_request_is_refused_and_harms_no_other(
     loop: EngineLoop, make: Callable[[EngineLoop], Request], kind: type[VLoraError], message: str
 ) -> None:
     sink = Collector()

@@ -1,4 +1,4 @@
-"""The oracle, its questions and the count of near-ties of a session."""
+"""Fixtures of the parity tests: adapters, the oracle, its cases and the tally of near-ties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LM_HEAD = AdapterSpec("lm-head-r32", rank=32, targets=("q_proj", "down_proj", "l
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Torch threads that wait for a busy core make these tests ten times slower."""
+    """Use one torch thread: threads that wait for a busy core make these tests ten times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
 def parity_adapters(
     checkpoint: Path, adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The session's adapters and one that also targets the LM head."""
+    """Return the folder of the session's adapters and one that also targets the LM head."""
     folder = tmp_path_factory.mktemp("parity") / "adapters"
     shutil.copytree(adapters_dir, folder)
     with pytest.warns(UserWarning, match="save_embedding_layers"):
@@ -50,7 +50,7 @@ def cases(oracle: Oracle, parity_adapters: Path) -> list[Case]:
 
 @pytest.fixture(scope="session")
 def tally() -> Iterator[Tally]:
-    """Asserted when the session ends: near-ties are at most 0.1 % of all tokens."""
+    """Count near-ties; at the end of the session they must be at most 0.1 % of all tokens."""
     tally = Tally()
     yield tally
     print(f"\nparity: {tally.tokens} tokens, {tally.ties} near-ties")

@@ -1,4 +1,4 @@
-"""Closed answer sets against the oracle, token by token."""
+"""Constrained answers, compared with the oracle token by token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def engine(checkpoint: Path, parity_adapters: Path) -> Engine:
     return Engine(Options(model=checkpoint, adapters=parity_adapters))
 
 
-def answer(engine: Engine, request: Request) -> list[Output]:
+def run_alone(engine: Engine, request: Request) -> list[Output]:
     engine.add(engine.prepare(request), arrival=0.0)
     outputs = []
     while not engine.idle:
@@ -29,9 +29,9 @@ def answer(engine: Engine, request: Request) -> list[Output]:
 
 
 def greedy_choice(case: Case, choices: tuple[str, ...]) -> str:
-    """The oracle's answer: at each token, the best one that keeps some choice in reach.
+    """Return the oracle's answer: at each position the best token that can still lead to a choice.
 
-    Written the slow way: every token of the vocabulary is tried against every choice as text.
+    Tries every token of the vocabulary with every choice as text.
     """
     tokenizer = case.oracle.tokenizer
     spellings = {text: choice for choice in choices for text in (choice, " " + choice)}
@@ -43,24 +43,24 @@ def greedy_choice(case: Case, choices: tuple[str, ...]) -> str:
     }
     tokens: list[int] = []
     while True:
-        said = "".join(texts[token] for token in tokens)
-        longer = [text for text in spellings if text.startswith(said) and text != said]
-        if said in spellings and not longer:
-            return spellings[said]
+        answer = "".join(texts[token] for token in tokens)
+        longer = [s for s in spellings if s.startswith(answer) and s != answer]
+        if answer in spellings and not longer:
+            return spellings[answer]
         allowed = [
             token
             for token, text in texts.items()
-            if text and any(spelled.startswith(said + text) for spelled in longer)
-        ] + [eos] * (said in spellings)
+            if text and any(spelling.startswith(answer + text) for spelling in longer)
+        ] + [eos] * (answer in spellings)
         logits = case.oracle.logits(case.question, tokens)[-1]
         best = max(allowed, key=lambda token: float(logits[token]))
         if best == eos:
-            return spellings[said]
+            return spellings[answer]
         tokens.append(best)
 
 
 @pytest.mark.parametrize("choices", [CHOICES[:4], ("yes", "no"), ("no", "none", "not one")])
-def test_the_choice_is_the_oracles(
+def test_the_choice_equals_the_oracles(
     engine: Engine, cases: list[Case], choices: tuple[str, ...]
 ) -> None:
     for index, case in enumerate(cases[1::4]):
@@ -74,7 +74,7 @@ def test_the_choice_is_the_oracles(
             adapter=case.question.adapter,
             images=case.images,
         )
-        outputs = answer(engine, request)
+        outputs = run_alone(engine, request)
         assert "".join(output.text for output in outputs) == greedy_choice(case, choices)
         assert outputs[-1].finish_reason == "stop"
 
@@ -82,16 +82,16 @@ def test_the_choice_is_the_oracles(
 @pytest.mark.parametrize("seed", range(6))
 def test_a_sampled_choice_is_always_one_of_the_set(engine: Engine, seed: int) -> None:
     params = SamplingParams.parse({"temperature": 3.0, "seed": seed, "choices": list(CHOICES)})
-    outputs = answer(engine, Request(id="s", prompt="<s>which?", sampling=params))
+    outputs = run_alone(engine, Request(id="s", prompt="<s>which?", sampling=params))
     assert "".join(output.text for output in outputs) in CHOICES
 
 
-def test_a_choice_fits_the_tokens_it_is_given(engine: Engine) -> None:
-    least = len(engine.admission.reader.tokenizer("reddish brown")["input_ids"])
+def test_a_choice_fits_into_max_tokens(engine: Engine) -> None:
+    required = len(engine.admission.reader.tokenizer("reddish brown")["input_ids"])
     for seed in range(6):
         params = SamplingParams.parse(
-            {"temperature": 3.0, "seed": seed, "choices": list(CHOICES), "max_tokens": least + 4}
+            {"temperature": 3.0, "seed": seed, "choices": list(CHOICES), "max_tokens": required + 4}
         )
-        outputs = answer(engine, Request(id="s", prompt="<s>which?", sampling=params))
+        outputs = run_alone(engine, Request(id="s", prompt="<s>which?", sampling=params))
         assert "".join(output.text for output in outputs) in CHOICES
-        assert outputs[-1].num_output_tokens <= least + 4
+        assert outputs[-1].num_output_tokens <= required + 4

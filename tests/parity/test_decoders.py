@@ -1,4 +1,4 @@
-"""Every decoder that is served, alone and random, against transformers' own."""
+"""Every supported decoder with random weights, compared with that of transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vlora.request import Request
 from vlora.sampling import SamplingParams
 
 TRAINED = 32
-"""Positions before the scaled rotary embeddings were stretched; prompts go well beyond."""
+"""Original number of positions of the scaled rotary embeddings; prompts are longer."""
 
 BASE = {"rope_theta": 1e4}
 LINEAR = BASE | {"rope_type": "linear", "factor": 4.0}
@@ -43,7 +43,7 @@ YARN = BASE | {
     "factor": 4.0,
     "original_max_position_embeddings": TRAINED,
 }
-SERVED: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+DECODERS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-biased": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama-odd-heads": (LlamaConfig, {"head_dim": 20, "tie_word_embeddings": True}),
@@ -69,8 +69,8 @@ SERVED: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 def save(name: str, checkpoint: Path, folder: Path) -> PreTrainedModel:
-    """A random decoder with the demo's tokenizer, saved as transformers does."""
-    kind, options = SERVED[name]
+    """Save a random decoder with the demo's tokenizer, and return it."""
+    kind, options = DECODERS[name]
     torch.manual_seed(3)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
@@ -94,41 +94,46 @@ def save(name: str, checkpoint: Path, folder: Path) -> PreTrainedModel:
     return model
 
 
-def furthest_behind(model: PreTrainedModel, folder: Path) -> float:
-    """Eight prompts in one batch, longer than `TRAINED`: how far behind transformers' best logit
-    the engine's tokens are at most, teacher-forced."""
+def max_logit_gap(model: PreTrainedModel, folder: Path) -> float:
+    """Return the maximum gap between transformers' best logit and that of the engine's token.
+
+    The engine answers eight prompts longer than TRAINED in one batch; transformers is
+    teacher-forced with its tokens.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     engine = Engine(Options(model=folder))
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     rng = np.random.default_rng(0)
-    texts = {f"q{i}": " ".join(["<s>", *rng.choice(WORDS, TRAINED)]) for i in range(8)}
-    for asked, text in texts.items():
-        engine.add(engine.prepare(Request(asked, text, params)), arrival=0.0)
-    answers: dict[str, list[int]] = {asked: [] for asked in texts}
+    prompts = {f"q{i}": " ".join(["<s>", *rng.choice(WORDS, TRAINED)]) for i in range(8)}
+    for request_id, prompt in prompts.items():
+        engine.add(engine.prepare(Request(request_id, prompt, params)), arrival=0.0)
+    answers: dict[str, list[int]] = {request_id: [] for request_id in prompts}
     while not engine.idle:
         for output in engine.step():
             answers[output.request_id] += output.token_ids
-    behind = 0.0
-    for asked, tokens in answers.items():
-        prompt = tokenizer(texts[asked], add_special_tokens=False)["input_ids"]
-        assert len(prompt) >= TRAINED
+    gap = 0.0
+    for request_id, tokens in answers.items():
+        ids = tokenizer(prompts[request_id], add_special_tokens=False)["input_ids"]
+        assert len(ids) >= TRAINED
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            logits = model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
         for row, token in zip(logits, tokens, strict=True):
-            behind = max(behind, float(row.max() - row[token]))
-    return behind
+            gap = max(gap, float(row.max() - row[token]))
+    return gap
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_a_decoder_equals_transformers(name: str, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_equals_that_of_transformers(name: str, checkpoint: Path, tmp_path: Path) -> None:
     model = save(name, checkpoint, tmp_path)
-    assert furthest_behind(model, tmp_path) <= NEAR_TIE
+    assert max_logit_gap(model, tmp_path) <= NEAR_TIE
 
 
 @pytest.mark.parametrize("name", ["rope-linear", "rope-llama3", "rope-yarn"])
-def test_without_the_scaling_it_would_not(name: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_decoder_without_its_rope_scaling_differs(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
     model = save(name, checkpoint, tmp_path)
     path = tmp_path / "config.json"
     plain = {"rope_parameters": BASE | {"rope_type": "default"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | plain))
-    assert furthest_behind(model, tmp_path) > 100 * NEAR_TIE
+    assert max_logit_gap(model, tmp_path) > 100 * NEAR_TIE

@@ -1,6 +1,6 @@
-"""Engine tokens equal the oracle's in every mode, and what a run tells of its modes is true.
+"""Engine tokens equal the oracle's in every mode, and the modes are reported correctly.
 
-Drawn sequences of modes are among the schedules (test_schedules.py).
+Random sequences of modes are part of the schedules (test_schedules.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def all_at_once(cases: list[Case], rows: int) -> Schedule:
 def test_tokens_and_scores_are_the_oracles_whichever_adapter_is_live(
     cases: list[Case], checkpoint: Path, parity_adapters: Path, tally: Tally, merging: str
 ) -> None:
-    """Another one in each step, so that a request's keys and values come from all of them."""
+    """The live adapter changes in each step, so a request's keys and values mix all of them."""
     engine = Engine(
         Options(
             model=checkpoint,
@@ -47,5 +47,5 @@ def test_tokens_and_scores_are_the_oracles_whichever_adapter_is_live(
     stats = engine.stats()
     assert stats.mode_steps == {mode.value: count for mode, count in modes.items()}
     assert stats.switches == len(plans) - 1
-    for said in outputs.values():
-        assert sum(said[-1].modes.values()) >= len(said)
+    for request_outputs in outputs.values():
+        assert sum(request_outputs[-1].modes.values()) >= len(request_outputs)

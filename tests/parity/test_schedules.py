@@ -1,4 +1,4 @@
-"""Engine tokens equal the oracle's, whatever the schedule."""
+"""Engine tokens equal the oracle's under any schedule of requests and live adapters."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
     )
     base = engine.slab.digest()
     if schedule.live_slots:
-        slots, lives = [BASE, *range(len(engine.adapters.names()))], schedule.live_slots
+        slots, numbers = [BASE, *range(len(engine.adapters.names()))], schedule.live_slots
 
         def live(step: int) -> int:
-            slot = slots[lives[step % len(lives)]]
+            slot = slots[numbers[step % len(numbers)]]
             return slot if slot in engine.adapters.resident else BASE
 
         drive(engine, live, in_order=schedule.in_order)
@@ -84,19 +84,19 @@ def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
 
 @pytest.fixture(scope="module")
 def packed(checkpoint: Path, parity_adapters: Path) -> dict[str, int]:
-    """Bytes of each adapter's packed copies."""
+    """Return the bytes of each adapter's packed matrices."""
     store = Engine(Options(model=checkpoint, adapters=parity_adapters)).adapters
     return {name: store.packed_bytes(store.handle(name)) for name in store.names()}
 
 
-def test_page_pressure_really_preempts(
+def test_too_few_pages_preempt_a_request_without_changing_tokens(
     cases: list[Case],
     checkpoint: Path,
     parity_adapters: Path,
     tally: Tally,
     packed: dict[str, int],
 ) -> None:
-    """The schedule that the drawn ones hope for: two growing answers and pages for one."""
+    """Two answers grow and there are pages for one, which random schedules rarely produce."""
     growing = [i for i, case in enumerate(cases) if len(case.expected.tokens) > 16][:2]
     longest = max(cases[i].length + cases[i].max_tokens for i in growing)
     engine = Engine(

@@ -1,4 +1,4 @@
-"""Which modules an adapter's config targets, with which rank and scale: as PEFT has it."""
+"""Modules that an adapter's config targets, their ranks and scales, compared with PEFT."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ by_pattern = st.fixed_dictionaries(
 
 
 def read(folder: Path, config: Mapping[str, Any]) -> PeftConfig:
-    whole = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config
-    (folder / "adapter_config.json").write_text(json.dumps(whole))
+    full = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | config
+    (folder / "adapter_config.json").write_text(json.dumps(full))
     return read_config(folder, ErrorFactory("x"))
 
 
@@ -79,13 +79,13 @@ def read(folder: Path, config: Mapping[str, Any]) -> PeftConfig:
     config=st.one_of(by_names, by_pattern),
     layers_pattern=st.sampled_from([None, "layers", ["blocks", "layers"], "h"]),
 )
-def test_the_targets_are_pefts(
+def test_targets_equal_those_of_peft(
     tmp_path: Path, config: dict[str, Any], layers_pattern: str | list[str] | None
 ) -> None:
     if config.get("layers_to_transform") is not None and layers_pattern:
         config = config | {"layers_pattern": layers_pattern}
     ours, theirs = read(tmp_path, config), LoraConfig(**config)
-    if theirs.target_modules == "all-linear":  # PEFT makes the names of all linear layers of it
+    if theirs.target_modules == "all-linear":  # PEFT replaces it by the names of all linear layers
         theirs.target_modules = {path for path in MODULES if path != "lm_head"}
     for path in MODULES:
         expected = bool(check_target_module_exists(theirs, path))
@@ -100,7 +100,7 @@ def test_the_targets_are_pefts(
     alphas=st.dictionaries(ends, st.integers(1, 64), max_size=4),
     rslora=st.booleans(),
 )
-def test_ranks_and_scales_are_pefts(
+def test_ranks_and_scales_equal_those_of_peft(
     tmp_path: Path, ranks: dict[str, int], alphas: dict[str, int], rslora: bool
 ) -> None:
     ours = read(
@@ -119,19 +119,19 @@ def test_ranks_and_scales_are_pefts(
         assert ours.scale_of([path]) == alpha / (rank**0.5 if rslora else rank)
 
 
-MADE: dict[str, dict[str, Any]] = {
+ADAPTERS: dict[str, dict[str, Any]] = {
     "some-layers": {
         "target_modules": ["o_proj", "up_proj"],
         "layers_to_transform": [0, 3],
         "layers_pattern": "layers",
         "alpha_pattern": {"layers.3.mlp.up_proj": 24},
     },
-    "without-one": {
+    "with-exclusions": {
         "target_modules": ["o_proj", "gate_proj", "lm_head"],
         "exclude_modules": r".*layers\.[12]\.mlp.*",
         "use_rslora": True,
     },
-    "by-whole-names": {
+    "by-full-names": {
         "target_modules": [f"model.language_model.layers.{i}.self_attn.q_proj" for i in range(4)],
         "rank_pattern": {"layers.2.self_attn.q_proj": 9},
     },
@@ -139,10 +139,10 @@ MADE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters saved by PEFT, none of which names its modules the simple way."""
+def saved(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of adapters saved by PEFT, whose configs name modules in special ways."""
     root = tmp_path_factory.mktemp("targets")
-    for seed, (name, options) in enumerate(MADE.items()):
+    for seed, (name, options) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
         config = LoraConfig(r=4, lora_alpha=16, init_lora_weights=False, **options)
@@ -152,25 +152,27 @@ def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stripped(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, and one whose config targets more than it has weights for."""
+def adapters(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy with one more adapter, whose config has a target without weights."""
     root = tmp_path_factory.mktemp("stripped") / "adapters"
-    shutil.copytree(made, root)
-    shutil.copytree(made / "by-whole-names", root / "target-without-weights")
+    shutil.copytree(saved, root)
+    shutil.copytree(saved / "by-full-names", root / "target-without-weights")
     path = root / "target-without-weights" / "adapter_config.json"
     config = json.loads(path.read_text())
-    config["init_lora_weights"] = True  # else PEFT fills what has no weights with noise
+    config["init_lora_weights"] = True  # otherwise PEFT initialises missing weights with noise
     config["target_modules"] += ["down_proj", "vision_tower.encoder.layers.0.mlp.fc1"]
     path.write_text(json.dumps(config))
     return root
 
 
-def test_such_adapters_answer_as_with_peft(checkpoint: Path, stripped: Path) -> None:
-    oracle = Oracle(checkpoint, stripped)
-    engine = Engine(Options(model=checkpoint, adapters=stripped))
+def test_adapters_with_special_targets_answer_as_with_peft(
+    checkpoint: Path, adapters: Path
+) -> None:
+    oracle = Oracle(checkpoint, adapters)
+    engine = Engine(Options(model=checkpoint, adapters=adapters))
     assert not engine.adapters.broken
     answers = set()
-    for name in (*MADE, "target-without-weights"):
+    for name in (*ADAPTERS, "target-without-weights"):
         question = Question("<s>how many circles are there? Answer:", name, None)
         sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=False)
         engine.add(engine.prepare(Request("q", question.prompt, sampling, name)), arrival=0.0)
@@ -179,13 +181,13 @@ def test_such_adapters_answer_as_with_peft(checkpoint: Path, stripped: Path) -> 
             tokens += [token for output in engine.step() for token in output.token_ids]
         oracle.near_ties(question, oracle.greedy(question, 24), tokens)
         answers.add(tuple(tokens))
-    assert len(answers) == len(MADE), "adapters must differ, but for the one with a copy's weights"
+    assert len(answers) == len(ADAPTERS), "all adapters but the copy must answer differently"
 
 
-def test_weights_beside_the_targets_are_refused_where_peft_leaves_them_out(
-    checkpoint: Path, made: Path, tmp_path: Path
+def test_weights_outside_the_targets_are_refused_where_peft_ignores_them(
+    checkpoint: Path, saved: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(made / "without-one", tmp_path / "narrowed")
+    shutil.copytree(saved / "with-exclusions", tmp_path / "narrowed")
     path = tmp_path / "narrowed" / "adapter_config.json"
     narrowed = {"target_modules": ["o_proj", "lm_head"], "exclude_modules": None}
     path.write_text(json.dumps(json.loads(path.read_text()) | narrowed))

@@ -1,4 +1,4 @@
-"""bfloat16 as storage: logits are no further from fp32 than transformers' own in bfloat16."""
+"""Storage in bfloat16: logits are as near to fp32 as those of transformers in bfloat16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from benchmarks import llava
 from tests.support.modes import drive
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.model.decoder_config import dtype_of
+from vlora.model.decoder_config import dtype_of, load_config
+from vlora.model.loader import load_weights
 from vlora.model.runner import Runner, StepResult
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
@@ -51,11 +52,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> llava.Checkpoint:
 
 @pytest.fixture(params=["demo", "random"])
 def subject(request: pytest.FixtureRequest, small: llava.Checkpoint) -> tuple[Path, int]:
-    """A checkpoint and the side of its images."""
+    """Return a checkpoint and the edge length of its images."""
     return (DEMO, 64) if request.param == "demo" else (small.folder, SMALL.image)
 
 
-def ours(
+def engine_logits(
     folder: Path,
     dtype: str,
     prompts: Sequence[str],
@@ -64,35 +65,37 @@ def ours(
     names: Sequence[str | None] = (None,) * PROMPTS,
     live: str | None = None,
 ) -> torch.Tensor:
-    """[prompts, V] logits after each prompt with its image, by our tower and our engine. live: the
-    adapter in the weights."""
+    """Return the engine's logits after each prompt with its image, [prompts, V].
+
+    names: adapter of each prompt. live: adapter merged into the weights.
+    """
     encoder = VisionEncoder(folder, 1, TYPES[dtype])
     engine = Engine(Options(model=folder, adapters=adapters, dtype=dtype))
     slot = engine.adapters.slot(live)
     drive(engine, lambda _: slot)
-    found: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
     forward = Runner.forward
 
-    def kept(self: Runner, *args: Any) -> StepResult:
+    def recorded(self: Runner, *args: Any) -> StepResult:
         result = forward(self, *args)
-        found.append(result.logits.clone())
+        rows.append(result.logits.clone())
         return result
 
-    with patch.object(Runner, "forward", kept):
+    with patch.object(Runner, "forward", recorded):
         for index, (text, image, name) in enumerate(zip(prompts, images, names, strict=True)):
             (features,) = encoder.encode([image])
             layout = np.array([[0, len(features), 1, *encoder.grid, 0]], dtype=np.int32)
             params = SamplingParams(temperature=0.0, max_tokens=1)
-            given = ImageFeatures(features, layout)
-            request = Request(f"types-{index}", text, params, adapter=name, images=given)
+            encoded = ImageFeatures(features, layout)
+            request = Request(f"types-{index}", text, params, adapter=name, images=encoded)
             engine.add(engine.prepare(request), 0.0)
             while not engine.idle:
                 engine.step()
-    return torch.cat(found)
+    return torch.cat(rows)
 
 
 @torch.inference_mode()
-def stock(
+def stock_logits(
     folder: Path,
     dtype: str,
     prompts: Sequence[str],
@@ -101,7 +104,10 @@ def stock(
     *,
     merged: bool = False,
 ) -> torch.Tensor:
-    """The same by transformers and PEFT, everything in one type. merged: by merge_and_unload."""
+    """Return the same logits from transformers and PEFT, computed in `dtype`.
+
+    merged: whether the adapter is merged by merge_and_unload.
+    """
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=TYPES[dtype]).eval()
     if adapter is not None:
         peft = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)
@@ -109,16 +115,16 @@ def stock(
         model = peft.merge_and_unload() if merged else peft.get_base_model()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encoder = VisionEncoder(folder, 1)
-    found = []
+    rows = []
     for text, image in zip(prompts, images, strict=True):
         ids: list[int] = []
         for token in tokenizer(text)["input_ids"]:
-            many = model.config.image_seq_length if token == model.config.image_token_id else 1
-            ids.extend([token] * many)
+            is_image = token == model.config.image_token_id
+            ids.extend([token] * (model.config.image_seq_length if is_image else 1))
         pixels = encoder.preprocess(image).to(TYPES[dtype])
         logits = model(input_ids=torch.tensor([ids]), pixel_values=pixels).logits
-        found.append(logits[0, -1:].float())
-    return torch.cat(found)
+        rows.append(logits[0, -1:].float())
+    return torch.cat(rows)
 
 
 def test_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_transformers(
@@ -128,10 +134,10 @@ def test_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_transformers(
     rng = np.random.default_rng(5)
     prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(PROMPTS)]
     images = [DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in prompts]
-    exact = stock(folder, "float32", prompts, images)
-    assert torch.allclose(ours(folder, "float32", prompts, images), exact, atol=2e-4)
-    theirs = (stock(folder, "bfloat16", prompts, images) - exact).square().mean().sqrt()
-    error = (ours(folder, "bfloat16", prompts, images) - exact).square().mean().sqrt()
+    exact = stock_logits(folder, "float32", prompts, images)
+    assert torch.allclose(engine_logits(folder, "float32", prompts, images), exact, atol=2e-4)
+    theirs = (stock_logits(folder, "bfloat16", prompts, images) - exact).square().mean().sqrt()
+    error = (engine_logits(folder, "bfloat16", prompts, images) - exact).square().mean().sqrt()
     assert 0 < error <= 1.5 * theirs, f"{error:.4g} against {theirs:.4g}"
 
 
@@ -142,23 +148,27 @@ def test_with_adapters_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_peft(
     side, names = SMALL.image, small.adapter_names
     prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(PROMPTS)]
     images = [DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in prompts]
-    asked = [names[index % len(names)] for index in range(PROMPTS)]
+    prompt_adapters = [names[index % len(names)] for index in range(PROMPTS)]
 
-    def theirs(dtype: str) -> torch.Tensor:
-        found = torch.empty(PROMPTS, SMALL.vocabulary)
+    def peft_logits(dtype: str) -> torch.Tensor:
+        logits = torch.empty(PROMPTS, SMALL.vocabulary)
         for number, name in enumerate(names):
-            chosen = slice(number, None, len(names))
-            found[chosen] = stock(
-                small.folder, dtype, prompts[chosen], images[chosen], small.adapters / name
+            own = slice(number, None, len(names))
+            logits[own] = stock_logits(
+                small.folder, dtype, prompts[own], images[own], small.adapters / name
             )
-        return found
+        return logits
 
-    exact = theirs("float32")
-    found = ours(small.folder, "float32", prompts, images, small.adapters, asked)
-    assert torch.allclose(found, exact, atol=5e-4)
-    allowed = 1.5 * (theirs("bfloat16") - exact).square().mean().sqrt()
-    found = ours(small.folder, "bfloat16", prompts, images, small.adapters, asked)
-    error = (found - exact).square().mean().sqrt()
+    exact = peft_logits("float32")
+    logits = engine_logits(
+        small.folder, "float32", prompts, images, small.adapters, prompt_adapters
+    )
+    assert torch.allclose(logits, exact, atol=5e-4)
+    allowed = 1.5 * (peft_logits("bfloat16") - exact).square().mean().sqrt()
+    logits = engine_logits(
+        small.folder, "bfloat16", prompts, images, small.adapters, prompt_adapters
+    )
+    error = (logits - exact).square().mean().sqrt()
     assert 0 < error <= allowed, f"{error:.4g} against {allowed:.4g}"
 
 
@@ -166,23 +176,23 @@ def test_with_adapters_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_peft(
 def test_merged_logits_in_bfloat16_are_as_near_to_fp32_as_those_of_merge_and_unload(
     small: llava.Checkpoint, rows: str
 ) -> None:
-    """Of the live adapter's own rows, and of others' from which it is taken out again."""
+    """Compare rows of the live adapter, and rows of others from which it is subtracted."""
     rng = np.random.default_rng(7)
     side, (live, other, *_) = SMALL.image, small.adapter_names
-    asked = live if rows == "merged" else other
-    folder = small.adapters / asked
+    adapter = live if rows == "merged" else other
+    folder = small.adapters / adapter
     prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(PROMPTS)]
     images = [DecodedImage(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in prompts]
-    exact = stock(small.folder, "float32", prompts, images, folder)
-    theirs = stock(small.folder, "bfloat16", prompts, images, folder, merged=True)
-    names = [asked] * PROMPTS
-    given = (small.folder, "bfloat16", prompts, images, small.adapters, names, live)
-    error = (ours(*given) - exact).square().mean().sqrt()
+    exact = stock_logits(small.folder, "float32", prompts, images, folder)
+    theirs = stock_logits(small.folder, "bfloat16", prompts, images, folder, merged=True)
+    names = [adapter] * PROMPTS
+    logits = engine_logits(small.folder, "bfloat16", prompts, images, small.adapters, names, live)
+    error = (logits - exact).square().mean().sqrt()
     allowed = 1.5 * (theirs - exact).square().mean().sqrt()
     assert 0 < error <= allowed, f"{error:.4g} against {allowed:.4g}"
 
 
-def test_the_checkpoints_own_type_is_bfloat16_only_where_it_is_stored_so(
+def test_dtype_auto_is_bfloat16_only_for_a_checkpoint_stored_in_it(
     small: llava.Checkpoint,
 ) -> None:
     assert dtype_of("auto", small.folder) == torch.bfloat16
@@ -190,14 +200,11 @@ def test_the_checkpoints_own_type_is_bfloat16_only_where_it_is_stored_so(
     assert dtype_of("bfloat16", DEMO) == torch.bfloat16
 
 
-def test_bfloat16_halves_the_matrices_and_leaves_the_norms(small: llava.Checkpoint) -> None:
-    from vlora.model.decoder_config import load_config
-    from vlora.model.loader import load_weights
-
+def test_bfloat16_halves_the_matrices_and_not_the_norms(small: llava.Checkpoint) -> None:
     config = load_config(small.folder)
-    whole, half = (load_weights(small.folder, config, dtype) for dtype in TYPES.values())
-    assert half.slab.base.nbytes * 2 == whole.slab.base.nbytes
+    full, half = (load_weights(small.folder, config, dtype) for dtype in TYPES.values())
+    assert half.slab.base.nbytes * 2 == full.slab.base.nbytes
     assert half.lm_head.dtype == half.embedding.dtype == torch.bfloat16
     assert half.final_norm.dtype == torch.float32
-    assert torch.equal(half.slab.base.float(), whole.slab.base), "it is stored in bfloat16"
-    assert half.slab.digest() != whole.slab.digest()
+    assert torch.equal(half.slab.base.float(), full.slab.base), "the file is in bfloat16"
+    assert half.slab.digest() != full.slab.digest()

@@ -1,13 +1,15 @@
-"""Random problems of the operator, and their answers in float64."""
+"""Random problems of the operator, and their results in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tools.tile_search.cuda_build import NoToolchain, emulate
+from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.cuda.library import Library
 from vlora.atmm.groups import LoraGroup
@@ -27,8 +29,11 @@ TWIN, EMULATED, CUDA = "twin", "cuda-emulated", "cuda"
 
 
 def implementations() -> list[str]:
-    """The reference, each instruction set of this CPU and AMX's twin, the CUDA kernels run on the
-    host, and those on a GPU where there is one."""
+    """Return the names of all implementations.
+
+    These are the reference, each instruction set of this CPU and AMX's twin, the CUDA kernels
+    emulated on the host, and those on a GPU if there is one.
+    """
     try:
         isas = [*tiles.isas(), TWIN]
     except ImportError:
@@ -37,7 +42,7 @@ def implementations() -> list[str]:
 
 
 def emulation() -> Library:
-    """The CUDA kernels compiled for the host; skips without a C++ compiler."""
+    """Return the CUDA kernels compiled for the host; skip the test without a C++ compiler."""
     try:
         return Library(emulate())
     except NoToolchain as error:
@@ -52,7 +57,7 @@ compiled = pytest.mark.skipif(
 def group_of(
     d_in: int, d_outs: Sequence[int], ranks: Sequence[int | None], dtype: torch.dtype = FP32
 ) -> LoraGroup:
-    """Random pairs that keep values near 1; rank None: not targeted."""
+    """Return a group of random pairs that keep values near 1. A rank of None: not targeted."""
     group = LoraGroup(d_in, d_outs, dtype)
     for rank in ranks:
         group.append(
@@ -72,7 +77,7 @@ def group_of(
 def expected(
     y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
 ) -> torch.Tensor:
-    """The semantics, in float64."""
+    """Return the result by the operator's semantics, in float64."""
     result = y.double().clone()
     column = 0
     for d_out, pairs in zip(group.d_outs, group.pairs, strict=True):
@@ -87,7 +92,7 @@ def expected(
 
 
 def tolerance_of(backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype) -> float:
-    """Of rows of y and matrices of these types."""
+    """Return the tolerance for rows of y and matrices of these types."""
     rounding = backend == "cuda" or (
         backend == "cpu" and tiles.current_isa("bf16") in MULTIPLY_PAIRS
     )
@@ -104,12 +109,27 @@ def check(
     backend: Backend,
     **options: int,
 ) -> None:
-    want = expected(y, x, segments, group)
-    got = y.clone(memory_format=torch.preserve_format)
-    op.apply(got, x, segments, group, backend=backend, **options)
+    """Compare `op.apply` with `expected`, and check that rows of no segment are unchanged."""
+    desired = expected(y, x, segments, group)
+    actual = y.clone(memory_format=torch.preserve_format)
+    op.apply(actual, x, segments, group, backend=backend, **options)
     tolerance = tolerance_of(backend, group.dtype, y.dtype)
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), desired, rtol=tolerance, atol=tolerance)
     untouched = torch.ones(len(y), dtype=torch.bool, device=y.device)
     for segment in segments:
         untouched[segment.start : segment.start + segment.length] = False
-    assert torch.equal(got[untouched], y[untouched])
+    assert torch.equal(actual[untouched], y[untouched])
+
+
+@contextmanager
+def pinned(name: str | None = None) -> Iterator[None]:
+    """Use one tile for every shape (the built-in one by default) in this context.
+
+    All sums are then in one order, so a row's output is bit-identical in any batch.
+    """
+    core = native.kernels().atmm
+    before = core.pin(name or "default")
+    try:
+        yield
+    finally:
+        core.pin(before)

@@ -1,4 +1,4 @@
-"""Requests of the engine's tests, and a sink that remembers what it is told."""
+"""Requests for tests of the engine, ways to run them, and a sink that records its outputs."""
 
 from __future__ import annotations
 
@@ -7,43 +7,62 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from vlora.engine.engine import Engine
 from vlora.request import Output, Request
 from vlora.sampling import SamplingParams
 
 PATIENCE = 30.0
-"""Seconds after which a test gives up waiting; nothing here takes one."""
+"""Seconds after which a test stops waiting; nothing here takes one second."""
 
 
 class Collector:
-    """A sink that remembers, and wakes who waits."""
+    """A sink that records outputs and wakes the threads that wait for them."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, list[Output]] = defaultdict(list)
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
 
     def __call__(self, output: Output) -> None:
-        with self._news:
+        with self._changed:
             self.outputs[output.request_id].append(output)
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        with self._news:
-            assert self._news.wait_for(condition, PATIENCE), "nothing came"
+        """Wait until the condition holds; it is checked after each output."""
+        with self._changed:
+            assert self._changed.wait_for(condition, PATIENCE), "no such output came in time"
 
     def last(self, request_id: str) -> Output:
+        """Wait for the last output of a request and return it."""
         self.wait(lambda: any(output.finished for output in self.outputs[request_id]))
         return self.outputs[request_id][-1]
 
     def tokens(self, request_id: str) -> list[int]:
+        """Return all tokens of a request so far."""
         return [token for output in self.outputs[request_id] for token in output.token_ids]
 
 
 def request(request_id: str, max_tokens: int = 4, **fields: Any) -> Request:
+    """Return a greedy request that ends after `max_tokens` tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     values = {"prompt": "<s>what is it?", "sampling": params} | fields
     return Request(id=request_id, **values)
 
 
 def endless(request_id: str, **fields: Any) -> Request:
-    """Runs until it is ended (for a test's purposes)."""
+    """Return a request that runs, for a test's purposes, until it is ended."""
     return request(request_id, max_tokens=900, **fields)
+
+
+def answers(engine: Engine, batch: list[Request]) -> dict[str, tuple[list[int], str]]:
+    """Run requests that arrive together; return (tokens, text) by request id."""
+    tokens: dict[str, list[int]] = {request.id: [] for request in batch}
+    texts = dict.fromkeys(tokens, "")
+    for item in batch:
+        engine.add(engine.prepare(item), arrival=0.0)
+    while not engine.idle:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+            texts[output.request_id] += output.text
+    engine.check_integrity()
+    return {name: (tokens[name], texts[name]) for name in tokens}

@@ -1,4 +1,4 @@
-"""Stand-ins for what the services talk to: an engine that echoes, a client, an encoder."""
+"""Fakes of the interfaces that the services use: engine, adapters, responder, metrics."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ TEMPLATE = ChatTemplate(prefix="[USER] ", suffix=" [BOT]")
 
 
 def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) -> AdapterInfo:
+    """Return the description of an adapter. head: tasks that its vision task head answers."""
     return AdapterInfo(
         name=name,
         digest=f"digest-of-{name}",
@@ -31,17 +32,25 @@ def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) 
 
 
 class FakeAdapters:
+    """Adapters by name."""
+
     def __init__(self, *infos: AdapterInfo) -> None:
         self._infos = {info.name: info for info in infos}
 
     def info(self, name: str) -> AdapterInfo:
+        """Return an adapter's description. Raises NotFound."""
         if name not in self._infos:
             raise NotFound(f"unknown adapter '{name}'")
         return self._infos[name]
 
 
 class FakeEngine:
-    """Keeps what is submitted; the test plays the response thread with `say` and `end`."""
+    """Engine that records its calls.
+
+    The test sends outputs with `say`, `answer_with_head` and `fail`, as the response thread would.
+
+    refuse: error that calls raise. max_admitted: queue length at which requests are refused.
+    """
 
     def __init__(self, *infos: AdapterInfo) -> None:
         self.adapters = FakeAdapters(*infos)
@@ -50,18 +59,21 @@ class FakeEngine:
         self.stopped: list[str] = []
         self.refuse: VLoraError | None = None
         self.admitted: set[str] = set()
-        self.room: int | None = None
+        self.max_admitted: int | None = None
         self._sinks: dict[str, OutputSink] = {}
 
     def admit(self, request_id: str, client_id: str = "") -> None:
-        if self.room is not None and len(self.admitted) >= self.room:
+        """Admit a request. Raises Unavailable if the queue is full."""
+        if self.max_admitted is not None and len(self.admitted) >= self.max_admitted:
             raise Unavailable(f"the queue is full: {len(self.admitted)} requests are waiting")
         self.admitted.add(request_id)
 
     def withdraw(self, request_id: str) -> None:
+        """Undo `admit`."""
         self.admitted.discard(request_id)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
+        """Record an admitted request and the sink of its outputs."""
         if self.refuse is not None:
             raise self.refuse
         self.admitted.remove(request.id)
@@ -69,16 +81,18 @@ class FakeEngine:
         self._sinks[request.id] = sink
 
     def abort(self, request_id: str) -> None:
+        """Record the call and end the request."""
         self.aborted.append(request_id)
         self.fail(Cancelled("the request was cancelled"), request_id)
 
     def stop_client(self, client_id: str) -> None:
+        """Record the call."""
         if self.refuse is not None:
             raise self.refuse
         self.stopped.append(client_id)
 
     def say(self, text: str, finish_reason: str | None = None, **more: object) -> None:
-        """One output of the last request."""
+        """Send an output of the last request."""
         request = self.requests[-1]
         output = Output(
             request_id=request.id,
@@ -92,11 +106,13 @@ class FakeEngine:
         self._sinks[request.id](output)
 
     def answer_with_head(self, labels: tuple[str, ...], scores: tuple[float, ...]) -> None:
+        """Send a head's scores as the only output of the last request."""
         request = self.requests[-1]
         head = HeadScores(labels, scores)
         self._sinks[request.id](Output(request.id, finish_reason="stop", head=head))
 
     def fail(self, error: VLoraError, request_id: str | None = None) -> None:
+        """Send an error as the last output of a request, by default of the last one."""
         request_id = request_id or self.requests[-1].id
         sink = self._sinks.pop(request_id, None)
         if sink is not None:
@@ -105,7 +121,10 @@ class FakeEngine:
 
 @dataclass
 class FakeResponder:
-    """Collects what a client would get."""
+    """Responder that records what a client would receive.
+
+    broken: whether `send` fails. done: set by the final response or error.
+    """
 
     sent: list[tuple[Tensors, bool]] = field(default_factory=list)
     failure: VLoraError | None = None
@@ -114,6 +133,7 @@ class FakeResponder:
     done: threading.Event = field(default_factory=threading.Event)
 
     def send(self, tensors: Tensors, final: bool) -> None:
+        """Record a response."""
         if self.broken:
             raise OSError("the client's connection is gone")
         assert not self.done.is_set(), "sent after the final response"
@@ -122,25 +142,31 @@ class FakeResponder:
             self.done.set()
 
     def fail(self, error: VLoraError) -> None:
+        """Record an error."""
         assert not self.done.is_set(), "failed after the final response"
         self.failure = error
         self.done.set()
 
     def is_cancelled(self) -> bool:
+        """Return whether the client has cancelled."""
         return self.cancelled
 
     @property
     def texts(self) -> list[str]:
+        """Text of each response."""
         return [first(tensors["text_output"]) for tensors, _ in self.sent]
 
 
 def first(tensor: Array) -> str:
-    """The first string of a STRING tensor."""
+    """Return the first string of a STRING tensor."""
     return bytes(tensor.reshape(-1)[0]).decode()
 
 
 def features(*rows: int, hidden: int = 4, video: Sequence[int] = ()) -> dict[str, Array]:
-    """Feature inputs of images with so many rows each; `video` gives the index of frames."""
+    """Return feature inputs of images with these numbers of rows.
+
+    video: indices of the images that are frames.
+    """
     starts = np.cumsum([0, *rows])[:-1]
     layout = [
         (start, count, 1, 1, count, int(index in video))
@@ -154,20 +180,28 @@ def features(*rows: int, hidden: int = 4, video: Sequence[int] = ()) -> dict[str
 
 
 class FakeMetric:
+    """Gauge, counter and histogram in one.
+
+    error: raised by the next calls of `increment`.
+    """
+
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.value = 0.0
         self.observed: list[float] = []
 
     def set(self, value: float) -> None:
+        """Set the gauge."""
         self.value = value
 
     def increment(self, value: float) -> None:
+        """Add to the counter."""
         if self.error is not None:
             raise self.error
         self.value += value
 
     def observe(self, value: float) -> None:
+        """Record a value of the histogram."""
         self.observed.append(value)
 
 
@@ -178,6 +212,7 @@ class FakeRegistry:
         self.metrics: dict[tuple[str, tuple[tuple[str, str], ...]], FakeMetric] = {}
 
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> FakeMetric:
+        """Return the metric of this name and labels."""
         return self.metrics.setdefault((name, tuple(sorted(labels.items()))), FakeMetric())
 
     counter = gauge
@@ -185,8 +220,9 @@ class FakeRegistry:
     def histogram(
         self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> FakeMetric:
+        """Return the metric of this name and labels."""
         return self.gauge(name, help, labels)
 
     def __getitem__(self, name: str) -> FakeMetric:
-        (found,) = (metric for (known, _), metric in self.metrics.items() if known == name)
-        return found
+        (metric,) = (metric for (key, _), metric in self.metrics.items() if key == name)
+        return metric

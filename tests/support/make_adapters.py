@@ -1,6 +1,6 @@
 """Random LoRA adapters saved by PEFT itself, of different ranks, targets and scalings.
 
-Not known here: how the server reads them. Parity tests load the same folders with PEFT.
+This module does not know how the server reads them. Parity tests load the same folders with PEFT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One adapter to make. `description` becomes its `vlora.json`; `labels` give it a head."""
+    """Description of one adapter. `description` becomes its `vlora.json`; `labels` give it a
+    head."""
 
     name: str
     rank: int
@@ -55,7 +56,7 @@ SPECS: tuple[AdapterSpec, ...] = (
         labels=("cat", "dog", "bird"),
     ),
 )
-"""What the `adapters_dir` fixture holds. Names say target set and rank."""
+"""Adapters of the `adapters_dir` fixture. Names state the target set and the rank."""
 
 
 def make_adapters(

@@ -1,4 +1,4 @@
-"""An engine whose live adapter a test decides, step by step, whatever its own policy says."""
+"""Control of an engine's live adapter by a test, step by step, instead of by its policy."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from vlora.ids import order_of
 
 
 def drive(engine: Engine, live: Callable[[int], int], *, in_order: bool = True) -> list[StepPlan]:
-    """From now on step i runs with adapter slot `live(i)` in the weights (or BASE), its rows in the
-    order for that, or in the one the scheduler gave them. → the plans, as they come."""
-    schedule, plans = engine.scheduler.schedule, []
+    """Make an engine run step i with the adapter in slot `live(i)`, or BASE, merged.
 
-    def driven(*given: Any) -> StepPlan:
-        plan = replace(schedule(*given), live=live(len(plans)))
-        plans.append(_ordered(plan) if in_order else plan)
+    in_order: whether the rows of a step are sorted for the live adapter; otherwise they keep the
+        scheduler's order.
+
+    Returns the list to which each following step's plan is appended.
+    """
+    schedule = engine.scheduler.schedule
+    plans: list[StepPlan] = []
+
+    def schedule_with_live(*arguments: Any) -> StepPlan:
+        plan = replace(schedule(*arguments), live=live(len(plans)))
+        plans.append(_sorted_for_live(plan) if in_order else plan)
         return plans[-1]
 
-    engine.scheduler.schedule = driven  # type: ignore[method-assign]
+    engine.scheduler.schedule = schedule_with_live  # type: ignore[method-assign]
     return plans
 
 
-def _ordered(plan: StepPlan) -> StepPlan:
+def _sorted_for_live(plan: StepPlan) -> StepPlan:
     chunks, row = [], 0
     for chunk in sorted(plan.chunks, key=lambda chunk: order_of(chunk.slot, plan.live)):
         chunks.append(replace(chunk, row=row))

@@ -1,6 +1,6 @@
-"""The oracle, and when an answer may differ from its: what the engine says is right when this does.
+"""The oracle: correct answers from stock transformers and PEFT, and the differences allowed.
 
-The slow twin of the engine: stock transformers and PEFT, greedy, float32, one request at a time.
+The oracle is greedy, computes in float32 and serves one request at a time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ from vlora.vision.encoder import PROCESSOR_BACKEND
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 NEAR_TIE = 1e-4
-"""Two best logits closer than this may change places when a batch changes a sum's order."""
+"""Difference of logits below which the order of a batch's sums may change which one is larger."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A finished prompt with one placeholder an image. pixels: [images, 3, height, width] fp32."""
+    """A rendered prompt with one placeholder per image.
+
+    adapter: name, None for the base model.
+    pixels: [images, 3, height, width] fp32, preprocessed.
+    use_head: whether the adapter's vision task head answers.
+    """
 
     prompt: str
     adapter: str | None
@@ -41,8 +46,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Greedy:
-    """The oracle's own tokens, end of text included, and at each how far the two best logits were
-    apart."""
+    """The oracle's greedy answer.
+
+    tokens: token ids, including end of text. gaps: difference of the two best logits at each token.
+    """
 
     tokens: list[int]
     gaps: list[float]
@@ -50,19 +57,19 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Answer:
-    """To an item: the text, or a head's top label and its softmax scores [classes]."""
+    """Answer to an item: the text with its tokens, or a head's top label with its scores."""
 
     text: str
     greedy: Greedy | None = None
     scores: list[float] | None = None
 
 
-class Different(AssertionError):
+class Mismatch(AssertionError):
     """An answer differs from the oracle's by more than near-ties."""
 
 
 class Oracle:
-    """One model; adapters are attached when first asked for, and each call switches to its own."""
+    """Stock model of a checkpoint. Each call selects its adapter, loading it on first use."""
 
     def __init__(self, checkpoint: str | Path, adapters: str | Path) -> None:
         self._adapters = Path(adapters)
@@ -78,7 +85,7 @@ class Oracle:
         self._attached: set[str] = set()
 
     def prompt_ids(self, question: Question) -> list[int]:
-        """Token ids with each placeholder expanded to the tower's image tokens."""
+        """Return the token ids, each placeholder expanded to the tower's image tokens."""
         ids: list[int] = []
         for token in self.tokenizer(question.prompt, add_special_tokens=False)["input_ids"]:
             ids.extend([token] * (self._rows if token == self._image_token else 1))
@@ -86,13 +93,14 @@ class Oracle:
 
     @torch.inference_mode()
     def features(self, pixels: torch.Tensor) -> FloatArray:
-        """[images, 3, h, w] → [images · rows, hidden], by the stock tower and connector."""
-        found = self._base.get_image_features(pixel_values=pixels)
-        parts = getattr(found, "pooler_output", found)
+        """Return the features of [images, 3, h, w] pixels, [images · rows, hidden]."""
+        output = self._base.get_image_features(pixel_values=pixels)
+        parts = getattr(output, "pooler_output", output)
         return np.concatenate([part.reshape(-1, part.shape[-1]).numpy() for part in parts])
 
     @torch.inference_mode()
     def greedy(self, question: Question, max_tokens: int) -> Greedy:
+        """Return the greedy answer to a question."""
         ids = torch.tensor([self.prompt_ids(question)])
         with self._using(question.adapter):
             result = self.model.generate(
@@ -110,7 +118,10 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, question: Question, answer: Sequence[int] = ()) -> torch.Tensor:
-        """Teacher-forced: [len(answer) + 1, V], the logits before each token and after the last."""
+        """Return the teacher-forced logits before each token of `answer` and after the last.
+
+        Shape [len(answer) + 1, V].
+        """
         ids = torch.tensor([[*self.prompt_ids(question), *answer]])
         with self._using(question.adapter):
             logits = self.model(input_ids=ids, **_pixels(question)).logits[0]
@@ -118,7 +129,10 @@ class Oracle:
 
     @torch.inference_mode()
     def head_scores(self, question: Question) -> torch.Tensor:
-        """Softmax scores of the adapter's head on the last prompt token's final-norm state."""
+        """Return the softmax scores of the adapter's head, [classes].
+
+        Its input is the final-norm hidden state of the last prompt token.
+        """
         assert question.adapter is not None
         head = load_file(self._adapters / question.adapter / "head.safetensors")
         ids = torch.tensor([self.prompt_ids(question)])
@@ -127,51 +141,55 @@ class Oracle:
         return torch.softmax(head["weight"] @ hidden[0, -1] + head["bias"], dim=0)
 
     def near_ties(self, question: Question, expected: Greedy, got: Sequence[int]) -> int:
-        """How many tokens of `got` differ from the oracle's own choice; each only by a near-tie.
+        """Return how many tokens of `got` differ from the oracle's choice by a near-tie.
 
-        Raises Different for any other difference (DESIGN, section 5): at the first differing token
-        the oracle's two best logits must be a near-tie, and the rest is checked teacher-forced.
+        At the first differing token the oracle's two best logits must be a near-tie; the tokens
+        from there on are compared with the oracle's teacher-forced logits. Raises Mismatch for any
+        other difference.
         """
         pairs = enumerate(zip(expected.tokens, got, strict=False))
-        first = next((at for at, (theirs, ours) in pairs if theirs != ours), None)
+        first = next((i for i, (theirs, ours) in pairs if theirs != ours), None)
         if first is None:
             if len(got) != len(expected.tokens):
-                raise Different(f"{len(got)} tokens instead of {len(expected.tokens)}: {got}")
+                raise Mismatch(f"{len(got)} tokens instead of {len(expected.tokens)}: {got}")
             return 0
         if expected.gaps[first] > NEAR_TIE:
-            raise Different(
+            raise Mismatch(
                 f"token {first}: {got[first]} instead of {expected.tokens[first]},"
                 f" gap {expected.gaps[first]:.2e}"
             )
         logits = self.logits(question, got)
         ties = 0
         for position in range(first, len(got)):
-            behind = float(logits[position].max() - logits[position, got[position]])
-            if behind > NEAR_TIE:
-                raise Different(f"token {position} is {behind:.2e} behind the oracle's")
+            gap = float(logits[position].max() - logits[position, got[position]])
+            if gap > NEAR_TIE:
+                raise Mismatch(
+                    f"token {position}: its logit is {gap:.2e} below the oracle's best; the limit"
+                    f" is {NEAR_TIE:.0e}"
+                )
             ties += int(logits[position].argmax()) != got[position]
         return ties
 
     def question(self, item: Item, adapter: str | None) -> Question:
-        """What a client's item becomes: its prompt rendered, its images preprocessed."""
+        """Return the question of a client's item, with rendered prompt and preprocessed images."""
         files = item.images + item.frames
         prompt = render(item.task, item.text, len(item.images), len(item.frames), self._template)
-        tasks = self.about(adapter).get("head", {}).get("tasks", []) if adapter else []
+        tasks = self.adapter_info(adapter).get("head", {}).get("tasks", []) if adapter else []
         return Question(prompt, adapter, self._preprocess(files), item.task in tasks)
 
     def answer(self, item: Item, adapter: str | None) -> Answer:
-        """Answer an item under an adapter or the base, up to the task's own limit."""
+        """Return the answer to an item by an adapter or the base, up to the task's token limit."""
         question = self.question(item, adapter)
         if question.use_head:
             scores = self.head_scores(question)
-            labels = self.about(question.adapter)["head"]["labels"]
+            labels = self.adapter_info(question.adapter)["head"]["labels"]
             return Answer(labels[int(scores.argmax())], scores=scores.tolist())
         greedy = self.greedy(question, TASKS[item.task].max_tokens)
         text = self.tokenizer.decode(greedy.tokens, skip_special_tokens=True)
         return Answer(text, greedy)
 
     def text_ties(self, item: Item, adapter: str | None, answer: Answer, text: str) -> int:
-        """`near_ties` of an answer that is only known as text, by the tokens that spell it."""
+        """Return `near_ties` of an answer whose text is known but not its tokens."""
         if text == answer.text or answer.greedy is None:
             return 0
         got = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -179,14 +197,14 @@ class Oracle:
             got.append(self.tokenizer.eos_token_id)
         return self.near_ties(self.question(item, adapter), answer.greedy, got)
 
-    def about(self, adapter: str | None) -> dict[str, Any]:
-        """An adapter's vlora.json."""
+    def adapter_info(self, adapter: str | None) -> dict[str, Any]:
+        """Return the content of an adapter's vlora.json."""
         text = (self._adapters / str(adapter) / "vlora.json").read_text(encoding="utf-8")
         parsed: dict[str, Any] = json.loads(text)
         return parsed
 
     def attach(self, adapter: str) -> None:
-        """Load an adapter; nothing where it has been."""
+        """Load an adapter unless it is loaded."""
         if adapter in self._attached:
             return
         folder = str(self._adapters / adapter)
@@ -226,5 +244,5 @@ def _pixels(question: Question) -> dict[str, torch.Tensor]:
 
 
 def _key(adapter: str) -> str:
-    """PEFT names modules after adapters; a module's name may not hold a dot."""
+    """Return PEFT's name of an adapter, which must not contain a dot."""
     return adapter.replace(".", "_")

@@ -1,4 +1,4 @@
-"""A fixed pool of questions with the oracle's answers, from which schedules are drawn."""
+"""A fixed set of questions with the oracle's answers, from which schedules are composed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = TEXT.split()
 
 @dataclass
 class Case:
-    """One question, its limit, and what the oracle says to it (computed when first needed)."""
+    """One question with its token limit and the oracle's answer, computed on first use."""
 
     oracle: Oracle
     question: Question
@@ -29,14 +29,17 @@ class Case:
 
     @cached_property
     def expected(self) -> Greedy:
+        """The oracle's greedy answer."""
         return self.oracle.greedy(self.question, self.max_tokens)
 
     @cached_property
     def scores(self) -> torch.Tensor:
+        """The oracle's scores of the adapter's head."""
         return self.oracle.head_scores(self.question)
 
     @cached_property
     def images(self) -> ImageFeatures | None:
+        """Features of the question's images, None without images."""
         if self.question.pixels is None:
             return None
         features = self.oracle.features(self.question.pixels)
@@ -47,10 +50,11 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.oracle.prompt_ids(self.question))
 
     def request(self, request_id: str) -> Request:
+        """Return the question as a greedy request."""
         return Request(
             id=request_id,
             prompt=self.question.prompt,
@@ -62,7 +66,11 @@ class Case:
 
 
 def make_cases(oracle: Oracle, adapters: list[str], heads: set[str], seed: int = 0) -> list[Case]:
-    """Texts of 1 to ~150 tokens, one and two images, every adapter and the base, heads."""
+    """Return cases for the base model and every adapter.
+
+    Prompts have 1 to about 150 tokens and no, one or two images. Those of adapters in `heads` are
+    partly answered by the head.
+    """
     rng = np.random.default_rng(seed)
     cases: list[Case] = []
     for adapter in [None, *adapters]:

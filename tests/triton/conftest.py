@@ -1,4 +1,4 @@
-"""One real server for all tests of this folder, and others for those that need their own."""
+"""Fixtures of a real server that all tests of this folder share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def served_adapters(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random adapters and one that does not load."""
+    """Return a folder with the random adapters and one that fails to load."""
     root = tmp_path_factory.mktemp("served-adapters")
     for folder in adapters_dir.iterdir():
         (root / folder.name).symlink_to(folder)
@@ -48,7 +48,7 @@ def server(
 
 @pytest.fixture
 def ask(server: TritonServer) -> Iterator[Asker]:
-    """Asks the session's server, and checks that the test left it whole."""
+    """Yield a client of the session's server, which must still run after the test."""
     with asking(server) as asker:
         yield asker
     assert server.poll() is None, server.explain()

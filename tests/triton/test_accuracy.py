@@ -1,4 +1,4 @@
-"""The committed checkpoint through gRPC answers as transformers + PEFT do, item by item."""
+"""The demo checkpoint, served over gRPC, gives the same answers as transformers with PEFT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.demo.accuracy import compare
 from vlora.launcher.server import ServerOptions, TritonServer
 
 ITEMS = 6
-"""Of each domain; `make accuracy` takes all."""
+"""Number of items per domain; `make accuracy` uses all items."""
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,10 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServ
 
 @pytest.mark.slow
 def test_served_predictions_equal_the_oracles(demo_server: TritonServer) -> None:
-    found = compare(demo_server.grpc_url, ITEMS, CHECKPOINT, Path(ADAPTERS))
-    assert [line for one in found for line in one.wrong] == []
-    total = sum(one.items for one in found)
+    domains = compare(demo_server.grpc_url, ITEMS, CHECKPOINT, Path(ADAPTERS))
+    assert [line for domain in domains for line in domain.wrong] == []
+    total = sum(domain.items for domain in domains)
     assert total >= 6 * 11
-    assert sum(one.ties for one in found) <= max(1, total // 100)
-    answered = sum(one.served_right for one in found)
-    assert answered / total > 0.7, "the trained checkpoint answers most of its own held-out set"
+    assert sum(domain.ties for domain in domains) <= max(1, total // 100)
+    answered = sum(domain.served_right for domain in domains)
+    assert answered / total > 0.7, "the checkpoint answers most of its held-out set correctly"

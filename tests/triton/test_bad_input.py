@@ -1,4 +1,4 @@
-"""Every malformed request gets its typed error at once, and harms no other request."""
+"""Every malformed request gets a typed error at once and does not affect other requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEALTHY = {"text_input": "What is this?", "sampling_parameters": {"lora_name": "
 
 
 def bomb() -> bytes:
-    """A PNG of 30000 x 30000 pixels in a few kilobytes."""
+    """Return a PNG of 30000 × 30000 pixels in a few kilobytes."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         checksum = zlib.crc32(kind + content)
@@ -39,6 +39,7 @@ def bomb() -> bytes:
 
 
 def animation() -> bytes:
+    """Return an animated GIF."""
     from PIL import Image
 
     content = io.BytesIO()
@@ -49,11 +50,11 @@ def animation() -> bytes:
 
 @dataclass(frozen=True)
 class Bad:
-    """One malformed request: its inputs, and what its error must say."""
+    """A malformed request: its inputs, and a pattern that its error message must match."""
 
     name: str
     code: str
-    says: str
+    message: str
     values: dict[str, Any] = field(default_factory=dict)
     text: str | bytes | None = "What is this?"
 
@@ -61,17 +62,22 @@ class Bad:
         return {"text_input": self.text, **self.values}
 
 
-def sampling(name: str, code: str, says: str, **keys: Any) -> Bad:
-    return Bad(name, code, says, {"sampling_parameters": keys})
+def sampling(name: str, code: str, message: str, **keys: Any) -> Bad:
+    return Bad(name, code, message, {"sampling_parameters": keys})
 
 
-def raw_sampling(name: str, says: str, text: str) -> Bad:
-    return Bad(name, "INVALID_ARG", says, {"sampling_parameters": text})
+def raw_sampling(name: str, message: str, text: str) -> Bad:
+    return Bad(name, "INVALID_ARG", message, {"sampling_parameters": text})
 
 
 BAD = [
     Bad("a corrupt image", "INVALID_ARG", "image 0 is corrupt", {"image": picture()[:60]}),
-    Bad("no image at all", "INVALID_ARG", "image 1 is neither", {"image": [picture(), b"hello"]}),
+    Bad(
+        "bytes that are not an image",
+        "INVALID_ARG",
+        "image 1 is neither",
+        {"image": [picture(), b"hello"]},
+    ),
     Bad(
         "a decompression bomb",
         "INVALID_ARG",
@@ -85,31 +91,33 @@ BAD = [
     Bad("an empty prompt", "INVALID_ARG", "prompt is empty", {}, text=""),
     Bad("a missing prompt", "INVALID_ARG", "'text_input' is missing", {"image": picture()}, None),
     Bad("a prompt that is too long", "INVALID_ARG", "1024", {}, text="word " * 5000),
-    Bad("a prompt that is no text", "INVALID_ARG", "UTF-8", {}, text=b"\xff\xfe\xfa"),
+    Bad("a prompt that is not UTF-8", "INVALID_ARG", "UTF-8", {}, text=b"\xff\xfe\xfa"),
     Bad("an unknown task", "INVALID_ARG", "vqa, caption, refer", {"task": "dance"}),
     Bad("metadata that is too big", "INVALID_ARG", "1048577.*1048576", {"metadata": "m" * 1048577}),
-    sampling("an unknown adapter", "NOT_FOUND", "attention-r4", lora_name="nobody"),
+    sampling("an unknown adapter", "NOT_FOUND", "attention-r4", lora_name="unknown"),
     sampling(
         "a broken adapter", "INVALID_ARG", "'broken': adapter_config.json", lora_name="broken"
     ),
-    sampling("an adapter that is no name", "INVALID_ARG", "must be a string", lora_name=3),
+    sampling("an adapter that is not a string", "INVALID_ARG", "must be a string", lora_name=3),
     sampling("an unknown key", "INVALID_ARG", "did you mean 'temperature'", temperatur=1),
     sampling("several answers", "UNSUPPORTED", "'n' = 3", n=3),
     sampling("best_of", "UNSUPPORTED", "'best_of'", best_of=2),
-    sampling("a deadline before it begins", "INVALID_ARG", "milliseconds above 0", deadline_ms=0),
-    sampling("no stream to supersede", "INVALID_ARG", "needs 'stream_id'", supersede=True),
+    sampling("a deadline of zero", "INVALID_ARG", "milliseconds above 0", deadline_ms=0),
+    sampling("supersede without a stream", "INVALID_ARG", "needs 'stream_id'", supersede=True),
     sampling("a negative temperature", "INVALID_ARG", "'temperature' must be", temperature=-1),
     sampling("too many tokens", "INVALID_ARG", "100000.*1024", max_tokens=100000),
-    sampling("choices that are none", "INVALID_ARG", "'choices' must be", choices=[]),
-    raw_sampling("a number that is no JSON", "holds NaN, which is no JSON", '{"temperature": NaN}'),
-    raw_sampling("a number beyond any", "holds 1e999", '{"temperature": 1e999}'),
+    sampling("an empty list of choices", "INVALID_ARG", "'choices' must be", choices=[]),
+    raw_sampling(
+        "a number that is not JSON", "has NaN, which is not valid JSON", '{"temperature": NaN}'
+    ),
+    raw_sampling("a number that is not finite", "has the number 1e999", '{"temperature": 1e999}'),
     raw_sampling("5,000 digits", "5000 digits; the limit is 400", '{"seed": ' + "7" * 5000 + "}"),
-    raw_sampling("half a pair in a name", "half a surrogate pair", r'{"lora_name": "\ud800"}'),
-    raw_sampling("half a pair in a key", "half a surrogate pair", r'{"\ud800": 1}'),
-    raw_sampling("half a pair in choices", "half a surrogate pair", r'{"choices": ["a\udc00"]}'),
-    Bad("a task that is no text", "INVALID_ARG", "UTF-8", {"task": b"\xed\xa0\x80"}),
+    raw_sampling("lone surrogate in a name", "lone surrogate", r'{"lora_name": "\ud800"}'),
+    raw_sampling("lone surrogate in a key", "lone surrogate", r'{"\ud800": 1}'),
+    raw_sampling("lone surrogate in choices", "lone surrogate", r'{"choices": ["a\udc00"]}'),
+    Bad("a task that is not UTF-8", "INVALID_ARG", "UTF-8", {"task": b"\xed\xa0\x80"}),
     Bad(
-        "a task of control marks",
+        "a task of control characters",
         "INVALID_ARG",
         r"unknown task '\\x00\\u202e'",
         {"task": "\0\u202e"},
@@ -119,7 +127,7 @@ BAD = [
     Bad("a prompt of 2 MiB", "INVALID_ARG", "2097152 bytes; the limit is 1048576", {}, "x" * 2**21),
     raw_sampling("malformed JSON", "not valid JSON.* at character", '{"temperature": 1'),
     raw_sampling("JSON that is a list", "must be a JSON object", "[1]"),
-    raw_sampling("a key given twice", "'seed' twice", '{"seed": 1, "seed": 2}'),
+    raw_sampling("a duplicate key", "the key 'seed' twice", '{"seed": 1, "seed": 2}'),
     raw_sampling(
         "JSON that is too big", "bytes; the limit is 65536", json.dumps({"x": "y" * 70000})
     ),
@@ -129,35 +137,35 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def healthy(server: Any) -> str:
-
+    """Return the answer to a valid request."""
     with asking(server) as asker:
         return asker.text(RETRIEVAL, image=picture((1, 2, 3)), **HEALTHY)
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
-def test_it_gets_its_typed_error_and_a_request_beside_it_is_untouched(
+def test_a_malformed_request_gets_its_error_and_concurrent_ones_their_answers(
     ask: Asker, healthy: str, bad: Bad
 ) -> None:
     ready = threading.Barrier(4)
 
-    def beside() -> str:
+    def valid() -> str:
         ready.wait()
         return ask.text(RETRIEVAL, image=picture((1, 2, 3)), **HEALTHY)
 
-    def refused(call: Callable[..., Any], model: str) -> Refused:
+    def rejected(call: Callable[..., Any], model: str) -> Refused:
         ready.wait()
         with pytest.raises(Refused) as caught:
             call(model, **bad.inputs())
         return caught.value
 
     with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(beside) for _ in range(2)]
-        streamed = pool.submit(refused, ask.stream, RETRIEVAL)
-        unary = pool.submit(refused, ask.once, ANALYTICS)
+        others = [pool.submit(valid) for _ in range(2)]
+        streamed = pool.submit(rejected, ask.stream, RETRIEVAL)
+        unary = pool.submit(rejected, ask.once, ANALYTICS)
     for error in (streamed.result(), unary.result()):
         assert f"{bad.code}: " in error.message
         assert "Traceback" not in error.message
-        assert re.search(bad.says, error.message, re.DOTALL), error.message
+        assert re.search(bad.message, error.message, re.DOTALL), error.message
     statuses = {
         "INVALID_ARG": "INVALID_ARGUMENT",
         "NOT_FOUND": "NOT_FOUND",
@@ -169,7 +177,7 @@ def test_it_gets_its_typed_error_and_a_request_beside_it_is_untouched(
 
 @pytest.mark.parametrize("text", [r'{"lora_name": "\ud800"}', r'{"a\udfff": 1}', '{"seed": 1e999}'])
 @pytest.mark.parametrize("image", [None, picture()], ids=["text", "image"])
-def test_text_that_cannot_be_told_is_refused_on_every_model(
+def test_text_that_is_not_valid_utf8_is_rejected_by_every_model(
     ask: Asker, text: str, image: bytes | None
 ) -> None:
     asked = {"text_input": "What?", "image": image, "sampling_parameters": text}
@@ -182,7 +190,7 @@ def test_text_that_cannot_be_told_is_refused_on_every_model(
             ask.once(model, **asked)
 
 
-def test_an_http_connection_goes_on_after_text_that_cannot_be_told(ask: Asker) -> None:
+def test_an_http_connection_stays_open_after_text_that_is_not_valid_utf8(ask: Asker) -> None:
     bad = {"text_input": "x", "sampling_parameters": r'{"lora_name": "\ud800"}'}
     bad["image"] = base64.b64encode(picture()).decode()
     connection = http.client.HTTPConnection(ask.http_url, timeout=30)
@@ -195,7 +203,7 @@ def test_an_http_connection_goes_on_after_text_that_cannot_be_told(ask: Asker) -
         connection.close()
 
 
-def test_a_request_id_that_is_no_text_is_refused(ask: Asker) -> None:
+def test_a_request_id_that_is_not_valid_utf8_is_rejected(ask: Asker) -> None:
     for model in ("lmm", "video_analytics"):
         body = b'{"id": "\xff\xfe", "text_input": "x"}'
         status, text = ask.http(model, "generate", body)
@@ -211,7 +219,7 @@ def layout(*rows: tuple[int, ...]) -> np.ndarray:
     return np.array(rows, np.int32).reshape(-1, 6)
 
 
-ONE = (0, 64, 1, 8, 8, 0)
+ONE_IMAGE = (0, 64, 1, 8, 8, 0)
 BAD_FEATURES = {
     "NaN values": ("NaN or infinite", {"image_features": features(value=float("nan"))}),
     "infinite values": ("NaN or infinite", {"image_features": features(value=float("inf"))}),
@@ -223,12 +231,15 @@ BAD_FEATURES = {
     "too many rows": ("covers 64 rows, 'image_features' has 65", {"image_features": features(65)}),
     "a gap in the layout": ("must begin at row 0", {"image_layout": layout((1, 63, 1, 8, 8, 0))}),
     "a negative count": ("at least one", {"image_layout": layout((0, -64, 1, 8, 8, 0))}),
-    "a grid of nothing": ("must be positive", {"image_layout": layout((0, 64, 0, 8, 8, 0))}),
-    "an odd flag": ("0 or 1", {"image_layout": layout((0, 64, 1, 8, 8, 7))}),
-    "a layout alone": ("'image_features' is absent", {"image_features": None}),
-    "features alone": ("without 'image_layout'", {"image_layout": None}),
-    "images besides": ("'image' and 'image_features'", {"image": picture()}),
-    "sizes for others": ("one for each image", {"image_size": np.ones((2, 2), np.int32)}),
+    "an empty grid": ("must be positive", {"image_layout": layout((0, 64, 0, 8, 8, 0))}),
+    "an invalid flag": ("0 or 1", {"image_layout": layout((0, 64, 1, 8, 8, 7))}),
+    "a layout alone": ("'image_features' is missing", {"image_features": None}),
+    "features alone": ("'image_layout' is missing", {"image_layout": None}),
+    "images and features": ("'image' and 'image_features'", {"image": picture()}),
+    "sizes of another number of images": (
+        "send one row per image",
+        {"image_size": np.ones((2, 2), np.int32)},
+    ),
     "another rank": (
         "unexpected shape for input 'image_features'",
         {"image_features": wrong("image_features", np.zeros((1, 64, 192), np.float32), "FP32")},
@@ -241,30 +252,30 @@ BAD_FEATURES = {
 
 
 @pytest.mark.parametrize("name", BAD_FEATURES)
-def test_features_that_do_not_fit_are_refused_at_the_edge(ask: Asker, name: str) -> None:
-    says, changed = BAD_FEATURES[name]
-    asked = {"image_features": features(), "image_layout": layout(ONE), "text_input": "What?"}
-    with pytest.raises(Refused, match=says) as caught:
+def test_features_that_do_not_fit_are_rejected(ask: Asker, name: str) -> None:
+    message, changed = BAD_FEATURES[name]
+    asked = {"image_features": features(), "image_layout": layout(ONE_IMAGE), "text_input": "What?"}
+    with pytest.raises(Refused, match=message) as caught:
         ask.once("lmm_unary", **{**asked, **changed})
     assert caught.value.status == "StatusCode.INVALID_ARGUMENT"
 
 
 @pytest.mark.parametrize("model", ["visual_retrieval", "video_analytics", "lmm", "lmm_unary"])
-def test_a_wrong_dtype_or_shape_is_invalid(ask: Asker, model: str) -> None:
+def test_a_wrong_dtype_or_shape_is_rejected(ask: Asker, model: str) -> None:
     call = ask.once if model in ("video_analytics", "lmm_unary") else ask.stream
     two = wrong("text_input", np.array([b"a", b"b"], dtype=object), "BYTES")
     number = wrong("text_input", np.array([1], np.int32), "INT32")
-    for given, says in ((two, "unexpected shape"), (number, "data-type is 'INT32'")):
-        with pytest.raises(Refused, match=says):
-            call(model, text_input=given)
+    for value, message in ((two, "unexpected shape"), (number, "data-type is 'INT32'")):
+        with pytest.raises(Refused, match=message):
+            call(model, text_input=value)
 
 
-def test_an_unknown_input_is_invalid(ask: Asker) -> None:
+def test_an_unknown_input_is_rejected(ask: Asker) -> None:
     with pytest.raises(Refused, match="unexpected inference input 'picture'"):
         ask.once(ANALYTICS, text_input="What?", picture="x")
 
 
-def test_a_request_with_no_input_is_refused(ask: Asker) -> None:
+def test_a_request_without_a_prompt_is_rejected(ask: Asker) -> None:
     for values in ({}, {"task": "vqa"}):
         with pytest.raises(Refused) as caught:
             ask.once(ANALYTICS, **values)
@@ -272,13 +283,13 @@ def test_a_request_with_no_input_is_refused(ask: Asker) -> None:
 
 
 @pytest.mark.parametrize("model", ["lmm", "lmm_unary"])
-def test_a_prompt_that_is_missing_is_told_without_an_ensemble_too(ask: Asker, model: str) -> None:
+def test_a_missing_prompt_is_rejected_without_an_ensemble(ask: Asker, model: str) -> None:
     call = ask.stream if model == "lmm" else ask.once
     with pytest.raises(Refused, match="'text_input' is missing"):
         call(model, task="vqa")
 
 
-def test_empty_lists_of_images_are_no_images(ask: Asker) -> None:
+def test_empty_lists_of_images_are_the_same_as_no_images(ask: Asker) -> None:
     asked = {"text_input": "Just words?", "image": [], "frames": []}
     assert (
         ask.once(ANALYTICS, **asked)["num_input_tokens"]
@@ -286,20 +297,20 @@ def test_empty_lists_of_images_are_no_images(ask: Asker) -> None:
     )
 
 
-def test_a_batch_for_the_encoder_is_refused(ask: Asker) -> None:
+def test_a_batch_of_prompts_for_the_encoder_is_rejected(ask: Asker) -> None:
     text = np.array([[b"a"], [b"b"]], dtype=object)
     with pytest.raises(Refused, match="INVALID_ARG: the request has a batch of prompts"):
         ask.once("vision_encoder", text_input=text)
 
 
-def test_malformed_http_is_refused_and_the_server_goes_on(ask: Asker) -> None:
+def test_malformed_http_is_rejected_and_the_server_continues(ask: Asker) -> None:
     assert ask.http("lmm", "generate", b'{"text_input": ')[0] >= 400
     status, body = ask.http("lmm", "generate", {"text_input": "x", "temperature": "hot"})
     assert (status, "'temperature' must be" in body) == (400, True)
     assert ask.http("lmm", "generate", {"text_input": "x"})[0] == 200
 
 
-def test_errors_come_at_once(ask: Asker) -> None:
+def test_errors_are_sent_without_delay(ask: Asker) -> None:
     started = time.monotonic()
     for _ in range(10):
         with pytest.raises(Refused):
@@ -307,7 +318,7 @@ def test_errors_come_at_once(ask: Asker) -> None:
     assert time.monotonic() - started < 5
 
 
-def test_a_burst_of_bad_and_good_requests_in_one_batch_each_get_their_own(
+def test_valid_and_malformed_requests_of_one_batch_each_get_their_own_answer(
     ask: Asker, healthy: str
 ) -> None:
     def one(index: int) -> str:
@@ -316,9 +327,9 @@ def test_a_burst_of_bad_and_good_requests_in_one_batch_each_get_their_own(
             return str(ask.once(ANALYTICS, image=image, **HEALTHY)["text_output"])
         except Refused as error:
             return (
-                "refused" if "INVALID_ARG: image 0 is corrupt" in error.message else error.message
+                "rejected" if "INVALID_ARG: image 0 is corrupt" in error.message else error.message
             )
 
     with ThreadPoolExecutor(16) as pool:
         texts = list(pool.map(one, range(32)))
-    assert texts == ["refused", healthy] * 16
+    assert texts == ["rejected", healthy] * 16

@@ -1,4 +1,4 @@
-"""`vlora bench engine` over gRPC: a tiny model in a real server."""
+"""The engine benchmark over gRPC: a tiny model in a real server."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import llava
-from benchmarks.cli import bench_app
-from benchmarks.engine.over_grpc import Served
+from benchmarks.engine.over_grpc import OverGrpc
+from benchmarks.runner import command_line
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 
 
-def test_the_same_load_in_process_and_over_grpc_stand_side_by_side(
+def test_the_same_load_is_measured_in_process_and_over_grpc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llava, "MODELS", {"whole": TINY})
-    given = {"kinds": ["text", "image"], "adapters": [2], "repeats": 1, "requests": 3}
+    values = {"kinds": ["text", "image"], "adapters": [2], "repeats": 1, "requests": 3}
     grid, out = tmp_path / "grid.json", tmp_path / "figures.json"
-    grid.write_text(json.dumps(given))
-    heard: list[object] = []
-    listen = Served._heard
+    grid.write_text(json.dumps(values))
+    results: list[object] = []
+    on_response = OverGrpc._on_response
 
-    def count(self: Served, number: int, result: object, error: object) -> None:
-        heard.append(result)
-        listen(self, number, result, error)
+    def count(self: OverGrpc, number: int, result: object, error: object) -> None:
+        results.append(result)
+        on_response(self, number, result, error)
 
-    monkeypatch.setattr(Served, "_heard", count)
+    monkeypatch.setattr(OverGrpc, "_on_response", count)
     threads = torch.get_num_threads()
     try:
         options = {"--engine-threads": "1", "--encoder-threads": "1", "--dtypes": "fp32"}
         options |= {"--grid": str(grid), "--json": str(out), "--root": str(tmp_path)}
         words = [word for pair in options.items() for word in pair]
-        done = CliRunner().invoke(bench_app, ["engine", *words], catch_exceptions=False)
+        done = CliRunner().invoke(command_line("engine"), words, catch_exceptions=False)
     finally:
         torch.set_num_threads(threads)
     assert done.exit_code == 0, done.output
@@ -46,7 +46,7 @@ def test_the_same_load_in_process_and_over_grpc_stand_side_by_side(
         assert row["requests"] == 3
         (served,) = row["served"]
         assert 0 < served["first_token_s"] <= served["wall_s"]
-    # Answers were streamed, and every request had its final response.
-    finals = [r.get_response().parameters["triton_final_response"].bool_param for r in heard]  # type: ignore[attr-defined]
+    # Answers are streamed, and each request has one final response.
+    finals = [r.get_response().parameters["triton_final_response"].bool_param for r in results]  # type: ignore[attr-defined]
     assert sum(finals) == 2 * 3
-    assert len(heard) > 2 * 2 * 3
+    assert len(results) > 2 * 2 * 3

@@ -1,4 +1,4 @@
-"""A short seeded run of the fuzzer; `python -m tests.support.fuzz` takes any number of requests."""
+"""A short run of the fuzzer with a fixed seed; `python -m tests.support.fuzz` runs longer ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vlora.launcher.server import TritonServer
 REQUESTS = 400
 
 
-def test_mutated_requests_are_answered_or_refused_with_a_code(server: TritonServer) -> None:
+def test_mutated_requests_are_answered_or_rejected_with_a_code(server: TritonServer) -> None:
     report = run(server.grpc_url, server.http_url, REQUESTS, seed=1)
     print("\n".join(report.lines()))
     assert not report.wrong, "\n".join(report.examples[:20])
@@ -19,7 +19,7 @@ def test_mutated_requests_are_answered_or_refused_with_a_code(server: TritonServ
     assert server.failure() is None
 
 
-def test_an_answer_is_the_same_in_however_many_pieces_it_came() -> None:
+def test_the_text_of_an_answer_is_joined_from_its_responses() -> None:
     once = 'data: {"text_output":"a \\"red\\" star"}\n\n'
     pieces = 'data: {"text_output":"a \\"re"}\n\ndata: {"text_output":"d\\" star"}\n\n'
     assert whole_text(once) == whole_text(pieces) == 'a "red" star'
@@ -27,7 +27,7 @@ def test_an_answer_is_the_same_in_however_many_pieces_it_came() -> None:
     assert whole_text('{"error":"NOT_FOUND: no"}') is None
 
 
-def test_the_adapters_asked_for_are_those_of_the_server() -> None:
+def test_the_servers_adapters_are_read_from_an_error_message() -> None:
     message = f"NOT_FOUND: unknown adapter 'x'{known_names('x', ['actions', 'b-r8'])}"
     assert known_adapters(f'{{"error":"{message}"}}') == ["actions", "b-r8"]
     many = [f"a{number}" for number in range(30)]

@@ -1,29 +1,18 @@
-"""Starting, failing to start, draining and ending; and a server with other options."""
+"""A server that starts, fails to start, and stops; and a server with other options."""
 
 from __future__ import annotations
 
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
-import tritonclient.grpc as grpcclient
-from tritonclient.utils import InferenceServerException
 
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, asking, picture, to_inputs
-from vlora.launcher.ports import choose_ports
+from tests.support.triton_client import Asker, Refused, asking, picture
 from vlora.launcher.processes import children, is_alive
-from vlora.launcher.run_folder import SHARED_MEMORY
 from vlora.launcher.server import ServerError, ServerOptions, TritonServer, default_repository
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
@@ -41,30 +30,30 @@ def test_every_model_of_the_repository_is_ready(server: TritonServer) -> None:
     assert server.index() == dict.fromkeys(MODELS, "READY")
 
 
-def test_the_models_have_the_names_and_kinds_of_the_contract(ask: Asker) -> None:
+def test_the_models_have_the_documented_names_kinds_and_required_inputs(ask: Asker) -> None:
     for name in MODELS:
         config = ask.client.get_model_config(name).config
         assert config.max_batch_size == (16 if name == "vision_encoder" else 0)
         assert config.model_transaction_policy.decoupled == (name in ("lmm", "visual_retrieval"))
-        required = {one.name for one in config.input if not one.optional}
-        ours = {"text_input"} if name.startswith("lmm") else set()
-        assert required == ({"text_output", "details"} if name == "task_head" else ours)
+        required = {tensor.name for tensor in config.input if not tensor.optional}
+        expected = {"text_input"} if name.startswith("lmm") else set()
+        assert required == ({"text_output", "details"} if name == "task_head" else expected)
 
 
-def test_a_taken_port_is_told_with_the_flag_that_changes_it(server: TritonServer) -> None:
+def test_a_port_in_use_is_rejected_with_the_option_that_sets_another(server: TritonServer) -> None:
     with pytest.raises(ServerError, match=rf"port {server.options.http_port} .*--http-port"):
         TritonServer(ServerOptions(http_port=server.options.http_port))
 
 
 @pytest.fixture
 def lone_model(tmp_path: Path) -> Path:
-    """A repository with `task_head` alone, without the `model.json` that it reads."""
+    """Return a repository with only `task_head`, without the `model.json` that it reads."""
     repository = tmp_path / "repository"
     shutil.copytree(default_repository() / "task_head", repository / "task_head")
     return repository
 
 
-def test_a_model_that_does_not_load_is_told_with_its_reason(lone_model: Path) -> None:
+def test_a_model_that_fails_to_load_is_reported_with_its_reason(lone_model: Path) -> None:
     with (
         pytest.raises(ServerError, match=r"ended with status 1(?s:.*)cannot read .*model.json"),
         TritonServer(ServerOptions(repository=lone_model)),
@@ -72,7 +61,7 @@ def test_a_model_that_does_not_load_is_told_with_its_reason(lone_model: Path) ->
         pass
 
 
-def test_a_field_that_triton_does_not_know_is_told(lone_model: Path) -> None:
+def test_an_unknown_field_in_a_config_is_reported(lone_model: Path) -> None:
     config = lone_model / "task_head" / "config.pbtxt"
     config.write_text(config.read_text() + "\nno_such_field: 1\n")
     with (
@@ -86,8 +75,7 @@ def test_a_field_that_triton_does_not_know_is_told(lone_model: Path) -> None:
 def small(
     checkpoint: Path, adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """A server that runs one request at a time on two threads, queues two more and caches no
-    features."""
+    """Yield a server with two threads, one running request, a queue of two, and no cache."""
     options = ServerOptions(
         model_json={
             "model": str(checkpoint),
@@ -127,7 +115,7 @@ def test_a_full_queue_is_unavailable_with_its_length(ask_small: Asker) -> None:
     assert answers.count("answered") >= 3
 
 
-def test_limits_are_options_and_the_error_gives_value_and_limit(ask_small: Asker) -> None:
+def test_the_error_for_a_limit_has_the_value_and_the_limit(ask_small: Asker) -> None:
     with pytest.raises(Refused, match=r"4.*3"):
         ask_small.once("video_analytics", text_input="?", image=[picture()] * 4)
 
@@ -136,12 +124,13 @@ def test_without_a_feature_cache_every_image_is_encoded(ask_small: Asker) -> Non
     series = '{model="vision_encoder",version="1"}'
     for _ in range(3):
         ask_small.once("video_analytics", text_input="?", image=picture())
-    misses = f"vlora:feature_cache_misses_total{series}"  # refreshed once a second
+    # Metrics are refreshed once a second.
+    misses = f"vlora:feature_cache_misses_total{series}"
     until(lambda: ask_small.metrics()[misses] == 3)
     assert ask_small.metrics()[f"vlora:feature_cache_hits_total{series}"] == 0
 
 
-def test_the_digest_of_an_image_is_of_its_pixels(ask_small: Asker) -> None:
+def test_images_with_other_pixels_have_other_digests(ask_small: Asker) -> None:
     def digests(*images: bytes) -> list[str]:
         text = np.array([[b"x"]], dtype=object)
         given = np.array([[*images, None]], dtype=object)[:, :-1]
@@ -153,7 +142,7 @@ def test_the_digest_of_an_image_is_of_its_pixels(ask_small: Asker) -> None:
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_name": "all-r8"}], ids=["base", "adapter"])
-def test_two_engine_threads_answer_as_one_does(
+def test_two_engine_threads_give_the_same_answer_as_one(
     ask: Asker, ask_small: Asker, lora: dict[str, str]
 ) -> None:
     keys = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -161,10 +150,10 @@ def test_two_engine_threads_answer_as_one_does(
     assert ask_small.text("lmm", **asked) == ask.text("lmm", **asked)
 
 
-def test_what_has_not_finished_when_the_grace_is_over_is_cancelled(
+def test_requests_that_run_longer_than_the_grace_period_are_cancelled(
     small: TritonServer, ask_small: Asker
 ) -> None:
-    """The last test of this server."""
+    """Requests are cancelled at the end; this must be the last test of this server."""
     stubs = children(small.pid)
     assert len(stubs) == 4
     assert small.models.keys() == {"lmm", "lmm_unary", "task_head", "vision_encoder"}
@@ -180,177 +169,3 @@ def test_what_has_not_finished_when_the_grace_is_over_is_cancelled(
                 list(responses)
     assert small.poll() is not None
     assert not any(map(is_alive, stubs))
-
-
-def serve(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vlora.cli", "serve", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-PORTS_OF_ITS_CHOICE = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
-
-
-@pytest.fixture
-def folders(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> list[str]:
-    paths = {"--model": checkpoint, "--adapters": adapters_dir, "--log": tmp_path / "log"}
-    return [str(word) for option in paths.items() for word in option]
-
-
-def said_until(process: subprocess.Popen[str], words: str) -> str:
-    """What the process says up to the line with these words."""
-    assert process.stdout is not None
-    said = ""
-    for line in process.stdout:
-        said += line
-        if words in line:
-            return said
-    raise AssertionError(f"it never said '{words}' but:\n{said}")
-
-
-Processes = dict[str, psutil.Process]
-
-
-def processes_of(serving: subprocess.Popen[str]) -> tuple[psutil.Process, Processes]:
-    """The server's process, and those of its models by name."""
-    (server,) = children(serving.pid)
-    return server, {Path(one.cmdline()[1]).parts[-3]: one for one in children(server.pid)}
-
-
-def shared_memory_of(models: Processes) -> list[Path]:
-    return [SHARED_MEMORY / model.cmdline()[2] for model in models.values()]
-
-
-def test_vlora_serve_restarts_what_went_down_and_drains_on_sigterm(folders: list[str]) -> None:
-    chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
-    http, grpc, metrics = map(str, chosen.values())
-    ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
-    process = serve(*folders, *ports, "--restart", "--grace", "600")
-    said = said_until(process, "Ctrl-C stops it")
-    assert "ready in" in said
-    assert {f"HTTP      localhost:{http}", f"gRPC      localhost:{grpc}"} <= set(said.splitlines())
-
-    server, models = processes_of(process)
-    models["lmm"].kill()
-    said = said_until(process, "Ctrl-C stops it")
-    assert "the process of model 'lmm' ended with signal SIGKILL; the server is down" in said
-    assert "starting again in 1 s" in said
-    assert not any(map(is_alive, [server, *models.values()]))
-
-    with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
-        ask_for_class_results(asker, "lmm_unary")
-    said = said_until(process, "Ctrl-C stops it")
-    assert "the server ended by itself with signal SIGFPE; the server is down" in said
-
-    with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
-        assert asker.once("video_analytics", text_input="What?")["result"]
-
-        server, models = processes_of(process)
-        regions = shared_memory_of(models)
-        assert all(region.exists() for region in regions)
-        with closing(HTTPConnection("localhost", int(http))) as idle:
-            idle.request("GET", "/v2/health/live")
-            assert idle.getresponse().read() == b""
-            asked = {"text_input": "hi", "stream": True, "parameters": LONG}
-            asked["return_num_output_tokens"] = True
-            with asker.streaming("lmm", **asked) as responses:
-                first = next(responses)
-                process.send_signal(signal.SIGTERM)
-                said_until(process, "running ones get 600 s to finish")
-                for model in ("lmm", "lmm_unary", "video_analytics", "vision_encoder"):
-                    assert_refused(asker, model)
-                rest = list(responses)
-            tokens = [each.outputs.get("num_output_tokens", 0) for each in (first, *rest)]
-            assert sum(map(int, tokens)) == 900
-            assert rest[-1].final
-            # The idle connection is not given the grace, nor what Triton would give it.
-            process.communicate(timeout=300)
-    assert process.returncode == 0
-    assert not any(map(is_alive, [server, *models.values()]))
-    assert not any(region.exists() for region in regions)
-
-
-def ask_for_class_results(asker: Asker, model: str) -> None:
-    """Triton 2.51 divides by the size of a string, which is 0, and ends."""
-    wanted = grpcclient.InferRequestedOutput("text_output", class_count=1)
-    given = to_inputs({"text_input": "hi", "sampling_parameters": {"max_tokens": 1}})
-    with pytest.raises(InferenceServerException):
-        asker.client.infer(model, given, outputs=[wanted])
-
-
-def assert_refused(asker: Asker, model: str) -> None:
-    """Waits for the models to learn of it, then: UNAVAILABLE, in the message and as the code."""
-    text = np.array([[b"x"]], dtype=object) if model == "vision_encoder" else "hello"
-
-    def refusal() -> Refused | None:
-        try:
-            asker.stream(model, text_input=text) if model == "lmm" else asker.once(
-                model, text_input=text
-            )
-        except Refused as error:
-            return error
-        return None
-
-    refused = until(refusal)
-    assert "UNAVAILABLE: the server is shutting down" in refused.message
-    assert refused.status in (None, "StatusCode.UNAVAILABLE")  # a stream carries none
-
-
-def test_vlora_serve_names_adapters_that_do_not_load_and_why_it_ended_where_a_model_dies(
-    folders: list[str], served_adapters: Path
-) -> None:
-    process = serve(*folders, "--adapters", str(served_adapters), *PORTS_OF_ITS_CHOICE)
-    assert "1 of them do not load: broken (why: the log" in said_until(process, "Ctrl-C stops it")
-    server, models = processes_of(process)
-    models["vision_encoder"].kill()
-    said, _ = process.communicate(timeout=60)
-    assert "CUDA" not in said
-    assert "NVML" not in said
-    assert process.returncode == 1
-    assert "error: the process of model 'vision_encoder' ended with signal SIGKILL" in said
-    assert not any(map(is_alive, [server, *models.values()]))
-
-
-def test_a_killed_vlora_serve_leaves_nothing_running_and_no_shared_memory(
-    folders: list[str],
-) -> None:
-    process = serve(*folders, *PORTS_OF_ITS_CHOICE)
-    said_until(process, "Ctrl-C stops it")
-    server, models = processes_of(process)
-    regions = shared_memory_of(models)
-    process.kill()
-    until(lambda: not any(map(is_alive, [server, *models.values()])))
-    until(lambda: not any(region.exists() for region in regions))
-    process.communicate()
-
-
-def test_vlora_serve_says_that_a_port_is_none(folders: list[str]) -> None:
-    process = serve(*folders, "--http-port", "99999")
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert said.startswith("error: --http-port 99999 is no port; choose one from 1 to 65535")
-
-
-def test_vlora_serve_says_that_a_port_is_taken(checkpoint: Path, adapters_dir: Path) -> None:
-    with socket.socket() as holder:
-        holder.bind(("0.0.0.0", 0))
-        holder.listen()
-        port = str(holder.getsockname()[1])
-        folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
-        said, _ = serve(*folders, "--http-port", port).communicate(timeout=60)
-    assert f"error: port {port} is taken; choose another with --http-port N" in said
-
-
-def test_vlora_serve_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
-    process = serve("--model", str(tmp_path))
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"error: no checkpoint at {tmp_path}" in said.replace("\n", "")
-
-
-def test_vlora_adapters_check_names_what_is_broken(checkpoint: Path, served_adapters: Path) -> None:
-    command = [sys.executable, "-m", "vlora.cli", "adapters", "check"]
-    command += ["--model", str(checkpoint), "--adapters", str(served_adapters)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "ok      all-r8" in done.stdout
-    assert "adapter 'broken': adapter_config.json" in done.stdout

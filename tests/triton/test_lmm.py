@@ -1,4 +1,4 @@
-"""`lmm` and `lmm_unary`: what a client of the vLLM backend expects, and what goes beyond it."""
+"""`lmm` and `lmm_unary`: the vLLM backend's interface, and the extensions."""
 
 import json
 import math
@@ -16,13 +16,13 @@ GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 
 
-def test_not_streaming_answers_once_and_prepends_the_prompt(ask: Asker) -> None:
+def test_without_streaming_there_is_one_response_that_starts_with_the_prompt(ask: Asker) -> None:
     (response,) = ask.stream("lmm", text_input="hello", sampling_parameters=GREEDY)
     assert response["text_output"].startswith("hello")
     assert response.final
 
 
-def test_the_prompt_is_left_out_when_asked(ask: Asker) -> None:
+def test_the_prompt_is_left_out_on_request(ask: Asker) -> None:
     asked = {"text_input": "hello", "sampling_parameters": GREEDY}
     (with_prompt,) = ask.stream("lmm", **asked, exclude_input_in_output=False)
     (without,) = ask.stream("lmm", **asked, exclude_input_in_output=True)
@@ -42,7 +42,7 @@ def test_streaming_with_the_prompt_is_an_error(ask: Asker) -> None:
         ask.stream("lmm", text_input="hello", stream=True, exclude_input_in_output=False)
 
 
-def test_outputs_behind_flags_are_absent_unless_asked_for(ask: Asker) -> None:
+def test_optional_outputs_are_absent_unless_requested(ask: Asker) -> None:
     asked = {"text_input": "hello", "sampling_parameters": GREEDY, "stream": True}
     assert set(ask.stream("lmm", **asked)[0].outputs) == {"text_output"}
     names = ("finish_reason", "num_input_tokens", "num_output_tokens", "logprobs")
@@ -54,7 +54,7 @@ def test_outputs_behind_flags_are_absent_unless_asked_for(ask: Asker) -> None:
     assert last == "length"
 
 
-def test_logprobs_are_those_of_the_vllm_backend(ask: Asker) -> None:
+def test_logprobs_have_the_form_of_the_vllm_backend(ask: Asker) -> None:
     (response,) = ask.stream(
         "lmm",
         text_input="hello",
@@ -79,7 +79,7 @@ def test_logprobs_are_those_of_the_vllm_backend(ask: Asker) -> None:
     assert math.isclose(alone["cumulative_logprob"], total, rel_tol=1e-5)
 
 
-def test_the_defaults_are_vllms(ask: Asker) -> None:
+def test_the_sampling_defaults_are_those_of_vllm(ask: Asker) -> None:
     asked = {"text_input": "hello", "parameters": {"ignore_eos": True}}
     answers = ask.stream("lmm", return_num_output_tokens=True, **asked)
     assert answers[0]["num_output_tokens"] == 16
@@ -104,7 +104,7 @@ def test_the_requests_parameters_are_sampling_keys(ask: Asker) -> None:
     )
 
 
-def test_sampling_parameters_replace_the_requests_parameters_as_a_whole(ask: Asker) -> None:
+def test_sampling_parameters_replace_all_request_parameters(ask: Asker) -> None:
     (response,) = ask.stream(
         "lmm",
         text_input="hello",
@@ -115,14 +115,14 @@ def test_sampling_parameters_replace_the_requests_parameters_as_a_whole(ask: Ask
     assert response["num_output_tokens"] == 16
 
 
-def test_parameters_of_triton_and_forwarded_headers_are_no_sampling_keys(ask: Asker) -> None:
+def test_parameters_of_triton_and_forwarded_headers_are_not_sampling_keys(ask: Asker) -> None:
     parameters = {**GREEDY, "x-request-source": "camera", "classification": 0}
     assert ask.text("lmm", text_input="hello", parameters=parameters) == ask.text(
         "lmm", text_input="hello", parameters=GREEDY
     )
 
 
-def test_an_absent_task_is_raw_and_a_given_one_is_templated(ask: Asker) -> None:
+def test_the_default_task_is_raw_and_another_one_renders_its_template(ask: Asker) -> None:
     asked = {"text_input": "What?", "sampling_parameters": GREEDY, "return_num_input_tokens": True}
     (raw,) = ask.stream("lmm", **asked)
     (named,) = ask.stream("lmm", task="raw", **asked)
@@ -138,7 +138,7 @@ def test_an_image_is_encoded_by_the_vision_encoder(ask: Asker) -> None:
     assert direct == ask.text("visual_retrieval", task="vqa", **asked)
 
 
-def test_frames_reach_lmm_encoded_or_raw(ask: Asker) -> None:
+def test_frames_may_be_encoded_or_raw(ask: Asker) -> None:
     clip = [picture((60 * i, 0, 0)) for i in range(3)]
     asked = {"text_input": "", "task": "video"}
     expected = ask.text("visual_retrieval", frames=clip, **asked)
@@ -147,7 +147,7 @@ def test_frames_reach_lmm_encoded_or_raw(ask: Asker) -> None:
         assert ask.text("lmm", stream=True, sampling_parameters=keys, **given, **asked) == expected
 
 
-def test_a_client_may_send_the_encoders_features_itself(ask: Asker) -> None:
+def test_a_client_may_send_features(ask: Asker) -> None:
     encoded = ask.once(
         "vision_encoder",
         text_input=np.array([[b"x"]], dtype=object),
@@ -159,11 +159,11 @@ def test_a_client_may_send_the_encoders_features_itself(ask: Asker) -> None:
     )
 
 
-def test_details_tell_task_adapter_timings_and_modes(ask: Asker) -> None:
+def test_details_have_task_adapter_timings_and_modes(ask: Asker) -> None:
     (response,) = ask.stream("lmm", text_input="hello", sampling_parameters={"lora_name": "all-r8"})
     details = json.loads(response["details"])
     assert set(details) == {"task", "adapter", "timings", "modes"}
-    assert sum(details["modes"].values()) >= 1, "steps, by mode"
+    assert sum(details["modes"].values()) >= 1, "number of steps by mode"
     assert details["task"] == "raw"
     assert details["adapter"]["name"] == "all-r8"
 
@@ -182,14 +182,14 @@ def test_a_head_answers_on_lmm_with_scores_and_labels(ask: Asker) -> None:
     assert response["text_output"] == response["head_labels"][int(np.argmax(scores))]
 
 
-def test_metadata_comes_back_on_lmm_only_when_given(ask: Asker) -> None:
+def test_metadata_is_returned_only_if_it_was_sent(ask: Asker) -> None:
     (given,) = ask.stream("lmm", text_input="hello", metadata="m")
     (none,) = ask.stream("lmm", text_input="hello")
     assert given["metadata"] == "m"
     assert "metadata" not in none
 
 
-def test_choices_close_the_set_of_answers(ask: Asker) -> None:
+def test_the_answer_is_one_of_the_choices(ask: Asker) -> None:
     choices = ["red", "green", "standing still"]
     for seed in range(3):
         text = ask.text(
@@ -213,7 +213,7 @@ def test_a_stop_string_ends_the_answer_and_is_left_out(ask: Asker) -> None:
 
 
 @pytest.mark.parametrize("how", ["a key of the body", "sampling_parameters"])
-def test_stop_over_generate_is_the_stop_strings(ask: Asker, how: str) -> None:
+def test_stop_in_a_generate_body_sets_the_stop_strings(ask: Asker, how: str) -> None:
     keys = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
     asked = {"text_input": "hello", "exclude_input_in_output": True}
     whole = ask.text("lmm", sampling_parameters=keys, **asked)
@@ -226,7 +226,7 @@ def test_stop_over_generate_is_the_stop_strings(ask: Asker, how: str) -> None:
     assert json.loads(text)["text_output"] == whole[: whole.index(keys["stop"])]
 
 
-def test_lmm_unary_answers_once_and_as_lmm(ask: Asker) -> None:
+def test_lmm_unary_answers_like_lmm(ask: Asker) -> None:
     asked = {"text_input": "hello", "image": picture(), "return_finish_reason": True}
     for how in ({"parameters": GREEDY}, {"sampling_parameters": GREEDY}):
         unary = ask.once("lmm_unary", **asked, **how)
@@ -235,16 +235,16 @@ def test_lmm_unary_answers_once_and_as_lmm(ask: Asker) -> None:
         assert set(unary.outputs) == set(direct.outputs) | {"answer"}
 
 
-def test_lmm_unary_refuses_to_stream(ask: Asker) -> None:
+def test_lmm_unary_rejects_streaming(ask: Asker) -> None:
     with pytest.raises(
         Refused, match="INVALID_ARG: 'stream' = true is not possible for 'lmm_unary'"
     ):
         ask.once("lmm_unary", text_input="hello", stream=True)
 
 
-def test_lmm_unary_raises_the_code_that_lmm_gave(ask: Asker) -> None:
+def test_lmm_unary_passes_on_the_error_codes_of_lmm(ask: Asker) -> None:
     with pytest.raises(Refused, match=r"^NOT_FOUND: ") as unknown:
-        ask.once("lmm_unary", text_input="hello", parameters={"lora_name": "nobody"})
+        ask.once("lmm_unary", text_input="hello", parameters={"lora_name": "unknown"})
     assert unknown.value.status == "StatusCode.NOT_FOUND"
     with pytest.raises(Refused, match=r"^UNSUPPORTED: ") as unsupported:
         ask.once("lmm_unary", text_input="hello", parameters={"best_of": 3})
@@ -280,13 +280,13 @@ def test_cancel_ends_a_request_of_an_ensemble(ask: Asker) -> None:
             running.result()
 
 
-def test_cancelling_an_unknown_id_is_no_error_and_a_short_one_is(ask: Asker) -> None:
-    assert ask.stream("lmm", id="nobody-has-this-id", cancel=True) == []
+def test_cancelling_an_unknown_id_succeeds_and_a_short_id_is_rejected(ask: Asker) -> None:
+    assert ask.stream("lmm", id="an-unknown-client-id", cancel=True) == []
     with pytest.raises(Refused, match="INVALID_ARG: 'cancel' needs the id"):
         ask.stream("lmm", id="short", cancel=True)
 
 
-def test_a_second_live_request_with_a_long_id_is_refused(ask: Asker) -> None:
+def test_a_second_running_request_with_the_same_long_id_is_rejected(ask: Asker) -> None:
     client_id = uuid.uuid4().hex
     asked = {"text_input": "hello", "sampling_parameters": LONG, "id": client_id}
     with ask.streaming("lmm", stream=True, **asked) as responses:
@@ -296,14 +296,14 @@ def test_a_second_live_request_with_a_long_id_is_refused(ask: Asker) -> None:
                 call(model, **asked)
 
 
-def test_two_live_requests_may_share_a_short_id(ask: Asker) -> None:
+def test_two_running_requests_may_share_a_short_id(ask: Asker) -> None:
     asked = {"text_input": "hello", "sampling_parameters": LONG, "id": "1"}
     with ask.streaming("lmm", stream=True, **asked) as responses:
         next(responses)
         assert ask.stream("lmm", text_input="hello", id="1")
 
 
-def test_a_client_that_goes_away_ends_its_request(ask: Asker) -> None:
+def test_a_request_ends_when_its_client_disconnects(ask: Asker) -> None:
     def aborted() -> float:
         return ask.metrics()['vlora:requests_aborted_total{model="lmm",version="1"}']
 

@@ -1,4 +1,4 @@
-"""Many at once: batches, HTTP clients and the real perf_analyzer."""
+"""Concurrent requests: batches, metrics, HTTP clients and perf_analyzer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERIES = '{model="lmm",version="1"}'
 
 
 def mixed(index: int) -> dict[str, Any]:
-    """The request of this number: adapters, images, lengths and sampling all differ."""
+    """Return request number `index`; adapters, images, lengths and sampling differ."""
     name = ADAPTERS[index % len(ADAPTERS)]
     keys: dict[str, Any] = {"max_tokens": 5 + index, "ignore_eos": True}
     if name:
@@ -41,7 +41,9 @@ def mixed(index: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", ["visual_retrieval", "video_analytics", "lmm_unary"])
-def test_sixteen_mixed_requests_at_once_answer_as_one_by_one(ask: Asker, model: str) -> None:
+def test_sixteen_concurrent_requests_get_the_same_answers_as_sequential_ones(
+    ask: Asker, model: str
+) -> None:
     def answer(index: int) -> str:
         asked = mixed(index)
         if model == "visual_retrieval":
@@ -56,7 +58,7 @@ def test_sixteen_mixed_requests_at_once_answer_as_one_by_one(ask: Asker, model: 
     assert together == alone
 
 
-def test_requests_of_one_moment_share_forward_passes(ask: Asker) -> None:
+def test_concurrent_requests_share_forward_passes(ask: Asker) -> None:
     def figures() -> tuple[float, float]:
         metrics = ask.metrics()
         return (
@@ -76,7 +78,7 @@ def test_requests_of_one_moment_share_forward_passes(ask: Asker) -> None:
     assert (more_rows - rows) / (more_steps - steps) > 4
 
 
-def test_images_of_one_moment_share_a_batch_of_the_encoder(ask: Asker) -> None:
+def test_images_of_concurrent_requests_share_encoder_batches(ask: Asker) -> None:
     def run(index: int) -> None:
         ask.once("video_analytics", text_input="?", image=picture((index, 3, 5)))
 
@@ -91,10 +93,10 @@ def test_images_of_one_moment_share_a_batch_of_the_encoder(ask: Asker) -> None:
     more_count, more_batches = figures()
     assert more_count - count == 48
     print(f"mean batch {48 / (more_batches - batches):.1f}")
-    assert 48 / (more_batches - batches) >= 3, "the bar of decision 13"
+    assert 48 / (more_batches - batches) >= 3, "the minimum of decision 13"
 
 
-def test_an_image_that_is_known_is_not_encoded_again(ask: Asker) -> None:
+def test_a_cached_image_is_not_encoded_again(ask: Asker) -> None:
     def counter(name: str) -> float:
         return ask.metrics()[f'vlora:{name}_total{{model="vision_encoder",version="1"}}']
 
@@ -106,7 +108,7 @@ def test_an_image_that_is_known_is_not_encoded_again(ask: Asker) -> None:
     assert counter("feature_cache_hits") == hits + 5
 
 
-def test_plain_http_gets_an_answer_from_generate(ask: Asker) -> None:
+def test_generate_answers_over_http(ask: Asker) -> None:
     body = {"text_input": "What?", "sampling_parameters": '{"max_tokens": 3}', "task": "vqa"}
     status, text = ask.http("video_analytics", "generate", body)
     assert status == 200
@@ -116,7 +118,7 @@ def test_plain_http_gets_an_answer_from_generate(ask: Asker) -> None:
     assert json.loads(text)["text_output"].startswith("hi")
 
 
-def test_plain_http_streams_from_generate_stream(ask: Asker) -> None:
+def test_generate_stream_streams_over_http(ask: Asker) -> None:
     keys = json.dumps({"max_tokens": 4, "ignore_eos": True})
     body = {"text_input": "What?", "sampling_parameters": keys}
     status, text = ask.http("visual_retrieval", "generate_stream", body)
@@ -128,15 +130,16 @@ def test_plain_http_streams_from_generate_stream(ask: Asker) -> None:
     )
 
 
-def test_plain_http_gets_errors_as_json_with_their_code(ask: Asker) -> None:
-    keys = '{"lora_name": "nobody"}'
+def test_http_errors_are_json_with_their_code(ask: Asker) -> None:
+    keys = '{"lora_name": "unknown"}'
     body = {"text_input": "What?", "sampling_parameters": keys}
     status, text = ask.http("video_analytics", "generate", body)
-    assert status == 400  # Triton's own for any error of an ensemble's step
-    assert "NOT_FOUND: unknown adapter 'nobody'" in json.loads(text)["error"]
+    # Triton sends 400 for any error of a step of an ensemble.
+    assert status == 400
+    assert "NOT_FOUND: unknown adapter 'unknown'" in json.loads(text)["error"]
 
 
-def test_the_metrics_of_the_ecosystem_are_there(ask: Asker) -> None:
+def test_the_metrics_of_the_vllm_backend_are_exported(ask: Asker) -> None:
     keys = {"lora_name": "all-r8", "max_tokens": 900, "ignore_eos": True}
     asked = {"text_input": "hello", "stream": True, "sampling_parameters": keys}
     seen: set[str] = set()
@@ -166,7 +169,7 @@ def test_the_metrics_of_the_ecosystem_are_there(ask: Asker) -> None:
     assert 'max_lora="' in running[0]
 
 
-def test_metrics_are_there_when_the_answer_is(ask: Asker) -> None:
+def test_a_request_is_counted_before_its_last_response(ask: Asker) -> None:
     names = ["prompt_tokens_total", "generation_tokens_total"]
     names += [f"{one}_count" for one in ("e2e_request_latency_seconds", "request_params_n")]
     names += ["request_prompt_tokens_sum", "request_generation_tokens_sum"]
@@ -192,7 +195,7 @@ def test_metrics_are_there_when_the_answer_is(ask: Asker) -> None:
         assert added[-1] == len(answers) - 1 if stream else 0 <= added[-1] <= 4
 
 
-def test_a_failed_request_is_one_error_whoever_passes_it_on(ask: Asker) -> None:
+def test_a_failed_request_is_counted_as_one_error(ask: Asker) -> None:
     def errors() -> dict[tuple[str, str], float]:
         series = re.compile(r'vlora:request_errors_total\{code="(\w+)",model="(\w+)"')
         found = ((series.match(name), value) for name, value in ask.metrics().items())
@@ -200,9 +203,9 @@ def test_a_failed_request_is_one_error_whoever_passes_it_on(ask: Asker) -> None:
 
     before = errors()
     assert len(before) == len(BY_CODE) * 4
-    nobody = {"text_input": "What?", "sampling_parameters": {"lora_name": "nobody"}}
+    unknown = {"text_input": "What?", "sampling_parameters": {"lora_name": "unknown"}}
     corrupt = {"text_input": "What?", "image": b"no image", "sampling_parameters": {}}
-    for model, asked in (("video_analytics", nobody), ("lmm_unary", nobody), ("lmm", corrupt)):
+    for model, asked in (("video_analytics", unknown), ("lmm_unary", unknown), ("lmm", corrupt)):
         with pytest.raises(Refused):
             (ask.stream if model == "lmm" else ask.once)(model, **asked)
     expected = {("lmm", "NOT_FOUND"): 2.0, ("vision_encoder", "INVALID_ARG"): 1.0}
@@ -210,11 +213,12 @@ def test_a_failed_request_is_one_error_whoever_passes_it_on(ask: Asker) -> None:
     def added() -> dict[tuple[str, str], float]:
         return {key: now - before[key] for key, now in errors().items() if now != before[key]}
 
-    until(lambda: added() == expected)  # refreshed once a second
+    # Metrics are refreshed once a second.
+    until(lambda: added() == expected)
 
 
-def test_two_hundred_requests_at_once_are_all_answered(ask: Asker) -> None:
-    """More than `lmm_unary` has calls at once."""
+def test_two_hundred_concurrent_requests_are_all_answered(ask: Asker) -> None:
+    """200 requests are more than the maximum number of calls of `lmm_unary`."""
     asked = {"text_input": "What is this?", "image": picture((9, 9, 9))}
     alone = ask.once("video_analytics", **asked)["text_output"]
     with ThreadPoolExecutor(200) as pool:
@@ -226,7 +230,7 @@ def test_two_hundred_requests_at_once_are_all_answered(ask: Asker) -> None:
 def perf_analyzer() -> fetch.PerfAnalyzer:
     if not (fetch.FOLDER / "bin" / "perf_analyzer").is_file():
         pytest.skip(
-            "perf_analyzer is not here; get it with: python benchmarks/perf_analyzer/fetch.py"
+            "perf_analyzer is not installed; get it with: python -m benchmarks.perf_analyzer.fetch"
         )
     try:
         return fetch.ensure()
@@ -237,7 +241,7 @@ def perf_analyzer() -> fetch.PerfAnalyzer:
 def drive(
     ask: Asker, tool: fetch.PerfAnalyzer, data: Path, model: str, concurrency: int, requests: int
 ) -> None:
-    """One run of perf_analyzer; fails with what it said unless all is well."""
+    """Run perf_analyzer once; fail with its output unless it succeeds."""
     command = [tool.program, "-m", model, "-u", ask.grpc_url, "-i", "grpc", "--input-data", data]
     command += ["--concurrency-range", str(concurrency), "--request-count", str(requests)]
     if model != "video_analytics":
@@ -252,7 +256,7 @@ def drive(
 
 
 @pytest.mark.parametrize("model", ["visual_retrieval", "video_analytics", "lmm"])
-def test_perf_analyzer_drives_it_without_an_error(
+def test_perf_analyzer_runs_without_an_error(
     ask: Asker, perf_analyzer: fetch.PerfAnalyzer, tmp_path: Path, model: str
 ) -> None:
     names = ["base", "attention-r4", "all-r8"]
@@ -261,9 +265,10 @@ def test_perf_analyzer_drives_it_without_an_error(
 
 
 ROUNDS = 6
-"""Client, server and models share the machine's cores: one round may fall to a neighbour."""
+"""Maximum number of rounds: other processes may slow one down, as all share the same cores."""
+
 REQUESTS, TOKENS = 96, 96
-"""Answers long enough that most of a request's time is decoding, not the encoder's queue."""
+"""Requests per round, and tokens per answer: enough that decoding takes most of the time."""
 
 
 @pytest.mark.parametrize("model", ["visual_retrieval", "lmm"])
@@ -287,4 +292,4 @@ def test_at_concurrency_16_images_and_tokens_are_computed_in_batches(
         print(f"encoder batch {count / batches:.2f}, rows per decode step {rows / steps:.2f}")
         if count / batches >= 3 and rows / steps >= 0.6 * 16:
             return
-    pytest.fail(f"in none of {ROUNDS} rounds a mean batch of 3 images and 9.6 rows of a step")
+    pytest.fail(f"no round of {ROUNDS} had mean batches of 3 images and 9.6 rows per step")

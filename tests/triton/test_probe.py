@@ -1,4 +1,4 @@
-"""`vlora probe` against a real server: each state of its life, each within the deadline."""
+"""`vlora probe` on a real server in each of its states, within the deadline."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from vlora.launcher.server import ServerOptions, TritonServer
 DEADLINE = 10.0
 
 
-def look(server: TritonServer, deadline: float = DEADLINE) -> Finding:
+def probe_within(server: TritonServer, deadline: float = DEADLINE) -> Finding:
     started = time.monotonic()
     found = probe(server.grpc_url, deadline, metrics_port=server.options.metrics_port)
     assert time.monotonic() - started < deadline + 1, found
     return found
 
 
-def test_a_server_that_answers_is_ready_also_by_the_command(server: TritonServer) -> None:
-    assert look(server).health is Health.READY
+def test_a_server_that_answers_is_ready(server: TritonServer) -> None:
+    assert probe_within(server).health is Health.READY
     result = CliRunner().invoke(app, ["probe", server.grpc_url, "--deadline", str(DEADLINE)])
     assert result.exit_code == 0, result.output
 
 
-def test_a_wrong_port_is_dead_and_one_of_another_protocol_too(server: TritonServer) -> None:
+def test_a_free_port_and_an_http_port_are_dead(server: TritonServer) -> None:
     (free,) = choose_ports({"grpc_port": 0}).values()
     for port in (free, server.options.http_port):
         found = probe(f"localhost:{port}", DEADLINE)
@@ -39,26 +39,26 @@ def test_a_wrong_port_is_dead_and_one_of_another_protocol_too(server: TritonServ
         assert found.seconds < DEADLINE + 1
 
 
-def test_starting_ready_hung_and_killed_are_told_apart(
+def test_a_starting_server_is_alive_and_a_hung_or_killed_one_is_dead(
     checkpoint: Path, adapters_dir: Path, tmp_path: Path
 ) -> None:
     options = ServerOptions(model=checkpoint, adapters=adapters_dir, log=tmp_path / "log")
     server = TritonServer(options)
     server.start()
     try:
-        found = look(server)
+        found = probe_within(server)
         assert found.health is Health.ALIVE, found
         assert "starting" in found.reason
         server.wait_ready()
-        assert look(server).health is Health.READY
+        assert probe_within(server).health is Health.READY
 
-        # First hung, then killed; one that went on would end Triton 2.51 itself.
+        # The process is stopped, then killed. Continuing it instead would crash Triton 2.51.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             os.kill(server.models["lmm"], number)
-            found = look(server)
+            found = probe_within(server)
             assert found.health is Health.DEAD, found
         with asking(server) as asker:
-            assert asker.client.is_server_ready(), "Triton goes on calling it ready"
+            assert asker.client.is_server_ready(), "Triton still reports that it is ready"
     finally:
         server.kill()
-    assert look(server).health is Health.DEAD
+    assert probe_within(server).health is Health.DEAD

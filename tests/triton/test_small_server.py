@@ -1,4 +1,4 @@
-"""A server with a short queue and options as vLLM's tutorials write them."""
+"""A server with a short queue, small limits and options from vLLM's tutorials."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def ask(small: TritonServer) -> Iterator[Asker]:
 
 
 @pytest.mark.parametrize("model", ["video_analytics", "lmm_unary", "lmm"])
-def test_a_crowd_is_answered_or_told_how_long_the_queue_is(ask: Asker, model: str) -> None:
-    """Every request ends, and no more of them wait at once than `max_num_waiting`."""
+def test_each_of_many_requests_is_answered_or_rejected_with_the_queue_length(
+    ask: Asker, model: str
+) -> None:
+    """Every request ends, and at most `max_num_waiting` wait at the same time."""
     crowd = 200 if model == "video_analytics" else 60
     ready = threading.Barrier(crowd)
 
@@ -67,17 +69,17 @@ def test_a_crowd_is_answered_or_told_how_long_the_queue_is(ask: Asker, model: st
 
     with ThreadPoolExecutor(crowd) as pool:
         outcomes = Counter(pool.map(one, range(crowd)))
-    # Of those that come within one step as many as may wait are answered; who runs comes on top.
+    # At least the requests that may wait are answered, if all arrive within one step.
     assert outcomes.pop("answered") >= WAITING
-    assert outcomes, "there was room for everyone"
+    assert outcomes, "the queue was never full"
     for message in outcomes:
         found = re.search(r"UNAVAILABLE: the queue is full: (\d+) requests are waiting$", message)
         assert found, message
         assert int(found[1]) <= WAITING
 
 
-def test_one_that_waits_ends_when_it_is_cancelled_or_its_client_goes(ask: Asker) -> None:
-    """Long before its turn: those that run would go on for the rest of the test."""
+def test_a_waiting_request_ends_when_it_is_cancelled_or_its_client_disconnects(ask: Asker) -> None:
+    """The running requests would take longer than the rest of the test."""
     asked = {"text_input": "What?", "sampling_parameters": LONG}
     running = [uuid.uuid4().hex for _ in range(RUNNING)]
     waiting = uuid.uuid4().hex
@@ -101,7 +103,7 @@ def test_one_that_waits_ends_when_it_is_cancelled_or_its_client_goes(ask: Asker)
             assert call.exception() is None or "CANCELLED" in str(call.exception())
 
 
-def test_a_newer_chunk_of_a_stream_ends_the_one_that_waits(ask: Asker) -> None:
+def test_a_newer_request_of_a_stream_supersedes_the_waiting_one(ask: Asker) -> None:
     asked = {"text_input": "What?", "sampling_parameters": LONG}
     running = [uuid.uuid4().hex for _ in range(RUNNING)]
     keys = {**LONG, "max_tokens": 3, "stream_id": "camera", "supersede": True, "deadline_ms": 3e4}
@@ -120,25 +122,25 @@ def test_a_newer_chunk_of_a_stream_ends_the_one_that_waits(ask: Asker) -> None:
         outcomes = [call.exception() for call in chunks]
         for call in calls:
             assert call.exception() is None or "CANCELLED" in str(call.exception())
-    told = [str(error) for error in outcomes if error is not None]
-    assert re.search("CANCELLED: a newer request of stream 'camera' superseded", told[0])
-    assert len(told) < len(chunks), "the newest is answered"
+    errors = [str(error) for error in outcomes if error is not None]
+    assert re.search("CANCELLED: a newer request of stream 'camera' superseded", errors[0])
+    assert len(errors) < len(chunks), "the newest request is answered"
 
 
-def test_metrics_may_be_turned_off(ask: Asker) -> None:
+def test_metrics_can_be_turned_off(ask: Asker) -> None:
     ask.once("video_analytics", text_input="What?")
     names = {name.partition("{")[0] for name in ask.metrics()}
     assert "nv_inference_count" in names
     assert not [name for name in names if name.startswith(("vllm:", "vlora:", "nv_trt_llm"))]
 
 
-def test_keys_without_effect_are_told_in_the_log(small: TritonServer, ask: Asker) -> None:
+def test_keys_without_effect_are_logged(small: TritonServer, ask: Asker) -> None:
     log = small.log.read_text(errors="replace")
     for key in ("max_loras", "max_lora_rank", "gpu_memory_utilization"):
         assert len(re.findall(f"'{key}' has no effect here: ", log)) == 1
 
 
-def test_limits_are_keys_of_model_json(ask: Asker) -> None:
+def test_limits_can_be_set_in_model_json(ask: Asker) -> None:
     with pytest.raises(Refused, match="'text_input' has 5001 bytes; the limit is 5000"):
         ask.once("video_analytics", text_input="x" * 5001)
     with pytest.raises(Refused, match=r"the request has 0\.014 megapixels; the limit .* 0\.01$"):

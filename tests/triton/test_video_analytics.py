@@ -1,4 +1,4 @@
-"""`video_analytics`: pictures or a clip and a task in, one structured answer out."""
+"""`video_analytics`: images or a clip and a task in, one structured answer out."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def result_of(ask: Asker, **values: Any) -> dict[str, Any]:
     return result
 
 
-def test_it_answers_once_with_every_output(ask: Asker) -> None:
+def test_there_is_one_response_with_all_outputs(ask: Asker) -> None:
     response = ask.once(ANALYTICS, text_input="What is this?", image=picture())
     assert set(response.outputs) == set(NAMES)
     assert "What is this?" not in response["text_output"]
@@ -33,7 +33,7 @@ NAMES = ("result", "text_output", "finish_reason", "num_input_tokens", "num_outp
 SUBSETS = [names for size in range(1, 6) for names in itertools.combinations(NAMES, size)]
 
 
-def test_any_subset_of_its_outputs_may_be_asked_for(ask: Asker) -> None:
+def test_any_subset_of_the_outputs_may_be_requested(ask: Asker) -> None:
     asked = {"text_input": "What is this?", "image": picture()}
     whole = dict(ask.once(ANALYTICS, **asked).outputs)
 
@@ -45,7 +45,9 @@ def test_any_subset_of_its_outputs_may_be_asked_for(ask: Asker) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(differing, SUBSETS))
     assert len(found) == 31
-    assert all(set(names) <= {"result"} for names in found), "only its timings may differ"
+    assert all(set(names) <= {"result"} for names in found), (
+        "only the timings in `result` may differ"
+    )
 
 
 def test_result_follows_the_schema_for_every_task(ask: Asker) -> None:
@@ -56,12 +58,12 @@ def test_result_follows_the_schema_for_every_task(ask: Asker) -> None:
         assert len(result["images"]) == 1
 
 
-def test_metadata_comes_back_untouched(ask: Asker) -> None:
+def test_metadata_is_returned_unchanged(ask: Asker) -> None:
     metadata = '{"camera": "Hof \\u00e4", "t": 1.50}  '
     assert result_of(ask, text_input="What?", metadata=metadata)["metadata"] == metadata
 
 
-def test_per_frame_results_index_the_clip_only(ask: Asker) -> None:
+def test_images_and_frames_are_indexed_separately(ask: Asker) -> None:
     result = result_of(
         ask, text_input="What?", image=[picture()] * 2, frames=[picture()] * 3, task="vqa"
     )
@@ -69,7 +71,7 @@ def test_per_frame_results_index_the_clip_only(ask: Asker) -> None:
     assert [one["index"] for one in result["frames"]] == [0, 1, 2]
 
 
-def test_a_head_gives_scores_by_label_and_its_top_label_as_text(ask: Asker) -> None:
+def test_a_head_returns_scores_by_label_and_its_best_label_as_text(ask: Asker) -> None:
     asked = {"frames": [picture(), picture((0, 0, 200))], "task": "classify", "text_input": ""}
     result = result_of(ask, sampling_parameters={"lora_name": "head-r8"}, **asked)
     assert set(result["scores"]) == {"cat", "dog", "bird"}
@@ -91,7 +93,7 @@ def test_text_only_requests_pass(ask: Asker) -> None:
     assert result["images"] == result["frames"] == []
 
 
-def test_it_says_the_same_as_visual_retrieval(ask: Asker) -> None:
+def test_the_text_is_the_same_as_that_of_visual_retrieval(ask: Asker) -> None:
     asked = {"text_input": "What is this?", "image": picture()}
     asked["sampling_parameters"] = {"lora_name": "all-r8"}
     assert ask.once(ANALYTICS, **asked)["text_output"] == ask.text("visual_retrieval", **asked)
@@ -102,13 +104,13 @@ def test_timings_are_seconds_in_order(ask: Asker) -> None:
     assert 0 <= timings["queued"] <= timings["first_token"] <= timings["total"] < 60
 
 
-def test_errors_keep_their_code_and_say_which_ensemble(ask: Asker) -> None:
+def test_errors_keep_their_code_and_name_the_ensemble(ask: Asker) -> None:
     with pytest.raises(Refused, match="in ensemble 'video_analytics', NOT_FOUND: ") as caught:
-        ask.once(ANALYTICS, text_input="What?", sampling_parameters={"lora_name": "nobody"})
+        ask.once(ANALYTICS, text_input="What?", sampling_parameters={"lora_name": "unknown"})
     assert caught.value.status == "StatusCode.NOT_FOUND"
 
 
-def test_raw_frames_may_lie_in_shared_memory(ask: Asker) -> None:
+def test_raw_frames_may_be_in_shared_memory(ask: Asker) -> None:
     clip = pixels([picture((60 * i, 0, 0)) for i in range(4)])
     name = f"vlora-test-{uuid.uuid4().hex}"
     region = shared_memory.create_shared_memory_region(name, f"/{name}", clip.nbytes)
@@ -126,7 +128,7 @@ def test_raw_frames_may_lie_in_shared_memory(ask: Asker) -> None:
     assert len(shared["frames"]) == 4
 
 
-def test_task_head_can_be_asked_on_its_own(ask: Asker) -> None:
+def test_task_head_can_be_called_directly(ask: Asker) -> None:
     details = {"task": "detect", "adapter": None, "timings": {}}
     text = "<ref>star</ref><box>(0,0),(500,500)</box>"
     response = ask.once("task_head", text_output=text, details=details)

@@ -1,4 +1,4 @@
-"""`visual_retrieval`: pictures and a question in, an answer streamed out."""
+"""`visual_retrieval`: images and a question in, a streamed answer out."""
 
 import base64
 import itertools
@@ -12,15 +12,15 @@ from tests.support.triton_client import Asker, Refused, Response, picture, pixel
 from vlora.vision.prompts import TASKS
 
 RETRIEVAL = "visual_retrieval"
-FOREVER = {"ignore_eos": True}
+IGNORE_EOS = {"ignore_eos": True}
 
 
-def test_it_streams_deltas_as_tokens_come_and_never_the_prompt(ask: Asker) -> None:
+def test_deltas_are_streamed_without_the_prompt(ask: Asker) -> None:
     responses = ask.stream(
         RETRIEVAL,
         text_input="What is this?",
         image=picture(),
-        sampling_parameters={"max_tokens": 100, **FOREVER},
+        sampling_parameters={"max_tokens": 100, **IGNORE_EOS},
     )
     assert "What is this?" not in "".join(response["text_output"] for response in responses)
     new = [response["num_output_tokens"] for response in responses]
@@ -29,7 +29,7 @@ def test_it_streams_deltas_as_tokens_come_and_never_the_prompt(ask: Asker) -> No
     assert min(new) >= 1
 
 
-def test_every_response_carries_every_output(ask: Asker) -> None:
+def test_every_response_has_all_outputs(ask: Asker) -> None:
     responses = ask.stream(RETRIEVAL, text_input="What is this?", image=picture(), metadata="m-1")
     names = {
         "text_output",
@@ -43,13 +43,13 @@ def test_every_response_carries_every_output(ask: Asker) -> None:
     assert len({response["num_input_tokens"] for response in responses}) == 1
 
 
-def test_any_subset_of_its_outputs_may_be_asked_for(ask: Asker) -> None:
+def test_any_subset_of_the_outputs_may_be_requested(ask: Asker) -> None:
     every = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
     every += ("metadata_output",)
     asked = {"text_input": "What is this?", "image": picture(), "metadata": "m"}
 
     def total(responses: list[Response], name: str) -> Any:
-        """What all responses say together: what is new in each adds up, the rest is the last's."""
+        """Combine all responses: join deltas, and take other outputs from the last response."""
         values = [response[name] for response in responses]
         if name == "text_output":
             return "".join(values)
@@ -62,9 +62,9 @@ def test_any_subset_of_its_outputs_may_be_asked_for(ask: Asker) -> None:
         assert all(total(found, name) == total(whole, name) for name in names)
 
 
-def test_only_the_last_response_has_a_reason_to_finish(ask: Asker) -> None:
+def test_only_the_last_response_has_a_finish_reason(ask: Asker) -> None:
     responses = ask.stream(
-        RETRIEVAL, text_input="Why?", sampling_parameters={"max_tokens": 3, **FOREVER}
+        RETRIEVAL, text_input="Why?", sampling_parameters={"max_tokens": 3, **IGNORE_EOS}
     )
     *others, last = responses
     assert {response["finish_reason"] for response in others} <= {"None"}
@@ -76,17 +76,17 @@ def test_text_only_requests_pass(ask: Asker) -> None:
     assert ask.stream(RETRIEVAL, text_input="Just words?")[-1].final
 
 
-def test_without_parameters_it_is_greedy_and_ends_at_the_tasks_own_limit(ask: Asker) -> None:
+def test_the_defaults_are_greedy_sampling_and_the_max_tokens_of_the_task(ask: Asker) -> None:
     asked = {"text_input": "Same again?", "image": picture()}
     first, second = (ask.text(RETRIEVAL, **asked) for _ in range(2))
     assert first == second
     for task in ("vqa", "caption"):
-        responses = ask.stream(RETRIEVAL, task=task, sampling_parameters=FOREVER, **asked)
+        responses = ask.stream(RETRIEVAL, task=task, sampling_parameters=IGNORE_EOS, **asked)
         tokens = sum(response["num_output_tokens"] for response in responses)
         assert tokens == TASKS[task].max_tokens
 
 
-def test_the_default_task_is_the_adapters_own_if_it_declares_just_one(ask: Asker) -> None:
+def test_the_default_task_is_the_adapters_if_it_has_just_one(ask: Asker) -> None:
     def words(**given: object) -> int:
         responses = ask.stream(RETRIEVAL, text_input="Tell me.", image=picture(), **given)
         return int(responses[0]["num_input_tokens"])
@@ -112,7 +112,7 @@ def test_frames_raw_is_the_same_clip_as_frames(ask: Asker) -> None:
     assert encoded == raw
 
 
-def test_images_and_frames_each_take_a_place_in_the_prompt(ask: Asker) -> None:
+def test_each_image_and_frame_takes_the_same_number_of_prompt_tokens(ask: Asker) -> None:
     def length(**given: object) -> int:
         asked = {"text_input": "What?", "sampling_parameters": {"max_tokens": 1}}
         return int(ask.stream(RETRIEVAL, **asked, **given)[0]["num_input_tokens"])
@@ -131,14 +131,14 @@ def test_adapters_answer_differently_from_the_base_and_from_each_other(ask: Aske
     assert len(texts) == 4
 
 
-def test_an_alias_of_multi_lora_json_is_the_adapter_it_names(ask: Asker) -> None:
+def test_an_alias_in_multi_lora_json_is_its_adapter(ask: Asker) -> None:
     asked = {"text_input": "What is this?", "image": picture()}
     assert ask.text(RETRIEVAL, sampling_parameters={"lora_name": "alias"}, **asked) == ask.text(
         RETRIEVAL, sampling_parameters={"lora_name": "attention-r4"}, **asked
     )
 
 
-def test_the_adapter_may_be_named_in_the_requests_parameters(ask: Asker) -> None:
+def test_the_adapter_may_be_set_in_the_request_parameters(ask: Asker) -> None:
     asked = {"text_input": "What is this?", "image": picture()}
     assert ask.text(RETRIEVAL, parameters={"lora_name": "all-r8"}, **asked) == ask.text(
         RETRIEVAL, sampling_parameters={"lora_name": "all-r8"}, **asked
@@ -158,7 +158,7 @@ def test_a_head_streams_its_top_label_as_the_only_response(ask: Asker) -> None:
     assert responses[0]["num_output_tokens"] == 0
 
 
-def test_text_with_placeholders_puts_the_images_itself(ask: Asker) -> None:
+def test_placeholders_in_the_text_set_the_positions_of_the_images(ask: Asker) -> None:
     placed = ask.stream(RETRIEVAL, text_input="Is <image> like <image>?", image=[picture()] * 2)
     before = ask.stream(RETRIEVAL, text_input="Is it like it?", image=[picture()] * 2)
     assert abs(placed[0]["num_input_tokens"] - before[0]["num_input_tokens"]) < 8
@@ -166,7 +166,7 @@ def test_text_with_placeholders_puts_the_images_itself(ask: Asker) -> None:
         ask.stream(RETRIEVAL, text_input="Is <image> it?", image=[picture()] * 2)
 
 
-def test_a_client_at_another_of_the_servers_ports_is_told_so(ask: Asker) -> None:
+def test_a_client_that_uses_another_port_of_the_server_gets_a_helpful_error(ask: Asker) -> None:
     for url in (ask.http_url, urlsplit(ask.metrics_url).netloc):
         with pytest.raises(ClientError, match=r"does not speak gRPC.* give the gRPC port"):
             connect(url, RETRIEVAL)

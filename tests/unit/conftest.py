@@ -1,4 +1,4 @@
-"""For all unit tests."""
+"""Fixtures for all unit tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _threads_put_back() -> Iterator[None]:
-    """A test may set torch's number of threads; the next one has its own."""
+def _restore_threads() -> Iterator[None]:
+    """Restore torch's number of threads, which a test may have changed."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Adapter folders: what is served is read right, all else is refused by name."""
+"""Adapter folders: supported ones are read correctly, and all others are rejected by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model() -> ModelShape:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small valid adapter on q and up of both layers."""
+    """Return a small valid adapter on q and up of both layers."""
     tensors = {}
     for layer in range(LAYERS):
         for block, target in (("self_attn", "q_proj"), ("mlp", "up_proj")):
@@ -96,7 +96,7 @@ def test_rslora_and_alpha_patterns_change_the_scale(folder: Path, model: ModelSh
         torch.testing.assert_close(pairs[layer, "q_proj"].b, tensors[key(layer, "B")] * scale)
 
 
-def test_types_that_are_mixed_and_scales_that_differ_are_read_as_matrix_by_matrix(
+def test_mixed_types_and_different_scales_are_read_as_matrix_by_matrix(
     folder: Path, model: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     types = (torch.float16, torch.float64, torch.bfloat16, torch.float32)
@@ -120,11 +120,13 @@ def test_types_that_are_mixed_and_scales_that_differ_are_read_as_matrix_by_matri
         assert torch.equal(pair.a, a)
         assert torch.equal(pair.b, b * scale)
     preadv = os.preadv
-    # Files give as much at once as they like.
-    monkeypatch.setattr(os, "preadv", lambda file, parts, at: preadv(file, [parts[0][:7]], at))
-    again = load_adapter("x", folder, model)
-    assert again.info == read.info
-    assert all(torch.equal(again.pairs[p].b, pair.b) for p, pair in read.pairs.items())
+    # A read may return fewer bytes than requested.
+    monkeypatch.setattr(
+        os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:7]], offset)
+    )
+    reread = load_adapter("x", folder, model)
+    assert reread.info == read.info
+    assert all(torch.equal(reread.pairs[p].b, pair.b) for p, pair in read.pairs.items())
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,9 @@ def test_key_layouts_of_all_transformers_versions_are_read(
     assert load_adapter("y", folder, model).info.digest == expected.info.digest
 
 
-def test_the_digest_is_the_contents_not_the_names(folder: Path, model: ModelShape) -> None:
+def test_the_digest_depends_on_the_content_and_not_on_the_name(
+    folder: Path, model: ModelShape
+) -> None:
     digest = load_adapter("x", folder, model).info.digest
     edit_config(folder, lora_dropout=0.5, base_model_name_or_path="elsewhere")
     assert load_adapter("y", folder, model).info.digest == digest
@@ -212,7 +216,7 @@ def test_the_digest_is_the_contents_not_the_names(folder: Path, model: ModelShap
         ({"rank_pattern": {"q_proj": 2}}, "with rank 2"),
     ],
 )
-def test_a_config_that_asks_for_more_is_refused_by_name(
+def test_an_unsupported_config_is_rejected_by_name(
     folder: Path, model: ModelShape, change: dict[str, Any], reason: str
 ) -> None:
     edit_config(folder, **change)
@@ -264,7 +268,7 @@ def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
         (lambda t: t.clear(), "no LoRA weights"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_by_name(
+def test_weights_that_do_not_fit_are_rejected_by_name(
     folder: Path,
     model: ModelShape,
     edit: Callable[[dict[str, torch.Tensor]], None],
@@ -276,8 +280,8 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     assert reason in str(caught.value)
 
 
-def test_a_copy_of_the_base_lm_head_is_no_harm(folder: Path, model: ModelShape) -> None:
-    """PEFT saves it beside the adapter of an lm_head."""
+def test_a_copy_of_the_base_lm_head_is_accepted(folder: Path, model: ModelShape) -> None:
+    """PEFT saves such a copy with an adapter of the lm_head."""
     edit_tensors(
         folder, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": model.lm_head()})
     )
@@ -291,7 +295,7 @@ def test_pickled_weights_are_never_read(folder: Path, model: ModelShape) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"not a tensor file", b"\xff" * 64])
-def test_a_broken_weights_file_is_refused(folder: Path, model: ModelShape, content: bytes) -> None:
+def test_a_broken_weights_file_is_rejected(folder: Path, model: ModelShape, content: bytes) -> None:
     (folder / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(InvalidArgument, match="cannot be read"):
         load_adapter("x", folder, model)
@@ -322,7 +326,7 @@ def test_a_head_is_read_with_its_labels(folder: Path, model: ModelShape) -> None
         ([], {"weight": (2, HIDDEN), "bias": (2,)}, "head.labels"),
     ],
 )
-def test_a_head_that_does_not_fit_is_refused(
+def test_a_head_that_does_not_fit_is_rejected(
     folder: Path,
     model: ModelShape,
     labels: list[str],
@@ -336,17 +340,19 @@ def test_a_head_that_does_not_fit_is_refused(
     assert reason in str(caught.value)
 
 
-def test_an_unknown_key_of_vlora_json_is_told_the_nearest_known_one(
+def test_an_unknown_key_of_vlora_json_is_rejected_with_the_nearest_known_one(
     folder: Path, model: ModelShape
 ) -> None:
-    for key, told in (("task", "; did you mean 'tasks'? "), ("zzz", ". ")):
+    for key, hint in (("task", "; did you mean 'tasks'? "), ("zzz", ". ")):
         (folder / "vlora.json").write_text(json.dumps({key: ["vqa"]}))
         with pytest.raises(InvalidArgument, match="unknown key") as caught:
             load_adapter("x", folder, model)
-        assert str(caught.value).endswith(f"'{key}'{told}Known: tasks, accuracy, head")
+        assert str(caught.value).endswith(f"'{key}'{hint}Known: tasks, accuracy, head")
 
 
-def test_one_broken_adapter_harms_no_other(folder: Path, model: ModelShape, tmp_path: Path) -> None:
+def test_a_broken_adapter_does_not_affect_others(
+    folder: Path, model: ModelShape, tmp_path: Path
+) -> None:
     shutil.copytree(folder, tmp_path / "root" / "good")
     shutil.copytree(folder, tmp_path / "root" / "bad")
     edit_config(tmp_path / "root" / "bad", use_dora=True)
@@ -360,16 +366,16 @@ def test_one_broken_adapter_harms_no_other(folder: Path, model: ModelShape, tmp_
         store.info("bad")
     with pytest.raises(NotFound, match=r"unknown adapter 'god'; did you mean 'good'.*Known: good"):
         store.info("god")
-    for far in ("zzz", "golf club"):
-        with pytest.raises(NotFound, match=rf"^unknown adapter '{far}'\. Known: good$"):
-            store.info(far)
+    for unknown in ("zzz", "golf club"):
+        with pytest.raises(NotFound, match=rf"^unknown adapter '{unknown}'\. Known: good$"):
+            store.info(unknown)
 
 
-def test_the_file_of_names_wins_over_folders(
+def test_configured_names_win_over_folders(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("a", "b"):
         shutil.copytree(folder, tmp_path / "root" / name)
-    found = find_folders(tmp_path / "root", {"alias": "a", "a": "b"})
-    assert {name: path.name for name, path in found.items()} == {"a": "b", "b": "b", "alias": "a"}
+    folders = find_folders(tmp_path / "root", {"alias": "a", "a": "b"})
+    assert {name: path.name for name, path in folders.items()} == {"a": "b", "b": "b", "alias": "a"}
     assert "'a'" in caplog.text

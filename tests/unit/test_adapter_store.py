@@ -26,7 +26,7 @@ from vlora.lora.weights_reader import WeightsReader
 from vlora.memory.pool import PagePool
 
 HIDDEN, RANK, PAGE = 32, 4, 4096
-PLACE = (0, "q_proj")
+MATRIX = (0, "q_proj")
 STEM = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 
 
@@ -69,12 +69,12 @@ def model() -> ModelShape:
     return ModelShape(1, HIDDEN, 8, shapes, "model.", lambda: torch.zeros(0), tuple)
 
 
-class Bed:
-    """A store over `root` with `pages` pages; each adapter's run takes one."""
+class Harness:
+    """Store over `root` with `pages` pages; each adapter's run takes one."""
 
     def __init__(self, model: ModelShape, root: Path, pages: int, host: int | None) -> None:
         self.store = AdapterStore(model, host_bytes=host)
-        self.group = self.store.group([PLACE])
+        self.group = self.store.group([MATRIX])
         self.store.load(find_folders(root, {}), make_resident=False)
         self.pool, self.memory = PagePool(pages), Memory(pages)
         self.store.attach(self.pool, self.memory, 0)
@@ -82,222 +82,235 @@ class Bed:
     def handle(self, index: int) -> AdapterHandle:
         return self.store.handle(f"a{index}")
 
-    def want(self, *indices: int) -> AdapterHandle | None:
-        """As many looks as it takes for loads and packing to be done."""
-        stuck = None
+    def request(self, *indices: int) -> AdapterHandle | None:
+        """Advance as often as loading and packing need, and return the adapter that found too
+        few pages."""
+        blocking = None
         for _ in range(3):
-            stuck = self.store.advance([self.handle(i) for i in indices])
+            blocking = self.store.advance([self.handle(i) for i in indices])
             self.store.finish()
         self.pool.check_integrity()
         self.store.check_integrity()
-        return stuck
+        return blocking
 
     def resident(self) -> set[str]:
         return {handle.name for handle in self.store.resident.values()}
 
 
-ONE = 2 * RANK * HIDDEN * 4
-"""Bytes of an adapter in host memory."""
+ADAPTER_BYTES = 2 * RANK * HIDDEN * 4
+"""Size of an adapter in host memory."""
 
 
 @pytest.fixture
-def beds(model: ModelShape, root: Path) -> Iterator[Any]:
-    made: list[Bed] = []
+def make_harness(model: ModelShape, root: Path) -> Iterator[Any]:
+    harnesses: list[Harness] = []
 
-    def make(pages: int, host: int | None = None) -> Bed:
-        made.append(Bed(model, root, pages, host))
-        return made[-1]
+    def make(pages: int, host: int | None = None) -> Harness:
+        harnesses.append(Harness(model, root, pages, host))
+        return harnesses[-1]
 
     yield make
-    for bed in made:
-        bed.store.close()
+    for harness in harnesses:
+        harness.store.close()
 
 
-def test_slots_hold_what_the_folders_hold_wherever_it_was_packed(beds: Any, root: Path) -> None:
-    bed = beds(2)
-    for wanted in ((0, 1), (2,), (3, 0), (1, 5)):
-        bed.want(*wanted)
-        for index in wanted:
-            handle = bed.handle(index)
+def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
+    make_harness: Any, root: Path
+) -> None:
+    harness = make_harness(2)
+    for indices in ((0, 1), (2,), (3, 0), (1, 5)):
+        harness.request(*indices)
+        for index in indices:
+            handle = harness.handle(index)
             assert handle.slot is not None
-            pair = AdapterFiles(handle.name, handle.folder, bed.store._model).read().pairs[PLACE]
+            pair = (
+                AdapterFiles(handle.name, handle.folder, harness.store._model).read().pairs[MATRIX]
+            )
             x = torch.randn(3, HIDDEN)
             y = torch.zeros(3, HIDDEN)
-            op.apply(y, x, [Segment(0, 3, handle.slot)], bed.group)
+            op.apply(y, x, [Segment(0, 3, handle.slot)], harness.group)
             torch.testing.assert_close(y, x @ pair.a.T @ pair.b.T, rtol=1e-4, atol=1e-4)
-    assert len(bed.group) <= 2, "slots are used again"
+    assert len(harness.group) <= 2, "slots are used again"
 
 
-def test_what_is_pinned_stays_and_the_longest_unused_goes(beds: Any) -> None:
-    bed = beds(2)
-    bed.want(0)
-    bed.want(1)
-    bed.want(2)
-    assert bed.resident() == {"a1", "a2"}
-    bed.handle(1).pin()
-    bed.want(0)
-    assert bed.resident() == {"a0", "a1"}
-    bed.handle(0).pin()
-    assert bed.want(3) is bed.handle(3), "and says so"
-    bed.handle(1).unpin()
-    bed.want(3)
-    assert bed.resident() == {"a0", "a3"}
+def test_pinned_adapters_stay_and_the_least_recently_used_is_evicted(make_harness: Any) -> None:
+    harness = make_harness(2)
+    harness.request(0)
+    harness.request(1)
+    harness.request(2)
+    assert harness.resident() == {"a1", "a2"}
+    harness.handle(1).pin()
+    harness.request(0)
+    assert harness.resident() == {"a0", "a1"}
+    harness.handle(0).pin()
+    assert harness.request(3) is harness.handle(3), "the blocked adapter is returned"
+    harness.handle(1).unpin()
+    harness.request(3)
+    assert harness.resident() == {"a0", "a3"}
 
 
-def test_the_one_in_the_weights_stays(beds: Any) -> None:
-    bed = beds(1)
-    bed.want(0)
-    bed.store.protected_slot = bed.handle(0).slot
-    assert bed.want(1) is bed.handle(1)
-    bed.store.protected_slot = -1
-    assert bed.want(1) is None
-    assert bed.resident() == {"a1"}
+def test_the_merged_adapter_is_not_evicted(make_harness: Any) -> None:
+    harness = make_harness(1)
+    harness.request(0)
+    harness.store.protected_slot = harness.handle(0).slot
+    assert harness.request(1) is harness.handle(1)
+    harness.store.protected_slot = -1
+    assert harness.request(1) is None
+    assert harness.resident() == {"a1"}
 
 
-def test_a_newer_wish_takes_no_room_from_an_older_one(beds: Any) -> None:
-    bed = beds(2)
-    bed.want(0, 1)
-    assert bed.want(0, 1, 2, 3) is bed.handle(2)
-    assert bed.resident() == {"a0", "a1"}
-    assert bed.want(4, 0, 1) is bed.handle(1), "the newest of three makes room"
-    assert bed.resident() == {"a0", "a4"}
+def test_a_newer_request_does_not_evict_an_older_ones_adapter(make_harness: Any) -> None:
+    harness = make_harness(2)
+    harness.request(0, 1)
+    assert harness.request(0, 1, 2, 3) is harness.handle(2)
+    assert harness.resident() == {"a0", "a1"}
+    assert harness.request(4, 0, 1) is harness.handle(1), "the newest of three is evicted"
+    assert harness.resident() == {"a0", "a4"}
 
 
-def test_host_memory_keeps_its_budget_but_for_what_is_in_use(beds: Any) -> None:
-    bed = beds(2, 3 * ONE)
-    assert bed.store.host_bytes == 3 * ONE
-    bed.want(3, 4)
-    assert bed.resident() == {"a3", "a4"}
+def test_host_copies_stay_within_the_budget_unless_they_are_in_use(make_harness: Any) -> None:
+    harness = make_harness(2, 3 * ADAPTER_BYTES)
+    assert harness.store.host_bytes == 3 * ADAPTER_BYTES
+    harness.request(3, 4)
+    assert harness.resident() == {"a3", "a4"}
     for index in (0, 1, 2, 5):
-        bed.want(index)
-        assert bed.store.host_bytes <= 3 * ONE
-    counted = bed.store.counters
+        harness.request(index)
+        assert harness.store.host_bytes <= 3 * ADAPTER_BYTES
+    counted = harness.store.counters
     assert counted.loads >= 3
     assert counted.host_evictions >= counted.loads
-    held = bed.handle(5)
+    held = harness.handle(5)
     held.hold()
-    bed.want(0, 1)
-    bed.want(2, 3)
+    harness.request(0, 1)
+    harness.request(2, 3)
     assert held.adapter is not None
     held.release()
 
 
-def test_one_load_serves_all_who_wait(beds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bed = beds(4, 0)
-    gate = Gate(monkeypatch)
+def test_one_load_serves_all_waiting_requests(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(4, 0)
+    blocked = BlockedReads(monkeypatch)
     for _ in range(5):
-        assert bed.store.advance([bed.handle(0)] * 3) is None, "and nobody waits here"
-    gate.open.set()
-    bed.want(0)
-    assert bed.resident() == {"a0"}
-    assert gate.reads == ["a0"]
+        assert harness.store.advance([harness.handle(0)] * 3) is None, (
+            "no adapter found too few pages"
+        )
+    blocked.allow.set()
+    harness.request(0)
+    assert harness.resident() == {"a0"}
+    assert blocked.reads == ["a0"]
 
 
-class Gate:
-    """Holds every read of weights until it is opened; names in `reads`."""
+class BlockedReads:
+    """Reads of weights that wait for `allow`; `reads` has the adapters' names."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[str] = []
-        self.open = threading.Event()
+        self.allow = threading.Event()
         read = WeightsReader.read
 
-        def held(recipe: WeightsReader, path: Path, refuse: Any) -> Any:
+        def wait_and_read(reader: WeightsReader, path: Path, invalid: Any) -> Any:
             self.reads.append(path.parent.name)
-            assert self.open.wait(10)
-            return read(recipe, path, refuse)
+            assert self.allow.wait(10)
+            return read(reader, path, invalid)
 
-        monkeypatch.setattr(WeightsReader, "read", held)
+        monkeypatch.setattr(WeightsReader, "read", wait_and_read)
 
 
-def test_no_more_is_loaded_ahead_than_the_host_keeps_and_nothing_twice(
-    beds: Any, monkeypatch: pytest.MonkeyPatch
+def test_prefetch_stays_within_the_host_budget_and_loads_nothing_twice(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bed = beds(1, 3 * ONE)  # a0 to a2
-    bed.want(0)
-    gate = Gate(monkeypatch)
-    bed.handle(0).pin()
+    harness = make_harness(1, 3 * ADAPTER_BYTES)  # The host tier holds a0 to a2.
+    harness.request(0)
+    blocked = BlockedReads(monkeypatch)
+    harness.handle(0).pin()
     for _ in range(4):
-        bed.store.advance([bed.handle(i) for i in (3, 4, 5, 1)])
-    gate.open.set()
-    bed.store.finish()
-    assert gate.reads == ["a3", "a4"], "a0 is in use"
-    bed.handle(0).unpin()
+        harness.store.advance([harness.handle(i) for i in (3, 4, 5, 1)])
+    blocked.allow.set()
+    harness.store.finish()
+    assert blocked.reads == ["a3", "a4"], "a0 is in use"
+    harness.handle(0).unpin()
     for index in (3, 4):
-        assert bed.want(index) is None
-    assert gate.reads == ["a3", "a4"]
+        assert harness.request(index) is None
+    assert blocked.reads == ["a3", "a4"]
 
 
-def test_what_is_in_host_memory_is_packed_while_a_disk_is_slow(
-    beds: Any, monkeypatch: pytest.MonkeyPatch
+def test_adapters_in_host_memory_are_packed_while_the_disk_is_slow(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bed = beds(2, 2 * ONE)
-    gate = Gate(monkeypatch)
+    harness = make_harness(2, 2 * ADAPTER_BYTES)
+    blocked = BlockedReads(monkeypatch)
     packed = threading.Event()
-    bed.store.on_change = packed.set
-    bed.store.advance([bed.handle(5), bed.handle(0)])
+    harness.store.on_change = packed.set
+    harness.store.advance([harness.handle(5), harness.handle(0)])
     assert packed.wait(10)
-    assert bed.resident() == {"a0"}
-    gate.open.set()
-    bed.want(5)
-    assert bed.resident() == {"a0", "a5"}
+    assert harness.resident() == {"a0"}
+    blocked.allow.set()
+    harness.request(5)
+    assert harness.resident() == {"a0", "a5"}
 
 
-def test_who_waits_takes_no_page_that_who_runs_will_need(beds: Any) -> None:
-    bed = beds(3)
-    bed.want(0)
-    bed.pool.allocate(1)
-    assert bed.store.advance([bed.handle(0), bed.handle(1)], 1) is bed.handle(1)
-    assert bed.want(0, 1) is None, "once it has ended"
+def test_a_waiting_adapter_takes_no_page_that_a_running_request_will_need(
+    make_harness: Any,
+) -> None:
+    harness = make_harness(3)
+    harness.request(0)
+    harness.pool.allocate(1)
+    assert harness.store.advance([harness.handle(0), harness.handle(1)], 1) is harness.handle(1)
+    assert harness.request(0, 1) is None, "no request is running any more"
 
 
-def test_a_pack_that_fails_gives_its_pages_back(beds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bed = beds(1)
+def test_a_failed_pack_releases_its_pages(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(1)
 
-    put = bed.group.put
+    put = harness.group.put
 
     def fails(slot: int, pairs: Any, *more: Any) -> None:
         if any(pairs):
-            raise MemoryError("no room for a copy")
+            raise MemoryError("no memory for a copy")
         put(slot, pairs, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bed.group, "put", fails)
-        bed.store.advance([bed.handle(0)])
-        bed.store.finish()
-    with pytest.raises(InvalidArgument, match=r"adapter 'a0'.*no room for a copy"):
-        bed.handle(0)
-    assert bed.want(1) is None
-    assert bed.resident() == {"a1"}
+        patch.setattr(harness.group, "put", fails)
+        harness.store.advance([harness.handle(0)])
+        harness.store.finish()
+    with pytest.raises(InvalidArgument, match=r"adapter 'a0'.*no memory for a copy"):
+        harness.handle(0)
+    assert harness.request(1) is None
+    assert harness.resident() == {"a1"}
 
 
-def test_a_watch_tells_of_what_has_settled_and_of_nothing_twice(root: Path) -> None:
-    told: list[dict[str, Any]] = []
-    watch = FolderWatch(lambda: find_folders(root, {}), lambda now: told.append(dict(now)))
+def test_a_watch_reports_settled_folders_once(root: Path) -> None:
+    reported: list[dict[str, Any]] = []
+    watch = FolderWatch(lambda: find_folders(root, {}), lambda now: reported.append(dict(now)))
     known = {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
     watch._reported = dict(known)
     watch.look(0.0)
-    assert not told
+    assert not reported
     write(root / "a0", 50)
     (root / "a1" / "adapter_config.json").unlink()
     watch.look(1.0)
-    write(root / "a0", 51)  # still being written
+    write(root / "a0", 51)  # It is still being written.
     watch.look(1.9)
     watch.look(2.0 + folders.SETTLED_SECONDS / 2)
-    assert [name for name in known if told[-1][name] != known[name]] == ["a1"]
+    assert [name for name in known if reported[-1][name] != known[name]] == ["a1"]
     watch.look(3.0)
-    assert [name for name in known if told[-1][name] != known[name]] == ["a0", "a1"]
-    count = len(told)
+    assert [name for name in known if reported[-1][name] != known[name]] == ["a0", "a1"]
+    count = len(reported)
     watch.look(9.0)
-    assert len(told) == count
+    assert len(reported) == count
     for file in (root / "a2").iterdir():
         file.unlink()
     (root / "a2").rmdir()
     watch.look(10.0)
-    assert "a2" not in told[-1]
+    assert "a2" not in reported[-1]
 
 
 @pytest.mark.skipif(folders._native() is None, reason="the core is not compiled")
-def test_a_look_by_the_core_sees_what_a_look_without_it_sees(
+def test_the_core_and_python_find_the_same_folders_and_stamps(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / "dangling").symlink_to(root / "nowhere")
@@ -313,14 +326,14 @@ def test_a_look_by_the_core_sees_what_a_look_without_it_sees(
     assert {"a0", "dangling", "linked", "loop", "\udcff\udcfe"} <= set(names)
     assert not {"file", ".hidden"} & set(names)
     assert len(set(stamps)) == len(paths) - 3, (
-        "links are what they lead to: a1, twice nowhere; two are empty"
+        "links have the stamps of their targets: a1, and twice a missing one; two are empty"
     )
     monkeypatch.setattr(folders, "_native", lambda: None)
     assert folders.stamps_of(paths) == stamps
     assert folders.folders_in(root) == names
 
 
-def test_a_finder_says_the_same_until_something_comes_or_goes(root: Path) -> None:
+def test_a_finder_returns_the_same_object_until_a_folder_is_added_or_removed(root: Path) -> None:
     find = folders.FolderFinder(root, {"alias": "a1"})
     first = find()
     assert first == find_folders(root, {"alias": "a1"})
@@ -330,56 +343,58 @@ def test_a_finder_says_the_same_until_something_comes_or_goes(root: Path) -> Non
 
 
 def test_a_root_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
-    told: list[Any] = []
-    watch = FolderWatch(lambda: find_folders(tmp_path / "gone", {}), told.append)
+    reported: list[Any] = []
+    watch = FolderWatch(lambda: find_folders(tmp_path / "gone", {}), reported.append)
     watch._reported = {"a": (tmp_path, b"")}
     watch.look(0.0)
-    assert not told
+    assert not reported
 
 
-def test_a_new_version_is_the_names_and_the_old_one_its_holders(beds: Any, root: Path) -> None:
-    bed = beds(2)
-    bed.want(0)
-    old = bed.handle(0)
+def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
+    make_harness: Any, root: Path
+) -> None:
+    harness = make_harness(2)
+    harness.request(0)
+    old = harness.handle(0)
     old.hold()
     old.pin()
     write(root / "a0", 77)
-    bed.store.update({p.name: (p, stamp_of(p)) for p in sorted(root.iterdir())})
-    new = bed.handle(0)
+    harness.store.update({p.name: (p, stamp_of(p)) for p in sorted(root.iterdir())})
+    new = harness.handle(0)
     assert new is not old
-    bed.want(0)
+    harness.request(0)
     assert old.resident
     assert new.resident
     assert new.info.digest != old.info.digest
     old.unpin()
     old.release()
-    bed.want(1)
-    assert not old.resident, "nobody can ask for it again"
+    harness.request(1)
+    assert not old.resident, "no request can use it again"
     assert old.adapter is None
 
 
-def test_a_step_packs_what_is_small_by_itself(beds: Any) -> None:
-    bed = beds(2)
-    bed.want(0, 1)
-    assert bed.store.advance([bed.handle(2), bed.handle(1)]) is None
-    assert bed.resident() == {"a1", "a2"}, "by now, without the packer"
-    bed.store.check_integrity()
+def test_a_small_adapter_is_packed_between_two_steps(make_harness: Any) -> None:
+    harness = make_harness(2)
+    harness.request(0, 1)
+    assert harness.store.advance([harness.handle(2), harness.handle(1)]) is None
+    assert harness.resident() == {"a1", "a2"}, "already, without the packer"
+    harness.store.check_integrity()
 
 
-def test_what_is_large_is_packed_beside_the_steps(
-    beds: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_large_adapter_is_packed_by_the_packer_thread(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bed = beds(1)
+    harness = make_harness(1)
     monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
     packed: list[str] = []
-    put = bed.group.put
+    put = harness.group.put
 
-    def told(slot: int, pairs: Any, *more: Any) -> None:
+    def record_and_put(slot: int, pairs: Any, *more: Any) -> None:
         if any(pairs):
             packed.append(threading.current_thread().name)
         put(slot, pairs, *more)
 
-    monkeypatch.setattr(bed.group, "put", told)
-    assert bed.want(3) is None
-    assert bed.resident() == {"a3"}
+    monkeypatch.setattr(harness.group, "put", record_and_put)
+    assert harness.request(3) is None
+    assert harness.resident() == {"a3"}
     assert [name.partition("_")[0] for name in packed] == ["adapter-packer"]

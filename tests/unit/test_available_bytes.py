@@ -1,4 +1,4 @@
-"""The memory that is left is the least of the machine's and its control groups'."""
+"""Available memory is the minimum of the machine's and its control groups'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def written(
     return available_bytes(tmp_path / "meminfo", tmp_path / "process", tmp_path)
 
 
-def test_without_a_group_the_machine_decides(tmp_path: Path) -> None:
+def test_without_a_control_group_the_machines_memory_counts(tmp_path: Path) -> None:
     assert written(tmp_path, "0::/a\n", {"a/memory.max": "max\n"}) == 5000 * 1024
     assert available_bytes(tmp_path / "none", tmp_path / "none", tmp_path) is None
 
@@ -37,7 +37,7 @@ def test_without_a_group_the_machine_decides(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_groups_limit_counts_less_what_is_used_but_for_files_of_old(
+def test_a_groups_limit_minus_its_use_counts_but_inactive_files_are_free(
     tmp_path: Path, lines: str, names: tuple[str, str, str]
 ) -> None:
     root = "pod/a" if lines.startswith("0") else "memory/pod/a"

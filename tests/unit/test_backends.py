@@ -40,7 +40,7 @@ def test_without_the_core_the_reference_serves_with_one_warning(
 
     monkeypatch.delenv(backends.VARIABLES[component], raising=False)
     monkeypatch.setattr(native, "kernels", missing)
-    with backends.override(component, None):
+    with backends.override("atmm", "reference"), backends.override(component, None):
         assert backend_of(component) == backend_of(component) == "reference"
         assert len(caplog.records) == 1
         assert "not built" in caplog.text

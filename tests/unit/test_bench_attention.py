@@ -1,4 +1,4 @@
-"""`vlora bench attention`: its arithmetic, and a tiny grid through the whole path."""
+"""The attention benchmark: its arithmetic, and a run of a tiny grid."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.attention import measurement as attention
-from benchmarks.cli import bench_app
-from benchmarks.kernels.cells import GRIDS
+from benchmarks.benchmark import GRIDS
+from benchmarks.runner import command_line
 from vlora import native
 
 
-def _cell(phase: str, rows: int, context: int) -> attention.Cell:
-    return attention.Cell(phase, "grouped", 16, 4, 64, 16, rows, context, "bf16")
+def _cell(phase: str, rows: int, context: int) -> attention.AttentionCell:
+    return attention.AttentionCell(phase, "grouped", 16, 4, 64, 16, rows, context, "bf16")
 
 
-def test_bytes_and_flops_are_those_of_what_the_mask_lets_through() -> None:
+def test_bytes_and_flops_count_the_pairs_that_the_causal_mask_lets_through() -> None:
     decode = _cell("decode", 3, 10)
     assert decode.kv_bytes == 2 * 3 * 11 * 4 * 64 * 2
     assert decode.flops == 4 * 3 * 11 * 16 * 64
@@ -26,13 +26,13 @@ def test_bytes_and_flops_are_those_of_what_the_mask_lets_through() -> None:
     assert len(_cell("mixed", 5, 7).chunks) == 1 + attention.MIXED_DECODES
 
 
-def test_a_quick_grid_is_a_part_of_the_whole() -> None:
-    whole = attention.load_grid(GRIDS / "attention.json", ["fp32", "bf16"], quick=False)
+def test_the_quick_grid_is_a_part_of_the_full_grid() -> None:
+    full = attention.load_grid(GRIDS / "attention.json", ["fp32", "bf16"], quick=False)
     quick = attention.load_grid(GRIDS / "attention.json", ["fp32", "bf16"], quick=True)
-    assert set(quick) < set(whole)
+    assert set(quick) < set(full)
 
 
-def test_a_tiny_grid_gives_rows_and_the_summarys_keys(tmp_path: Path) -> None:
+def test_a_tiny_grid_produces_rows_and_all_summary_keys(tmp_path: Path) -> None:
     try:
         native.kernels()
     except ImportError as error:
@@ -47,8 +47,8 @@ def test_a_tiny_grid_gives_rows_and_the_summarys_keys(tmp_path: Path) -> None:
     options = {"--dtypes": "fp32", "--threads": "1", "--grid": str(grid)}
     options["--json"] = str(tmp_path / "out.json")
     words = [word for pair in options.items() for word in pair]
-    done = CliRunner().invoke(bench_app, ["attention", "--quick", *words])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(command_line("attention"), ["--quick", *words])
+    assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out.json").read_text())
     assert [row["phase"] for row in written["rows"]] == ["decode", "prefill", "mixed"]
     keys = {"vs_twin_worst", "vs_twin_worst_cell", "roofline_decode"}

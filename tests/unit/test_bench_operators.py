@@ -1,4 +1,4 @@
-"""Every operator of the bench is right: a wrong baseline would be a wrong figure."""
+"""The compared operators are correct, and so are timing and roofline."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import torch
 from peft.tuners.lora import LoraConfig
 from peft.tuners.lora.layer import Linear as PeftLinear
 
-from benchmarks.kernels.cells import GRIDS, Cell, load_grid
-from benchmarks.kernels.operators import BASELINES, Baseline, Einsum, InFloat32, PeftLoop
-from benchmarks.machine import Atmm, static_tiles
-from benchmarks.roofline import Limits
+from benchmarks.benchmark import GRIDS
+from benchmarks.kernels.atmm_operator import Atmm, static_tiles
+from benchmarks.kernels.cells import KernelCell, load_grid
+from benchmarks.kernels.operators import BASELINES, Einsum, InFloat32, LoraOperator, PeftLoop
+from benchmarks.roofline import Roofline
 from benchmarks.timing import Timing, interleaved
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
-OPERATORS: list[Baseline] = [Atmm(), *BASELINES]
+OPERATORS: list[LoraOperator] = [Atmm(), *BASELINES]
 
 
-def draw() -> torch.Generator:
+def random_generator() -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "big"))
 
 
-def cell(rows: int, popularity: str, rank: int | str = "mixed", dtype: str = "fp32") -> Cell:
-    return Cell("decode", 7, rows, 96, rank, popularity, False, dtype)
+def cell(rows: int, popularity: str, rank: int | str = "mixed", dtype: str = "fp32") -> KernelCell:
+    return KernelCell("decode", 7, rows, 96, rank, popularity, False, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -37,7 +38,7 @@ def cell(rows: int, popularity: str, rank: int | str = "mixed", dtype: str = "fp
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 @torch.inference_mode()
 def test_an_operator_equals_float64(
-    operator: Baseline, rows: int, popularity: str, dtype: str
+    operator: LoraOperator, rows: int, popularity: str, dtype: str
 ) -> None:
     shape = cell(rows, popularity, dtype=dtype)
     check(operator, shape, TOLERANCE[dtype])
@@ -52,12 +53,12 @@ def test_static_tiles_equal_float64() -> None:
 
 @pytest.mark.parametrize("inner", BASELINES, ids=lambda operator: operator.name)
 @torch.inference_mode()
-def test_a_baseline_in_fp32_is_exact_for_bf16_weights(inner: Baseline) -> None:
+def test_a_baseline_in_fp32_is_exact_for_bf16_weights(inner: LoraOperator) -> None:
     check(InFloat32(inner), cell(3, "zipf", dtype="bf16"), TOLERANCE["fp32"])
 
 
-def check(operator: Baseline, shape: Cell, tolerance: float) -> None:
-    generator = draw()
+def check(operator: LoraOperator, shape: KernelCell, tolerance: float) -> None:
+    generator = random_generator()
     pairs, x = shape.draw_pairs(generator), shape.draw_rows(generator)
     x = x.to(operator.dtype or x.dtype)
     y = torch.randn(x.shape, generator=generator).to(x.dtype)
@@ -72,8 +73,8 @@ def check(operator: Baseline, shape: Cell, tolerance: float) -> None:
 
 
 @torch.inference_mode()
-def test_the_peft_loop_does_what_peft_does() -> None:
-    shape, generator = cell(4, "zipf", rank=8), draw()
+def test_the_peft_loop_computes_what_peft_computes() -> None:
+    shape, generator = cell(4, "zipf", rank=8), random_generator()
     pairs, x = shape.draw_pairs(generator), shape.draw_rows(generator)
     base = torch.nn.Linear(shape.width, shape.width, bias=False)
     base.weight.zero_()
@@ -92,13 +93,13 @@ def test_the_peft_loop_does_what_peft_does() -> None:
     torch.testing.assert_close(y.view_as(want), want)
 
 
-def test_einsum_is_left_out_with_its_reason_where_it_gathers_too_much() -> None:
-    large = Cell("prefill", 8, 512, 4096, 64, "distinct", False, "fp32")
+def test_einsum_is_left_out_with_a_reason_where_it_would_gather_too_much() -> None:
+    large = KernelCell("prefill", 8, 512, 4096, 64, "distinct", False, "fp32")
     assert Einsum().why_not(large) == "gathers 8.0 GiB, above 1"
     assert Einsum().why_not(cell(1, "zipf")) is None
 
 
-def test_popularity_decides_who_shares_an_adapter() -> None:
+def test_popularity_decides_which_requests_share_an_adapter() -> None:
     assert cell(2, "identical").adapters == 1
     assert cell(2, "distinct").adapters == 7
     zipf = cell(2, "zipf")
@@ -107,32 +108,32 @@ def test_popularity_decides_who_shares_an_adapter() -> None:
     assert sum(segment.length for segment in zipf.segments) == zipf.total_rows
 
 
-def test_flops_and_bytes_of_a_cell_count_both_products() -> None:
-    shape = Cell("decode", 2, 3, 100, 8, "distinct", False, "fp32")
+def test_the_flops_and_bytes_of_a_cell_count_both_products() -> None:
+    shape = KernelCell("decode", 2, 3, 100, 8, "distinct", False, "fp32")
     assert shape.flops == 2 * 6 * 8 * (100 + 100)
     assert shape.adapter_bytes == 2 * 8 * (100 + 100) * 4
 
 
-def test_the_committed_grid_covers_what_it_should() -> None:
-    grid = load_grid(GRIDS / "kernels.json", ["fp32", "bf16"], quick=False)
-    assert {c.dtype for c in grid} == {"fp32", "bf16"}
-    assert {c.width for c in grid} == {1024, 4096}
-    assert {1, 32} <= {c.adapters for c in grid}
-    assert {8, 16, 32, 64, 128, "mixed"} <= {c.rank for c in grid}
-    assert {c.popularity for c in grid} == {"identical", "distinct", "zipf"}
-    assert {(c.regime, c.cold) for c in grid} >= {("decode", False), ("decode", True)}
-    assert {1, 4} <= {c.rows for c in grid if c.regime == "decode"} <= {1, 2, 3, 4}
-    assert set(load_grid(GRIDS / "kernels.json", ["fp32"], quick=True)) < set(grid)
+def test_the_committed_grid_covers_all_ranks_popularities_and_regimes() -> None:
+    cells = load_grid(GRIDS / "kernels.json", ["fp32", "bf16"], quick=False)
+    assert {c.dtype for c in cells} == {"fp32", "bf16"}
+    assert {c.width for c in cells} == {1024, 4096}
+    assert {1, 32} <= {c.adapters for c in cells}
+    assert {8, 16, 32, 64, 128, "mixed"} <= {c.rank for c in cells}
+    assert {c.popularity for c in cells} == {"identical", "distinct", "zipf"}
+    assert {(c.regime, c.cold) for c in cells} >= {("decode", False), ("decode", True)}
+    assert {1, 4} <= {c.rows for c in cells if c.regime == "decode"} <= {1, 2, 3, 4}
+    assert set(load_grid(GRIDS / "kernels.json", ["fp32"], quick=True)) < set(cells)
 
 
-def test_an_unknown_key_in_a_grid_is_named(tmp_path: Path) -> None:
+def test_an_unknown_key_in_a_grid_is_rejected_by_name(tmp_path: Path) -> None:
     path = tmp_path / "grid.json"
     path.write_text(json.dumps({"groups": [{"regime": "decode", "color": 1}]}))
     with pytest.raises(ValueError, match="color"):
         load_grid(path, ["fp32"], quick=False)
 
 
-def test_timing_tells_median_noise_and_variation() -> None:
+def test_a_timing_has_median_noise_and_variation() -> None:
     timing = Timing((1.0, 2.0, 3.0, 4.0, 5.0))
     assert timing.median == 3
     assert timing.noise == pytest.approx(2 / 3)
@@ -140,13 +141,13 @@ def test_timing_tells_median_noise_and_variation() -> None:
 
 
 def test_a_slow_candidate_gets_fewer_samples_spread_over_the_rounds() -> None:
-    turns: list[str] = []
+    calls: list[str] = []
 
     def fast() -> None:
-        turns.append("fast")
+        calls.append("fast")
 
     def slow() -> None:
-        turns.append("slow")
+        calls.append("slow")
         time.sleep(0.01)
 
     timings = interleaved({"fast": fast, "slow": slow}, rounds=9, warm=False, budget=0.02)
@@ -155,33 +156,33 @@ def test_a_slow_candidate_gets_fewer_samples_spread_over_the_rounds() -> None:
     assert timings["slow"].median > timings["fast"].median
 
 
-def test_a_sample_that_is_led_begins_with_a_call_that_does_not_count() -> None:
-    called = {"short": 0, "long": 0}
+def test_a_sample_with_a_lead_begins_with_a_call_that_does_not_count() -> None:
+    counts = {"short": 0, "long": 0}
 
     def take(name: str, first: float, second: float) -> None:
-        called[name] += 1
-        # The first call of two is slow, as one is whose code and threads are not there.
-        time.sleep(first if called[name] % 2 else second)
+        counts[name] += 1
+        # Every other call is slow, as if its code were not cached and its threads asleep.
+        time.sleep(first if counts[name] % 2 else second)
 
     candidates = {
         "short": partial(take, "short", 0.004, 0.001),
         "long": partial(take, "long", 0.01, 0.01),
     }
-    timings = interleaved(candidates, rounds=5, warm=False, led=True, budget=1.0)
-    assert called["short"] == 2 + 5 * 2
+    timings = interleaved(candidates, rounds=5, warm=False, lead=True, budget=1.0)
+    assert counts["short"] == 2 + 5 * 2
     assert timings["short"].median < 0.004
-    assert called["long"] == 2 + 5  # its first misses are a small part of it
+    assert counts["long"] == 2 + 5  # Its first misses are a small part of it.
 
 
 def test_the_limit_is_the_larger_of_arithmetic_and_traffic() -> None:
-    asked: list[int] = []
+    sizes: list[int] = []
 
     def bandwidth(size: int, seconds: float) -> float:
-        asked.append(size)
+        sizes.append(size)
         return 10.0 if size > 1 << 27 else 100.0
 
-    limits = Limits(lambda dtype, seconds: 1000.0, bandwidth, cold_bytes=1 << 28)
-    assert limits.seconds(5000, ((200, False),), "fp32") == 5.0
-    assert limits.seconds(100, ((200, False), (300, False)), "fp32") == 5.0
-    assert limits.seconds(100, ((200, True), (300, False)), "fp32") == 20.0 + 3.0
-    assert asked == [1 << 14, 1 << 28]
+    roofline = Roofline(lambda dtype, seconds: 1000.0, bandwidth, cold_bytes=1 << 28)
+    assert roofline.seconds(5000, ((200, False),), "fp32") == 5.0
+    assert roofline.seconds(100, ((200, False), (300, False)), "fp32") == 5.0
+    assert roofline.seconds(100, ((200, True), (300, False)), "fp32") == 20.0 + 3.0
+    assert sizes == [1 << 14, 1 << 28]

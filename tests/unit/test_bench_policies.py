@@ -1,8 +1,9 @@
-"""`vlora bench policies`: its traces, simulation and arithmetic, and a tiny model in real time."""
+"""The policies benchmark: traces, simulation and summary, and a run of a tiny model."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import llava
-from benchmarks.cli import bench_app
-from benchmarks.kernels.cells import GRIDS
-from benchmarks.policies import measurement as policies
+from benchmarks.benchmark import GRIDS
+from benchmarks.policies.benchmark import PoliciesBenchmark
 from benchmarks.policies.closed_loop import ClosedLoop
-from benchmarks.policies.measurement import Grid, summarize
-from benchmarks.policies.own_operators import OWN
-from benchmarks.policies.replay import simulated
-from benchmarks.policies.source_fingerprint import current
-from benchmarks.policies.traces import Asked, Workload
+from benchmarks.policies.grid import PolicyGrid
+from benchmarks.policies.published_operators import OPERATORS
+from benchmarks.policies.replay import Replay, replay_simulated
+from benchmarks.policies.source_fingerprint import canonical_code, current
+from benchmarks.policies.summary import BASELINES, gains_by_setting, summarize
+from benchmarks.policies.traces import TracedRequest, Workload
+from benchmarks.runner import command_line
 from vlora import paths
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
@@ -33,20 +35,20 @@ TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "bursty"])
-def test_a_trace_is_its_seeds_alone_and_has_the_rate_and_skew_that_were_asked(
+def test_a_trace_depends_on_its_seed_alone_and_has_the_requested_rate_and_skew(
     arrivals: Any,
 ) -> None:
     work = Workload("retrieval", skew=0.6, adapters=16, arrivals=arrivals)
     trace = work.trace(1, rate=5.0, count=4000)
     assert trace == work.trace(1, 5.0, 4000) != work.trace(2, 5.0, 4000)
     assert trace[-1].at == pytest.approx(4000 / 5, rel=0.1)
-    share = [sum(asked.adapter == a for asked in trace) / 4000 for a in range(16)]
+    share = [sum(request.adapter == a for request in trace) / 4000 for a in range(16)]
     assert share[1] == pytest.approx(0.6, abs=0.03)
     assert max(share[:1] + share[2:]) < 0.05
     faster = work.trace(1, 10.0, 4000)
-    assert [a.prompt for a in faster] == [a.prompt for a in trace]
+    assert [request.prompt for request in faster] == [request.prompt for request in trace]
     assert faster[-1].at == pytest.approx(trace[-1].at / 2)
-    assert all(150 <= asked.output <= asked.limit == 250 for asked in trace)
+    assert all(150 <= request.output <= request.limit == 250 for request in trace)
 
 
 def costs() -> CostModel:
@@ -56,21 +58,21 @@ def costs() -> CostModel:
     return CostModel(profile, lambda slot: AdapterSize(10**6, 10**9))
 
 
-def replay(policy: str, trace: list[Asked]) -> policies.Replay:
+def replay(policy: str, trace: list[TracedRequest]) -> Replay:
     options = Options(policy=policy)
     budgets = Budgets(options.max_num_seqs, options.max_num_batched_tokens)
-    return simulated(trace, budgets, 2048, 16, costs(), lambda c: make_policy(options, c))
+    return replay_simulated(trace, budgets, 2048, 16, costs(), lambda c: make_policy(options, c))
 
 
-def test_simulated_time_is_the_cost_models() -> None:
-    alone = [Asked(1.0, 0, prompt=8, output=3, limit=16)]
-    found = replay("unmerge_only", alone)
+def test_simulated_time_is_that_of_the_cost_model() -> None:
+    trace = [TracedRequest(1.0, 0, prompt=8, output=3, limit=16)]
+    found = replay("unmerge_only", trace)
     step = 8e-3 + 8e-4
     assert found.first == {"s0": pytest.approx(1.0 + step + 8e-5)}
     assert found.end == {"s0": pytest.approx(1.0 + 3 * step + 8e-5 + 2e-5)}
     assert found.as_row()["token_latency_ms"] == pytest.approx((3 * step + 1e-4) / 3 * 1e3, 1e-3)
     assert set(found.modes) == {"unmerged"}
-    merged = replay("merge_only", alone)
+    merged = replay("merge_only", trace)
     assert merged.merges == 1
     assert set(merged.modes) == {"merged"}
     assert merged.end == {"s0": pytest.approx(1.0 + 1e-3 + 3 * 8e-3)}
@@ -85,14 +87,14 @@ def test_the_predictive_policy_is_no_slower_than_any_baseline_in_simulation(
         trace = work.trace(1, rate, 30)
         ours = replay("predictive", trace)
         assert len(ours.end) == 30
-        for baseline in policies.BASELINES:
+        for baseline in BASELINES:
             assert ours.token_latency < 1.03 * replay(baseline, trace).token_latency
 
 
-@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
-@pytest.mark.parametrize("name", OWN)
-def test_other_systems_operators_say_what_atmm_says(
-    name: str, dtype: torch.dtype, apart: float
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_operators_of_other_systems_compute_what_atmm_computes(
+    name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     ranks, d_outs = (3, 8, 1), (24, 8)
     columns = [
@@ -108,11 +110,11 @@ def test_other_systems_operators_say_what_atmm_says(
     x, y = torch.randn(95, 16), torch.randn(95, 32)
     expected = y.clone()
     op.apply(expected, x, segments, group, backend="reference")
-    OWN[name](y, x, segments, group)
-    torch.testing.assert_close(y, expected, rtol=apart / 10, atol=apart)
+    OPERATORS[name](y, x, segments, group)
+    torch.testing.assert_close(y, expected, rtol=tolerance / 10, atol=tolerance)
 
 
-def again(policy: str, latency: float) -> dict[str, Any]:
+def simulated_again(policy: str, latency: float) -> dict[str, Any]:
     figures = {"free_adapters_ms": latency * 0.9, "adapter_share": 0.08}
     return measured(policy, latency) | {"kind": "simulated again"} | figures
 
@@ -124,13 +126,13 @@ def measured(policy: str, latency: float, **more: Any) -> dict[str, Any]:
     return {"kind": "measured", "policy": policy, **at, **figures}
 
 
-def test_ratios_are_of_the_same_traces_and_the_worst_is_over_all_places() -> None:
+def test_ratios_compare_the_same_traces_and_the_worst_is_over_all_settings() -> None:
     rows = [
         *(measured("predictive", 9.0), measured("unmerge_only", 10.0), measured("dlora", 12.0)),
         *(measured("predictive", 8.0, seed=2), measured("unmerge_only", 10.0, seed=2)),
         *(measured("predictive", 5.0, skew=0.4), measured("merge_only", 4.0, skew=0.4)),
         measured("punica", 18.0),
-        *(again("predictive", 8.5), again("unmerge_only", 10.0)),
+        *(simulated_again("predictive", 8.5), simulated_again("unmerge_only", 10.0)),
     ]
     summary = summarize(rows)
     assert summary["vs_unmerge_only"] == pytest.approx((0.9 * 0.8) ** 0.5, abs=1e-4)
@@ -139,75 +141,78 @@ def test_ratios_are_of_the_same_traces_and_the_worst_is_over_all_places() -> Non
     assert summary["vs_own_operators"] == 0.5
     assert summary["worst_vs_best_baseline"] == 1.25
     assert summary["simulated_worst_vs_best_baseline"] == 0.85
-    assert summary["level_vs_unmerge_only"] == 0.85, "each was simulated as fast as it was"
+    assert summary["level_vs_unmerge_only"] == 0.85, "each measured latency equals its simulation"
     assert summary["step_prediction_median_error"] == 0.05
     assert summary["simulation_median_error"] == 0.0
     assert (summary["adapter_share"], summary["most_to_win"]) == (0.08, 0.9)
 
 
-def test_a_closed_loop_is_compared_round_by_round() -> None:
+def test_closed_loops_are_compared_round_by_round() -> None:
     rates = {"unmerge_only": (30.0, 15.0, 30.0), "predictive": (27.0, 15.0, 33.0)}
     rows = [
         {"kind": "closed loop", "policy": policy, "round": number, "requests_per_s": rate}
-        for policy, found in rates.items()
-        for number, rate in enumerate(found)
+        for policy, by_round in rates.items()
+        for number, rate in enumerate(by_round)
     ]
     assert summarize(rows)["closed_loop_vs_unmerge_only"] == 1.0
     assert summarize(rows[:3])["closed_loop_vs_unmerge_only"] is None
 
 
-def test_a_closed_loop_keeps_so_many_requests_there_on_the_demo_checkpoint() -> None:
-    given = {"count": 9, "at_once": 4, "tokens": 3, "adapters": 2}
-    rows = ClosedLoop(paths.root() / "tools" / "demo", given).rows(["unmerge_only"], 1)
+def test_a_closed_loop_keeps_the_number_of_concurrent_requests_on_the_demo_checkpoint() -> None:
+    grid = {"count": 9, "at_once": 4, "tokens": 3, "adapters": 2}
+    rows = ClosedLoop(paths.root() / "tools" / "demo", grid).rows(["unmerge_only"], 1)
     assert [row["policy"] for row in rows] == ["unmerge_only"]
     assert rows[0]["requests_per_s"] > 0
     assert rows[0]["rows_per_step"] > 3
 
 
-def test_what_there_was_to_win_stands_beside_what_each_policy_won() -> None:
+def test_the_possible_gain_is_listed_with_the_gain_of_each_policy() -> None:
     rows = [measured("unmerge_only", 10.0), measured("predictive", 9.5), measured("credit", 11.0)]
-    simulated = [again("unmerge_only", 10.0), again("predictive", 9.0)]
-    (found,) = policies.to_win([*rows, *simulated, measured("punica", 40.0)])
-    assert found["predictive, simulated"] == 0.9
-    assert (found["adapter_share"], found["most"]) == (0.08, 0.9)
-    assert (found["predictive"], found["credit"]) == (0.95, 1.1)
+    simulated = [simulated_again("unmerge_only", 10.0), simulated_again("predictive", 9.0)]
+    (gain,) = gains_by_setting([*rows, *simulated, measured("punica", 40.0)])
+    assert gain["predictive, simulated"] == 0.9
+    assert (gain["adapter_share"], gain["most"]) == (0.08, 0.9)
+    assert (gain["predictive"], gain["credit"]) == (0.95, 1.1)
 
 
-def test_time_that_is_short_goes_to_every_place_before_another_seed() -> None:
+def test_every_setting_is_measured_before_another_seed() -> None:
     path = GRIDS / "policies.json"
-    grid = Grid.load(path, quick=False)
+    grid = PolicyGrid.load(path, quick=False)
     cells = [cell for cell in grid.cells() if cell.kind == "measured"]
     first = cells[:18]
     assert {cell.seed for cell in first} == {1}
     assert len({(c.workload.application, c.load, c.workload.skew) for c in first}) == 18
-    assert len({cell.policies[0] for cell in first}) >= 4, "another one goes first in each"
+    assert len({cell.policies[0] for cell in first}) >= 4, "another policy comes first in each cell"
     assert {c.load for c in cells if "slora" in c.policies} == {0.8}
 
 
-def test_whoever_stops_a_run_keeps_its_rows(
+def test_a_run_that_is_interrupted_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = json.loads((GRIDS / "policies.json").read_text())
-    grid, out = tmp_path / "grid.json", tmp_path / "out.json"
-    grid.write_text(json.dumps(given))
-
-    def stopped(grid: Any, bed: Any, rows: list[Any], *, kept: Any, **_: Any) -> None:
-        rows.append({"kind": "capacity", "application": "retrieval", "requests_per_s": 2.0})
+    def interrupted(self: PoliciesBenchmark, cell: object) -> Iterator[dict[str, Any]]:
+        yield {"kind": "capacity", "application": "retrieval", "requests_per_s": 2.0}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(policies, "Bed", lambda *_: None)
-    monkeypatch.setattr(policies, "checkpoint_of", lambda *_: None)
-    monkeypatch.setattr(policies, "run", stopped)
-    command = ["policies", "--grid", str(grid), "--json", str(out)]
-    result = CliRunner().invoke(bench_app, command)
+    monkeypatch.setattr(PoliciesBenchmark, "run", interrupted)
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(command_line("policies"), ["--json", str(out)])
     assert result.exit_code == 0, result.output
     assert [row["requests_per_s"] for row in json.loads(out.read_text())["rows"]] == [2.0]
 
 
-def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
+def test_a_fingerprint_depends_on_code_and_not_on_comments_or_docstrings() -> None:
+    code = "def f(a):\n    return a + 1\n"
+    documented = (
+        '"""A module."""\ndef f(a):  # A comment.\n    """Return a."""\n    return (a + 1)\n'
+    )
+    assert canonical_code(documented) == canonical_code(code)
+    assert canonical_code(code.replace("1", "2")) != canonical_code(code)
+
+
+def test_a_run_continues_where_a_former_run_ended_and_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policies, "MODELS", {"tiny": TINY})
+    monkeypatch.setattr(llava, "MODELS", {"tiny": TINY})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     given = json.loads((GRIDS / "policies.json").read_text())
     given |= given["quick"] | {"model": "tiny", "capacity_count": 3}
@@ -219,7 +224,6 @@ def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
     grid, out = tmp_path / "grid.json", tmp_path / "out.json"
     grid.write_text(json.dumps(given | {"quick": {}}))
     command = [
-        "policies",
         "--grid",
         str(grid),
         "--json",
@@ -227,14 +231,16 @@ def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
         "--root",
         str(tmp_path / "made"),
     ]
-    first = CliRunner().invoke(bench_app, [*command, "--minutes", "0"])
+    first = CliRunner().invoke(command_line("policies"), [*command, "--minutes", "0"])
     assert first.exit_code == 0, first.output
     assert [row["kind"] for row in json.loads(out.read_text())["rows"]] == ["capacity"]
-    second = CliRunner().invoke(bench_app, [*command, "--plot", str(tmp_path / "plots")])
+    second = CliRunner().invoke(
+        command_line("policies"), [*command, "--plot", str(tmp_path / "plots")]
+    )
     assert second.exit_code == 0, second.output
     found = json.loads(out.read_text())
     done = {row["policy"] for row in found["rows"] if row["kind"] == "measured"}
-    assert done == {*policies.BASELINES, "predictive", "credit", "punica"}
+    assert done == {*BASELINES, "predictive", "credit", "punica"}
     kinds = [row["kind"] for row in found["rows"]]
     assert set(kinds) == {"capacity", "measured", "few adapters", "simulated again", "simulated"}
     assert kinds.count("few adapters") == 2
@@ -242,11 +248,11 @@ def test_a_run_goes_on_where_it_was_stopped_and_every_row_is_kept(
     assert all(found["summary"][key] > 0 for key in keys)
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
     assert {f"figure-{n}.png" for n in ("19-policies", "21-two-adapters", "22-systems")} <= drawn
-    assert Grid.load(grid, quick=True).given["model"] == "tiny"
+    assert PolicyGrid.load(grid, quick=True).values["model"] == "tiny"
     changed = [row for row in found["rows"] if row["kind"] != "capacity"]
     for row in changed[:2]:
         row["code"] = "other"
-    assert len(current(found["rows"])) == len(found["rows"]) - 2, "they are measured anew"
-    third = CliRunner().invoke(bench_app, [*command, "--dtype", "fp32"])
+    assert len(current(found["rows"])) == len(found["rows"]) - 2, "the others are measured again"
+    third = CliRunner().invoke(command_line("policies"), [*command, "--dtype", "fp32"])
     assert third.exit_code != 0
     assert "other conditions" in third.output

@@ -1,4 +1,4 @@
-"""One pool beside a static split: the wall holds, the books balance, what is counted is there."""
+"""A static split of the page pool: its wall, its accounting, and the comparison with one pool."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.adapters import split
-from benchmarks.adapters.measurement import Bench
-from benchmarks.adapters.split import SplitPool, Unpaired
-from tests.unit.test_bench_tiers import GRID as SMALL
-from tests.unit.test_pool import Held, Idle
+from benchmarks.adapters.measurement import ManyAdapters
+from benchmarks.adapters.split import SplitPool, UnpairedPages
+from tests.support.adapters_grid import SMALL_GRID
+from tests.support.pages import BlocksOfTokens, IdleAdapters
 from vlora.config import Options
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool, Run
@@ -21,7 +21,7 @@ from vlora.memory.prefix import PrefixCache
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
-GRID = SMALL | {
+GRID = SMALL_GRID | {
     "traces": {"registered": 6},
     "split": {"requests": 48, "room": 2, "kv_requests": 6, "shared": 64, "kinds": ["zipf"]},
 }
@@ -32,58 +32,57 @@ def one_thread(_threads_put_back: None) -> None:
     torch.set_num_threads(1)
 
 
-def test_what_one_pool_lends_the_split_refuses() -> None:
-    """Whoever needs more than its side has, with the other side free."""
-    more: list[Callable[[PagePool], object]] = [
+def test_the_split_refuses_more_than_a_side_has_where_one_pool_does_not() -> None:
+    allocations: list[Callable[[PagePool], object]] = [
         lambda pool: pool.allocate(6),
         lambda pool: pool.allocate_run(6),
     ]
-    for take in more:
-        assert take(PagePool(8)) is not None
+    for allocate in allocations:
+        assert allocate(PagePool(8)) is not None
         pool = SplitPool(4, 4)
-        assert take(pool) is None
+        assert allocate(pool) is None
         assert pool.free == 8
         pool.check_integrity()
     assert SplitPool(4, 4).can_allocate_run(4, kv_pages=4)
     assert not SplitPool(4, 4).can_allocate_run(5)
 
 
-def test_each_side_gives_up_its_own_whatever_is_older() -> None:
+def test_each_side_evicts_its_own_pages_even_if_the_other_has_older_ones() -> None:
     pool = SplitPool(2, 2)
-    prefix, idle = PrefixCache(pool), Idle(pool)
+    prefix, idle = PrefixCache(pool), IdleAdapters(pool)
 
-    def cache(scope: str) -> Held:
-        held = Held(BlockTable(pool, 2, prefix), scope, [1, 2])
+    def cache(scope: str) -> BlocksOfTokens:
+        held = BlocksOfTokens(BlockTable(pool, 2, prefix), scope, [1, 2])
         assert held.table.grow(2)
         held.table.share(held.keys)
         held.table.clear()
         return held
 
-    cached = [cache(scope) for scope in "ab"]  # older than any adapter
+    cached = [cache(scope) for scope in "ab"]  # Older than any adapter.
     for _ in range(3):
         run = pool.allocate_run(2)
         assert run is not None
         idle.add(run)
         assert [prefix.count_matching(held.keys) for held in cached] == [1, 1]
-    newest = cache("c")  # newer than the adapter, which stays
+    newest = cache("c")  # Newer than the adapter, which stays.
     assert [prefix.count_matching(held.keys) for held in (*cached, newest)] == [0, 1, 1]
     assert list(idle.runs) == [run]
     pool.check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_split_keeps_its_books_whatever_is_asked(seed: int) -> None:
+def test_the_accounting_of_the_split_holds_under_random_use(seed: int) -> None:
     rng = random.Random(seed)
     pool = SplitPool(9, 11)
-    prefix, idle = PrefixCache(pool), Idle(pool)
-    live: list[Held] = []
+    prefix, idle = PrefixCache(pool), IdleAdapters(pool)
+    live: list[BlocksOfTokens] = []
     busy: list[Run] = []
     refused = 0
     for _ in range(300):
         drawn = rng.random()
         if drawn < 0.35:
             tokens = rng.choices(range(2), k=rng.randint(1, 12))
-            held = Held(BlockTable(pool, 2, prefix), rng.choice("ab"), tokens)
+            held = BlocksOfTokens(BlockTable(pool, 2, prefix), rng.choice("ab"), tokens)
             held.table.reuse_prefix(held.keys[: (len(tokens) - 1) // 2])
             if held.table.grow(len(tokens)):
                 held.table.share(held.keys)
@@ -104,12 +103,12 @@ def test_the_split_keeps_its_books_whatever_is_asked(seed: int) -> None:
         assert {page for held in live for page in held.table.pages} == {
             page for page in range(pool.total) if pool.is_held(page)
         }
-    assert refused, "nothing was ever short"
+    assert refused, "no allocation was refused"
     assert pool.pages_moved == 0
 
 
 @pytest.mark.parametrize("side", split.SIDES)
-def test_pages_whose_adapter_is_taken_from_them_are_counted(
+def test_pages_whose_adapter_was_evicted_are_counted(
     side: str, checkpoint: Path, adapters_dir: Path
 ) -> None:
     engine = split.SIDES[side](
@@ -122,30 +121,34 @@ def test_pages_whose_adapter_is_taken_from_them_are_counted(
         prompt = "<s>" + " what is red" * (12 + number)
         state = engine.prepare(Request(str(number), prompt, params, adapter=name))
         engine.add(state, float(number))
-    while len(engine.live_ids) == 2:
+    while len(engine.request_ids) == 2:
         engine.step()
-    counted = Unpaired()
-    counted.count(engine)
-    handle.unpin()  # as nobody may while a request runs
+    unpaired = UnpairedPages()
+    unpaired.count(engine)
+    handle.unpin()  # Something that is not allowed while a request runs.
     while handle.resident:
         engine.adapters.evict_oldest()
-    counted.count(engine)
+    unpaired.count(engine)
     (running,) = engine.scheduler.running
-    assert counted.held == [0, len(running.table.pages)]
+    assert unpaired.held == [0, len(running.table.pages)]
     pages = engine.pool.kv + engine.pool.cached
-    assert counted.cached == [0.0, pytest.approx(engine.pool.cached / pages)]
+    assert unpaired.cached == [0.0, pytest.approx(engine.pool.cached / pages)]
     assert engine.pool.cached > 0
     assert engine.memory.prefix is not None
-    # One pool gives it up first; the split knows nothing of its adapter.
+    # One pool evicts it first. The split does not know about its adapter.
     assert (engine.memory.prefix.oldest_use() == 0) == (side != split.SPLIT)
     engine.adapters.close()
 
 
-def test_one_pool_keeps_adapters_and_their_keys_together(checkpoint: Path, tmp_path: Path) -> None:
-    rows = split.run(Bench(checkpoint, tmp_path, GRID), GRID, lambda what: None)
-    assert [row.setting for row in rows] == ["zipf, one pool", "zipf, static split"]
-    assert all(row.outcome.failed == 0 and row.more["evictions"] > 0 for row in rows)
-    assert all(row.more["cached_tokens"] > 0 for row in rows)
-    summary = split.summarize(rows)
+def test_one_pool_holds_no_keys_and_values_without_their_adapter(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    adapters = ManyAdapters(checkpoint, tmp_path, GRID)
+    results = split.run_split(adapters, GRID, lambda text: None)
+    assert [result.setting for result in results] == ["zipf, one pool", "zipf, static split"]
+    assert all(result.outcome.failed == 0 for result in results)
+    assert all(result.figures["evictions"] > 0 for result in results)
+    assert all(result.figures["cached_tokens"] > 0 for result in results)
+    summary = split.summarize(results)
     assert summary["kv_without_adapter"] == 0
     assert summary["cached_without_adapter"] < summary["cached_without_adapter_split"]

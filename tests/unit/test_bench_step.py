@@ -1,4 +1,4 @@
-"""`vlora bench step`: its arithmetic, and a tiny grid through the whole path."""
+"""The step benchmark: its arithmetic, and a run of a tiny grid."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import llava
-from benchmarks import work_model as work
-from benchmarks.cli import bench_app
+from benchmarks.runner import command_line
 from benchmarks.step import footprint
 from benchmarks.step import measurement as step
-from benchmarks.work_model import Rows
+from benchmarks.work_model import ChunkWork, step_work
 
 KEYS = {
     *("decode_fp32", "decode_bf16", "prefill_fp32", "prefill_bf16"),
@@ -23,49 +22,51 @@ KEYS = {
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=128))
 
 
-def test_a_steps_bytes_are_those_of_a_real_checkpoint(tmp_path: Path) -> None:
+def test_the_bytes_of_a_step_are_those_of_a_real_checkpoint(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    made = llava.make(TINY, tmp_path)
-    stored = load_file(made.folder / "model.safetensors")
+    checkpoint = llava.make(TINY, tmp_path)
+    stored = load_file(checkpoint.folder / "model.safetensors")
     matrices = sum(
         tensor.numel()
         for name, tensor in stored.items()
         if tensor.dim() == 2 and "vision" not in name and "projector" not in name
     )
-    todo = work.of_step([Rows(1, 7, adapter=0)], TINY, 2)
+    work = step_work([ChunkWork(1, 7, adapter=0)], TINY, 2)
     embedding = TINY.vocabulary * TINY.hidden
-    assert todo.weights == 2 * (matrices - embedding)
-    adapter = load_file(made.adapters / made.adapter_names[0] / "adapter_model.safetensors")
-    assert todo.adapters == sum(tensor.nbytes for tensor in adapter.values())
-    assert todo.kv == 2 * (7 + 2) * 2 * TINY.hidden * TINY.layers
+    assert work.weights == 2 * (matrices - embedding)
+    adapter = load_file(
+        checkpoint.adapters / checkpoint.adapter_names[0] / "adapter_model.safetensors"
+    )
+    assert work.adapters == sum(tensor.nbytes for tensor in adapter.values())
+    assert work.kv == 2 * (7 + 2) * 2 * TINY.hidden * TINY.layers
 
 
-def test_adapters_count_once_however_many_rows_use_them() -> None:
-    alone = work.of_step([Rows(1, 7, adapter=3)], TINY, 4)
-    shared = work.of_step([Rows(1, 7, adapter=3)] * 5, TINY, 4)
-    assert shared.adapters == alone.adapters > 0
-    assert shared.weights == alone.weights
-    assert shared.kv == 5 * alone.kv
-    assert shared.flops == pytest.approx(5 * alone.flops)
+def test_an_adapter_counts_once_for_any_number_of_rows() -> None:
+    single = step_work([ChunkWork(1, 7, adapter=3)], TINY, 4)
+    shared = step_work([ChunkWork(1, 7, adapter=3)] * 5, TINY, 4)
+    assert shared.adapters == single.adapters > 0
+    assert shared.weights == single.weights
+    assert shared.kv == 5 * single.kv
+    assert shared.flops == pytest.approx(5 * single.flops)
 
 
-def test_only_answered_rows_count_behind_the_last_layers_keys_and_values() -> None:
-    five = [Rows(5, 0)]
-    silent = [Rows(5, 0, logits=False)]
+def test_only_rows_with_logits_count_beyond_the_last_layers_keys_and_values() -> None:
+    five = [ChunkWork(5, 0)]
+    without_logits = [ChunkWork(5, 0, logits=False)]
     hidden, inner = TINY.hidden, TINY.inner
-    behind = 2 * (2 * hidden**2 + 3 * hidden * inner)  # q, o, gate, up, down of a row
-    seen = 4 * hidden * 5  # products with five keys and with their values
+    skipped = 2 * (2 * hidden**2 + 3 * hidden * inner)  # q, o, gate, up, down of a row
+    attention = 4 * hidden * 5  # products with five keys and with their values
     lm_head = 2 * TINY.vocabulary * hidden
-    apart = work.of_step(five, TINY, 4).flops - work.of_step(silent, TINY, 4).flops
-    assert apart == behind + seen + lm_head
+    difference = step_work(five, TINY, 4).flops - step_work(without_logits, TINY, 4).flops
+    assert difference == skipped + attention + lm_head
 
 
 def test_a_prompt_of_n_words_has_n_tokens_and_the_begin_of_text(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    made = llava.make(TINY, tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    checkpoint = llava.make(TINY, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
     text = llava.prompt(31, 5, TINY)
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == 32
@@ -74,7 +75,7 @@ def test_a_prompt_of_n_words_has_n_tokens_and_the_begin_of_text(tmp_path: Path) 
     assert tokenizer.decode(tokenizer(odd)["input_ids"][1:]) == odd
 
 
-def test_a_checkpoint_is_made_once_and_is_the_same_everywhere(tmp_path: Path) -> None:
+def test_a_checkpoint_is_generated_once_and_with_the_same_bytes_everywhere(tmp_path: Path) -> None:
     first, second = llava.make(TINY, tmp_path / "a"), llava.make(TINY, tmp_path / "b")
     weights = "model.safetensors"
     assert (first.folder / weights).read_bytes() == (second.folder / weights).read_bytes()
@@ -83,14 +84,14 @@ def test_a_checkpoint_is_made_once_and_is_the_same_everywhere(tmp_path: Path) ->
     assert (first.folder / weights).stat().st_mtime_ns == before
 
 
-def test_step_writes_the_keys_of_the_issue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_writes_all_summary_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llava, "MODELS", {"whole": TINY})
     monkeypatch.setattr(step, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(step, "MULTIPLY_ROUNDS", 1000)
     monkeypatch.setattr(step, "QUICK", step.Effort(rounds=3, budget=0.01, profiled=1))
     monkeypatch.setattr(step, "TYPICAL_CONTEXT", 16)
-    monkeypatch.setattr(  # without processes of their own
-        step, "footprints", lambda folder, dtypes: [footprint._load(folder, d) for d in dtypes]
+    monkeypatch.setattr(  # In this process, without new ones.
+        step, "footprints", lambda folder, dtypes: [footprint.footprint(folder, d) for d in dtypes]
     )
     both = {"models": ["whole"], "adapters": [0, 1, 16], "quick": {}}
     groups = [
@@ -99,9 +100,9 @@ def test_step_writes_the_keys_of_the_issue(tmp_path: Path, monkeypatch: pytest.M
     ]
     grid, out = tmp_path / "grid.json", tmp_path / "figures.json"
     grid.write_text(json.dumps({"groups": groups}))
-    arguments = ["step", "--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
-    done = CliRunner().invoke(bench_app, [*arguments, "--root", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    arguments = ["--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
+    result = CliRunner().invoke(command_line("step"), [*arguments, "--root", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert set(written["summary"]) == KEYS
     assert all(value is not None for value in written["summary"].values())

@@ -1,5 +1,7 @@
-"""The bound on waits (decision 41), proved at a small size: every state that any adversary brings a
-policy to, whatever it sends and however long it goes on."""
+"""The bound on waits (decision 41), proved at a small size.
+
+All states are searched that any sequence of arrivals can bring a policy to.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.unit.test_policy import Costs
+from tests.support.policy_costs import FixedCosts
 from vlora.engine.policies.base import Candidate, Policy
 from vlora.engine.policies.credit import CreditPolicy, default_credit
 from vlora.engine.policies.predictive import Predictive
@@ -18,80 +20,79 @@ from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.ids import BASE
 
 MAX_WAIT = 2.5
-"""Seconds; a step takes one."""
-STEPS = 2
-"""That a request may need."""
+"""Option of the policies, in seconds; a step takes one second."""
+MAX_STEPS = 2
+"""Maximum number of steps that a request needs."""
 ADAPTERS = (0, 1, 2)
 
 
-class Asked(NamedTuple):
-    """A request that has not ended. wait: steps that it was ready and did not run."""
+class Pending(NamedTuple):
+    """A request that has not ended. wait: number of steps that it was ready and did not run."""
 
     slot: int
-    left: int
+    steps: int
     wait: int = 0
     served: bool = False
 
 
-State = tuple[tuple[Asked, ...], int]
-"""Who is there, in order of arrival, and what is live: all that these policies go by."""
+State = tuple[tuple[Pending, ...], int]
+"""Requests in order of arrival, and the live adapter: everything that these policies depend on."""
 
 
-def arrivals(vacant: int) -> Iterator[tuple[Asked, ...]]:
-    """Whatever may come before a step, up to as many as the queue still takes."""
-    kinds = [Asked(slot, left) for slot in ADAPTERS for left in range(1, STEPS + 1)]
+def arrivals(vacant: int) -> Iterator[tuple[Pending, ...]]:
+    """Yield all arrivals that are possible before a step, up to `vacant` requests."""
+    kinds = [Pending(slot, steps) for slot in ADAPTERS for steps in range(1, MAX_STEPS + 1)]
     for count in range(vacant + 1):
         yield from itertools.product(kinds, repeat=count)
 
 
-def after(policy: Policy, here: tuple[Asked, ...], live: int) -> State:
+def run_step(policy: Policy, requests: tuple[Pending, ...], live: int) -> State:
+    """Return the state after one step."""
     ready = [
-        Candidate(str(i), one.slot, float(i), float(one.wait), remaining=one.left - 1)
-        for i, one in enumerate(here)
+        Candidate(str(i), r.slot, float(i), float(r.wait), remaining=r.steps - 1)
+        for i, r in enumerate(requests)
     ]
     choice = policy.choose(ready, live, 0.0)
     chosen = {int(r.id) for r in choice.order}
-    assert chosen, "there is work, and nobody runs"
-    found = [
-        one._replace(left=one.left - 1, served=True)
-        if i in chosen
-        else one._replace(wait=one.wait + 1)
-        for i, one in enumerate(here)
+    assert chosen, "there is work, and no request runs"
+    after = [
+        r._replace(steps=r.steps - 1, served=True) if i in chosen else r._replace(wait=r.wait + 1)
+        for i, r in enumerate(requests)
     ]
-    return tuple(one for one in found if one.left), choice.live
+    return tuple(r for r in after if r.steps), choice.live
 
 
 POLICIES = {
     "unmerge_only": lambda batch: UnmergeOnly(batch, MAX_WAIT),
-    "credit": lambda batch: CreditPolicy(default_credit(batch, 0.5, 4.0, MAX_WAIT), Costs()),
-    "predictive": lambda batch: Predictive(batch, 100, MAX_WAIT, Costs()),
+    "credit": lambda batch: CreditPolicy(default_credit(batch, 0.5, 4.0, MAX_WAIT), FixedCosts()),
+    "predictive": lambda batch: Predictive(batch, 100, MAX_WAIT, FixedCosts()),
 }
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize(("places", "batch"), [(3, 1), (3, 2)])
-def test_no_adversary_makes_a_request_wait_beyond_the_bound(
-    name: str, places: int, batch: int
+@pytest.mark.parametrize(("queue", "batch"), [(3, 1), (3, 2)])
+def test_no_sequence_of_arrivals_makes_a_request_wait_beyond_the_bound(
+    name: str, queue: int, batch: int
 ) -> None:
-    """All states that can be reached: there are finitely many just because waits are bounded."""
-    bound = MAX_WAIT + math.ceil(places / batch) * STEPS + 1
+    """Search all reachable states; there are finitely many because waits are bounded."""
+    bound = MAX_WAIT + math.ceil(queue / batch) * MAX_STEPS + 1
     policy = POLICIES[name](batch)
-    begun: set[State] = {((), BASE)}
-    ended: set[State] = set()
+    before_step: set[State] = {((), BASE)}
+    after_step: set[State] = set()
     todo: list[State] = [((), BASE)]
     longest = 0
     while todo:
-        there, live = todo.pop()
-        for news in arrivals(places - len(there)):
-            here = there + news
-            if not here or (here, live) in begun:
+        present, live = todo.pop()
+        for new in arrivals(queue - len(present)):
+            requests = present + new
+            if not requests or (requests, live) in before_step:
                 continue
-            begun.add((here, live))
-            state = after(policy, here, live)
-            for one in state[0]:
-                longest = max(longest, one.wait)
-                assert one.served or one.wait <= bound, (there, news)
-            if state not in ended:
-                ended.add(state)
+            before_step.add((requests, live))
+            state = run_step(policy, requests, live)
+            for r in state[0]:
+                longest = max(longest, r.wait)
+                assert r.served or r.wait <= bound, (present, new)
+            if state not in after_step:
+                after_step.add(state)
                 todo.append(state)
-    assert longest > 1, "nobody had to wait"
+    assert longest > 1, "no request had to wait"

@@ -1,10 +1,11 @@
-"""The planner's arithmetic is what an engine allocates."""
+"""The memory plan, compared with what an engine allocates."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from vlora import capacity, cli
@@ -15,31 +16,29 @@ from vlora.model.loader import load_weights
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pages_adapters_and_weights_are_those_of_an_engine(
+def test_planned_pages_adapters_and_weights_equal_those_of_an_engine(
     checkpoint: Path, adapters_dir: Path, dtype: str
 ) -> None:
     options = Options(model=checkpoint, adapters=adapters_dir, dtype=dtype, block_size=8)
     memory = 256 * 1024 * 1024
-    found = capacity.plan(options, {}, memory)
+    plan = capacity.plan(options, {}, memory)
     engine = Engine(options)
-    assert found.page == engine.memory.store.page_bytes
-    assert {cost.name: cost.pages for cost in found.known} == {
+    assert plan.page_bytes == engine.memory.kv_cache.page_bytes
+    assert {cost.name: cost.pages for cost in plan.adapters} == {
         name: engine.adapters.pages_of(engine.adapters.handle(name))
         for name in engine.adapters.names()
     }
-    assert engine.pool.adapter == found.known_pages
-    assert engine.adapters.host_bytes == sum(cost.host for cost in found.known)
-    assert engine.slab.base.nbytes < found.weights
-    # In whole huge pages, at most one more at either end of each of the groups.
-    assert found.merged <= engine.switcher.merged_bytes
-    assert found.pages == (memory - found.weights - found.merged) // found.page
-    left = found.sequences(found.known_pages)
-    assert left * found.sequence_pages + found.known_pages <= found.pages
+    assert engine.pool.adapter == plan.adapter_pages
+    assert engine.adapters.host_bytes == sum(cost.host_bytes for cost in plan.adapters)
+    assert engine.slab.base.nbytes < plan.weights_bytes
+    # The engine merges in huge pages, at most one more at each end of each group.
+    assert plan.merged_bytes <= engine.switcher.merged_bytes
+    assert plan.pages == (memory - plan.weights_bytes - plan.merged_bytes) // plan.page_bytes
+    sequences = plan.sequences(plan.adapter_pages)
+    assert sequences * plan.sequence_pages + plan.adapter_pages <= plan.pages
 
 
-def test_the_decoders_bytes_are_those_that_are_loaded(checkpoint: Path) -> None:
-    import torch
-
+def test_the_planned_weights_equal_the_loaded_ones(checkpoint: Path) -> None:
     config = load_config(checkpoint)
     for dtype in (torch.float32, torch.bfloat16):
         weights = load_weights(checkpoint, config, dtype)
@@ -48,27 +47,25 @@ def test_the_decoders_bytes_are_those_that_are_loaded(checkpoint: Path) -> None:
         assert capacity.weights_bytes(config, dtype.itemsize) == sum(t.nbytes for t in loaded)
 
 
-def test_more_rank_costs_more_and_the_table_says_how_much(
-    checkpoint: Path, adapters_dir: Path
-) -> None:
-    found = capacity.plan(Options(model=checkpoint, adapters=adapters_dir), {}, 1 << 28)
-    by_rank = [cost.packed for cost in found.kinds if cost.name.endswith("all")]
+def test_the_table_shows_the_cost_of_each_rank(checkpoint: Path, adapters_dir: Path) -> None:
+    plan = capacity.plan(Options(model=checkpoint, adapters=adapters_dir), {}, 1 << 28)
+    by_rank = [cost.packed_bytes for cost in plan.examples if cost.name.endswith("all")]
     assert by_rank == sorted(by_rank)
     assert by_rank[-1] > 4 * by_rank[0]
-    told = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli.app,
         ["capacity", "--model", str(checkpoint), "--adapters", str(adapters_dir), "--memory", "1"],
     )
-    assert told.exit_code == 0, told.output
+    assert result.exit_code == 0, result.output
     for name in ("rank 8, all", "attention-r4", "merged weights", "page pool"):
-        assert name in told.output
+        assert name in result.output
 
 
-def test_memory_that_the_weights_do_not_fit_into_fails_without_a_table_of_adapters(
+def test_too_little_memory_for_the_weights_fails_without_a_table_of_adapters(
     checkpoint: Path,
 ) -> None:
-    asked = ["capacity", "--model", str(checkpoint), "--memory", "0.0001"]
-    told = CliRunner().invoke(cli.app, asked)
-    assert told.exit_code == 1, told.output
-    assert "the weights alone do not fit" in told.output
-    assert "an adapter of" not in told.output
+    arguments = ["capacity", "--model", str(checkpoint), "--memory", "0.0001"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 1, result.output
+    assert "the weights alone do not fit" in result.output
+    assert "packed MiB" not in result.output

@@ -1,4 +1,4 @@
-"""The command line's parts that need no server."""
+"""Parts of the command line that need no server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlora.cli.serve import first_question
 from vlora.config import Options
 
 
-def test_a_row_of_adapters_is_read_at_80_columns() -> None:
+def test_the_table_of_adapters_fits_into_80_columns() -> None:
     kinds = ("q", "k", "v", "o", "gate", "up", "down")
     targets = tuple(f"{kind}_proj" for kind in kinds)
     info = replace(adapter("inspection", ("vqa",)), ranks=(4, 8, 16), targets=targets)
@@ -33,12 +33,13 @@ def test_a_row_of_adapters_is_read_at_80_columns() -> None:
 
 
 @pytest.mark.parametrize("demo", [True, False])
-def test_what_serve_says_to_try_sends_a_request_with_a_picture(
+def test_the_command_that_serve_prints_sends_a_request_with_a_picture(
     demo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = paths.root() / "tools/demo"
-    own = tmp_path / "picture.png"  # of the folder that one is in
-    own.write_bytes(b"a picture of the user's " * 9000)  # more than an argument may hold
+    own = tmp_path / "picture.png"
+    # The picture is longer than an argument may be.
+    own.write_bytes(b"a picture of the user's " * 9000)
     monkeypatch.chdir(tmp_path)
     model = samples / "checkpoint" if demo else tmp_path
     command = first_question(Options(model=model), "localhost:8000")

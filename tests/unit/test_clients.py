@@ -378,12 +378,12 @@ def test_a_sweep_row_contains_rates_and_means():
     before = sweep.ServerCounters(10, 5, 100.0, 10.0)
     after = sweep.ServerCounters(22, 9, 148.0, 14.0)
     times = [(0.0, 0.1, 0.4), (0.5, 0.8, 1.0)]
-    row = sweep.summarise("lmm", 2, times, before, after)
+    row = sweep.summarize("lmm", 2, times, before, after)
     assert row.requests_per_second == pytest.approx(2.0)
     assert (row.first_p50_ms, row.last_p50_ms) == (pytest.approx(100), pytest.approx(400))
     assert row.last_p95_ms == pytest.approx(500)
     assert (row.encoder_batch, row.decode_rows) == (3.0, 12.0)
-    assert sweep.summarise("lmm-text", 2, times, before, before).encoder_batch is None
+    assert sweep.summarize("lmm-text", 2, times, before, before).encoder_batch is None
     assert "2.0" in sweep.line_of(row)
 
 

@@ -1,4 +1,4 @@
-"""`model.json` is read strictly: a wrong key is named, vLLM's are mapped or refused by name."""
+"""Strict parsing of `model.json`, and the keys of vLLM that it may have."""
 
 from __future__ import annotations
 
@@ -8,24 +8,16 @@ from typing import Any
 
 import pytest
 
-from vlora.config import (
-    ACCEPTED,
-    NO_EFFECT,
-    REFUSED,
-    Limits,
-    Options,
-    load_adapter_names,
-    load_options,
-    parse_options,
-)
+from vlora.config import Limits, Options, load_adapter_names, load_options, parse_options
+from vlora.config.vllm_keys import ACCEPTED, NO_EFFECT, REFUSED
 from vlora.errors import InvalidArgument
 
 
-def parse(**given: Any) -> Options:
-    return parse_options({"model": "m"} | given, where="model.json", folder=Path("/repository"))
+def parse(**keys: Any) -> Options:
+    return parse_options({"model": "m"} | keys, where="model.json", folder=Path("/repository"))
 
 
-def test_relative_folders_are_taken_from_the_files_own() -> None:
+def test_relative_folders_start_at_the_files_folder() -> None:
     options = parse(model="../weights", adapters="adapters")
     assert options.model == Path("/weights")
     assert options.adapters == Path("/repository/adapters")
@@ -40,7 +32,7 @@ def test_the_environment_overrides_folders(tmp_path: Path) -> None:
     assert options.max_num_seqs == 3
 
 
-def test_an_unknown_key_is_named_with_the_nearest_known_one() -> None:
+def test_an_unknown_key_is_rejected_with_the_nearest_known_one() -> None:
     with pytest.raises(InvalidArgument, match=r"model.json: unknown key 'max_num_seq'.*'max_num_s"):
         parse(max_num_seq=3)
     with pytest.raises(InvalidArgument, match=r"limits: unknown key 'max_image'; .*'max_images'"):
@@ -48,20 +40,20 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-def test_a_vllm_key_without_an_equal_is_refused_with_what_to_do(key: str) -> None:
+def test_a_vllm_key_without_an_equivalent_is_rejected_with_the_reason(key: str) -> None:
     with pytest.raises(InvalidArgument, match=f"'{key}' is not used here: {REFUSED[key][:12]}"):
         parse(**{key: 1})
 
 
 @pytest.mark.parametrize("key", sorted(ACCEPTED))
-def test_a_vllm_key_that_says_what_is_done_anyway_is_accepted(key: str) -> None:
+def test_a_vllm_key_that_describes_what_the_server_does_is_accepted(key: str) -> None:
     assert parse(**{key: ACCEPTED[key][0]}) == parse()
     with pytest.raises(InvalidArgument, match=rf"'{key}' = 77 is not supported"):
         parse(**{key: 77})
 
 
 @pytest.mark.parametrize("spelling", ["true", "True", True])
-def test_booleans_may_be_strings_as_in_vllms_tutorials(spelling: Any) -> None:
+def test_booleans_may_be_strings(spelling: Any) -> None:
     assert parse(enable_lora=spelling, disable_log_requests=spelling) == parse()
     assert parse(disable_log_stats=spelling).disable_log_stats
     assert not parse(disable_log_stats="false").disable_log_stats
@@ -70,14 +62,14 @@ def test_booleans_may_be_strings_as_in_vllms_tutorials(spelling: Any) -> None:
 
 
 @pytest.mark.parametrize("key", sorted(NO_EFFECT))
-def test_a_vllm_key_of_the_tutorials_without_effect_is_accepted_with_a_note(key: str) -> None:
+def test_a_vllm_key_without_effect_is_accepted_with_a_note(key: str) -> None:
     (note,) = parse(**{key: 0.5}).notes
     assert note.startswith(f"model.json: '{key}' has no effect here: ")
     with pytest.raises(InvalidArgument, match="unknown key 'notes'"):
         parse(notes=["x"])
 
 
-def test_the_files_of_the_vllm_backends_tutorials_load() -> None:
+def test_a_file_of_the_vllm_backends_tutorials_is_accepted() -> None:
     options = parse(
         disable_log_requests="true",
         gpu_memory_utilization=0.8,
@@ -91,7 +83,7 @@ def test_the_files_of_the_vllm_backends_tutorials_load() -> None:
     assert len(options.notes) == 3
 
 
-def test_vllms_tokenizer_must_be_the_models() -> None:
+def test_vllms_key_tokenizer_must_equal_model() -> None:
     assert parse(tokenizer="m") == parse()
     with pytest.raises(InvalidArgument, match="'tokenizer' must equal 'model'"):
         parse(tokenizer="other")
@@ -116,31 +108,31 @@ def test_vllms_tokenizer_must_be_the_models() -> None:
         ("merged_weights_bytes", -1),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused(key: str, value: Any) -> None:
+def test_an_invalid_value_is_rejected(key: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=f"'{key}'"):
         parse(**{key: value})
 
 
-def test_limits_are_checked_and_given_on() -> None:
+def test_limits_are_read_and_checked() -> None:
     limits = parse(limits={"max_images": 3, "max_image_megapixels": 1}).limits
     assert limits == Limits(max_images=3, max_image_megapixels=1.0)
     with pytest.raises(InvalidArgument, match="'max_images' must be a positive whole number"):
         parse(limits={"max_images": 0})
 
 
-def test_a_missing_model_is_an_error() -> None:
+def test_a_missing_model_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="'model' is missing"):
         parse_options({}, where="model.json", folder=Path("/"))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "7"])
-def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_without_a_json_object_is_rejected(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.json").write_text(content)
     with pytest.raises(InvalidArgument, match=r"model\.json"):
         load_options(tmp_path / "model.json", {})
 
 
-def test_types_and_threads_are_taken_as_they_are_named() -> None:
+def test_dtype_and_threads_are_read() -> None:
     assert (Options().dtype, Options().engine_threads) == ("float32", "auto")
     options = parse(dtype="bfloat16", engine_threads=3, encoder_threads="auto")
     assert (options.dtype, options.engine_threads, options.encoder_threads) == (

@@ -1,4 +1,4 @@
-"""How many threads the two processes get: affinity, containers' quotas, what was asked for."""
+"""The division of cores between the two processes: affinity, quotas and explicit numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlora.cores import Split, cpu_quota, split_cores, usable_cores
 
 
 @pytest.mark.parametrize(
-    ("cores", "split", "of_a_quota"),
+    ("cores", "split", "by_quota"),
     [
         (1, (1, 1), (1, 1)),
         (2, (2, 1), (1, 1)),
@@ -19,10 +19,10 @@ from vlora.cores import Split, cpu_quota, split_cores, usable_cores
     ],
 )
 def test_the_encoder_gets_a_quarter_and_the_engine_all_cores_or_the_rest_of_a_quota(
-    cores: int, split: tuple[int, int], of_a_quota: tuple[int, int]
+    cores: int, split: tuple[int, int], by_quota: tuple[int, int]
 ) -> None:
     assert split_cores(usable_cores(cores, None)) == Split(*split)
-    assert split_cores(usable_cores(64, cores), by_quota=True) == Split(*of_a_quota)
+    assert split_cores(usable_cores(64, cores), by_quota=True) == Split(*by_quota)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_the_encoder_gets_a_quarter_and_the_engine_all_cores_or_the_rest_of_a_qu
         (0, None, 1),
     ],
 )
-def test_a_quota_counts_by_the_nearest_whole_core_and_never_below_one(
+def test_a_quota_is_rounded_to_whole_cores_and_at_least_one(
     affinity: int, quota: float | None, threads: int
 ) -> None:
     assert usable_cores(affinity, quota) == threads
 
 
-def test_a_number_that_was_asked_for_is_kept_beside_an_automatic_one() -> None:
+def test_explicit_numbers_are_not_changed() -> None:
     for by_quota in (False, True):
         assert split_cores(4, engine=3, by_quota=by_quota) == Split(3, 1)
         assert split_cores(1, engine=5, encoder=6, by_quota=by_quota) == Split(5, 6)
@@ -54,7 +54,7 @@ def test_a_number_that_was_asked_for_is_kept_beside_an_automatic_one() -> None:
     assert split_cores(4, encoder=6, by_quota=True) == Split(1, 6)
 
 
-def groups(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:
+def quota_of(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:
     (tmp_path / "self").write_text(lines)
     for name, text in files.items():
         file = tmp_path / "cgroup" / name
@@ -64,25 +64,24 @@ def groups(tmp_path: Path, lines: str, files: dict[str, str]) -> float | None:
 
 
 def test_a_quota_of_cgroup_version_2_is_read(tmp_path: Path) -> None:
-    found = groups(tmp_path, "0::/pod/a\n", {"pod/a/cpu.max": "150000 100000\n"})
-    assert found == 1.5
+    assert quota_of(tmp_path, "0::/pod/a\n", {"pod/a/cpu.max": "150000 100000\n"}) == 1.5
 
 
-def test_the_tightest_group_above_the_process_decides(tmp_path: Path) -> None:
+def test_the_tightest_quota_of_all_parent_groups_is_used(tmp_path: Path) -> None:
     files = {"pod/a/cpu.max": "max 100000", "pod/cpu.max": "50000 100000", "cpu.max": "400000 1000"}
-    assert groups(tmp_path, "0::/pod/a\n", files) == 0.5
+    assert quota_of(tmp_path, "0::/pod/a\n", files) == 0.5
 
 
 def test_inside_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
     lines = "0::/docker/of-the-host\n"
-    assert groups(tmp_path, lines, {"cpu.max": "200000 100000\n"}) == 2.0
+    assert quota_of(tmp_path, lines, {"cpu.max": "200000 100000\n"}) == 2.0
 
 
 @pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
 def test_a_quota_of_cgroup_version_1_is_read(tmp_path: Path, mount: str) -> None:
     files = {f"{mount}/a/cpu.cfs_quota_us": "250000", f"{mount}/a/cpu.cfs_period_us": "100000"}
     lines = "4:cpu,cpuacct:/a\n3:memory:/a\n0::/\n" if "," in mount else "4:cpu:/a\n0::/\n"
-    assert groups(tmp_path, lines, files) == 2.5
+    assert quota_of(tmp_path, lines, files) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -94,8 +93,10 @@ def test_a_quota_of_cgroup_version_1_is_read(tmp_path: Path, mount: str) -> None
         ("", {}),
     ],
 )
-def test_without_a_quota_there_is_none(tmp_path: Path, lines: str, files: dict[str, str]) -> None:
-    assert groups(tmp_path, lines, files) is None
+def test_a_group_without_a_quota_has_no_limit(
+    tmp_path: Path, lines: str, files: dict[str, str]
+) -> None:
+    assert quota_of(tmp_path, lines, files) is None
 
 
 def test_a_kernel_without_control_groups_has_no_quota(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The cost model alone: parts add up, corrections learn, profiles survive being kept."""
+"""Tests of the cost model: sums of parts, learned corrections, and stored profiles."""
 
 from __future__ import annotations
 
@@ -31,59 +31,59 @@ def model(profile: Profile = PROFILE, held: int = BASE) -> CostModel:
     return CostModel(profile, lambda slot: SIZES[slot], merged_slot=lambda: held)
 
 
-def test_products_lie_between_what_was_measured_and_go_on_as_they_ended() -> None:
+def test_products_are_interpolated_between_knots_and_extrapolated_after_them() -> None:
     costs = model()
-    plain = [costs.products(rows, 1) - 1e-4 for rows in (1, 4, 8, 12, 16, 24)]
-    assert plain == pytest.approx([0.010, 0.010, 0.010, 0.014, 0.018, 0.026])
+    layers = [costs.products(rows, 1) - 1e-4 for rows in (1, 4, 8, 12, 16, 24)]
+    assert layers == pytest.approx([0.010, 0.010, 0.010, 0.014, 0.018, 0.026])
     assert costs.products(16, 16) - costs.products(16, 1) == pytest.approx(0.2 * 0.008 + 15e-4)
     assert costs.products(16, 0) == pytest.approx(0.018 - 0.2 * 0.010)
 
 
-def test_each_adapter_is_brought_once_and_applied_to_its_rows() -> None:
+def test_each_adapter_is_read_once_and_applied_to_its_rows() -> None:
     costs = model()
-    alone = costs.predict([Part(BASE, 4, 0, True), Part(BASE, 4, 0, True)], BASE)
+    base = costs.predict([Part(BASE, 4, 0, True), Part(BASE, 4, 0, True)], BASE)
     one = costs.predict([Part(0, 4, 0, True), Part(0, 4, 0, True)], BASE)
     two = costs.predict([Part(0, 4, 0, True), Part(1, 4, 0, True)], BASE)
-    assert one - alone == pytest.approx(1e-4 + 8e-6)
-    assert two - alone == pytest.approx(1e-4 + 4e-6 + 4e-4 + 16e-6)
+    assert one - base == pytest.approx(1e-4 + 8e-6)
+    assert two - base == pytest.approx(1e-4 + 4e-6 + 4e-4 + 16e-6)
 
 
-def test_a_step_with_any_adapter_has_its_calls_once() -> None:
+def test_a_step_with_any_adapter_has_the_lora_calls_once() -> None:
     parts = [Part(0, 4, 0, True), Part(1, 4, 0, True), Part(BASE, 1, 0, True)]
-    plain, calling = model(), model(replace(PROFILE, lora_calls=3e-3))
-    assert calling.predict(parts, BASE) - plain.predict(parts, BASE) == pytest.approx(3e-3)
-    for none in (parts[2:], []):
-        assert calling.predict(none, BASE) == plain.predict(none, BASE)
-    assert calling.predict(parts[:1], 0) == plain.predict(parts[:1], 0), "all are merged"
-    assert without_adapters(calling).predict(parts, BASE) < plain.predict(parts, BASE)
+    free, costly = model(), model(replace(PROFILE, lora_calls=3e-3))
+    assert costly.predict(parts, BASE) - free.predict(parts, BASE) == pytest.approx(3e-3)
+    for without_adapter in (parts[2:], []):
+        assert costly.predict(without_adapter, BASE) == free.predict(without_adapter, BASE)
+    assert costly.predict(parts[:1], 0) == free.predict(parts[:1], 0), "all rows are merged"
+    assert without_adapters(costly).predict(parts, BASE) < free.predict(parts, BASE)
 
 
-def test_the_live_adapter_is_taken_out_of_the_rows_of_others_and_nowhere_else() -> None:
+def test_the_live_adapter_is_subtracted_from_the_rows_of_others_only() -> None:
     parts = [Part(0, 3, 0, True), Part(1, 2, 0, True), Part(BASE, 5, 0, True)]
     assert rows_by_adapter(parts, BASE) == {0: 3, 1: 2}
     assert rows_by_adapter(parts, 0) == {1: 2, 0: 7}
     assert rows_by_adapter(parts[:1], 0) == {}
 
 
-def test_attention_grows_with_the_positions_read_and_with_rows_times_positions() -> None:
+def test_attention_is_linear_in_positions_and_in_pairs_of_row_and_position() -> None:
     costs = model()
     assert costs.attention(1, 99) == pytest.approx(1e-4 + 99.5e-7)
     assert costs.attention(10, 0) == pytest.approx(1e-5 + 50e-7)
 
 
-def test_what_is_merged_already_and_the_base_cost_no_merge() -> None:
+def test_switching_to_merged_weights_or_to_the_base_costs_no_merge() -> None:
     costs = model(held=1)
     assert costs.switch(BASE, 0) == pytest.approx(3e-3)
     assert [costs.switch(0, BASE), costs.switch(0, 0), costs.switch(0, 1)] == [0.0, 0.0, 0.0]
 
 
-def test_predictions_come_to_what_steps_alike_take_and_the_errors_are_told() -> None:
+def test_predictions_converge_to_the_times_of_each_kind_of_step() -> None:
     costs = model()
     decode, prompt = [Part(BASE, 1, 10, True)] * 4, [Part(BASE, 16, 0, True)]
     other = costs.predict(prompt, BASE)
     slow = 2 * costs.predict(decode, BASE)
     assert costs.record(decode, BASE, slow) == pytest.approx(slow / 2)
-    assert costs.predict(prompt, BASE) == pytest.approx(2 * other), "until one of its own comes"
+    assert costs.predict(prompt, BASE) == pytest.approx(2 * other), "before the first prompt step"
     for _ in range(200):
         costs.record(prompt, BASE, other)
         costs.record(decode, BASE, slow)
@@ -92,7 +92,7 @@ def test_predictions_come_to_what_steps_alike_take_and_the_errors_are_told() -> 
     assert costs.median_error < 0.01 < max(costs.corrections.errors)
 
 
-def test_a_machine_that_slows_down_does_so_for_steps_of_all_kinds_at_once() -> None:
+def test_a_slower_machine_corrects_all_kinds_of_steps_at_once() -> None:
     costs = model()
     kinds = [[Part(BASE, 1, 10, True)] * 4, [Part(BASE, 16, 0, True)], [Part(0, 1, 10, True)]]
     before = [costs.predict(parts, BASE) for parts in kinds]
@@ -105,33 +105,30 @@ def test_a_machine_that_slows_down_does_so_for_steps_of_all_kinds_at_once() -> N
         assert costs.predict(parts, BASE) == pytest.approx(3 * seconds, rel=0.25)
 
 
-def test_a_step_is_its_forward_pass_and_what_comes_beside_it_by_requests() -> None:
+def test_the_step_overhead_is_learned_as_a_line_over_the_requests() -> None:
     costs = model()
     assert costs.overhead(4) == 0.0
-    for turn in range(300):
-        parts = [Part(BASE, 1, 10, True)] * (1 + turn % 8)
+    for i in range(300):
+        parts = [Part(BASE, 1, 10, True)] * (1 + i % 8)
         costs.record(parts, BASE, 0.01, 1e-3 + 2e-4 * len(parts))
     for count in (1, 4, 8, 16):
-        beside = costs.overhead(count) * costs.corrections.pace.factor
-        assert beside == pytest.approx(1e-3 + 2e-4 * count, rel=0.01)
+        overhead = costs.overhead(count) * costs.corrections.pace.factor
+        assert overhead == pytest.approx(1e-3 + 2e-4 * count, rel=0.01)
     assert costs.predict([Part(BASE, 1, 10, True)] * 8, BASE) == pytest.approx(0.0126, rel=0.02)
     before = costs.overhead(8)
     costs.record([Part(BASE, 1, 10, True)] * 8, BASE, 0.01, 5.0)
-    assert costs.overhead(8) < 1.25 * before, "the machine was held up once"
+    assert costs.overhead(8) < 1.25 * before, "a single outlier changes little"
 
 
-def test_what_comes_beside_steps_of_one_size_is_known_for_all() -> None:
+def test_the_overhead_of_one_step_size_is_used_for_all_sizes() -> None:
     costs = model()
     for _ in range(30):
         costs.record([Part(BASE, 1, 10, True)] * 4, BASE, 0.01, 3e-3)
-    assert (
-        costs.overhead(1)
-        == costs.overhead(8)
-        == pytest.approx(3e-3 / costs.corrections.pace.factor)
-    )
+    expected = pytest.approx(3e-3 / costs.corrections.pace.factor)
+    assert costs.overhead(1) == costs.overhead(8) == expected
 
 
-def test_a_model_set_apart_learns_by_itself() -> None:
+def test_a_forked_model_learns_separately() -> None:
     costs = model()
     parts = [Part(0, 4, 0, True)]
     costs.record(parts, BASE, costs.predict(parts, BASE))
@@ -142,7 +139,7 @@ def test_a_model_set_apart_learns_by_itself() -> None:
     assert costs.predict(parts, BASE) == before < other.predict(parts, BASE)
 
 
-def test_merges_learn_as_steps_do() -> None:
+def test_predictions_of_merges_are_corrected() -> None:
     costs = model()
     for _ in range(30):
         costs.record_switch(costs.switch(BASE, 0), 6e-3)
@@ -150,7 +147,7 @@ def test_merges_learn_as_steps_do() -> None:
     assert costs.switch(BASE, 1) == pytest.approx(12e-3, rel=1e-3)
 
 
-def test_policies_are_told_what_a_step_of_all_that_is_missing_takes() -> None:
+def test_the_cost_of_a_step_for_a_policy_includes_all_missing_rows() -> None:
     costs = model()
     ready = [Candidate("a", 0, missing=3, context=7), Candidate("b", BASE)]
     parts = [Part(0, 3, 7, True), Part(BASE, 1, 0, True)]
@@ -159,13 +156,13 @@ def test_policies_are_told_what_a_step_of_all_that_is_missing_takes() -> None:
     assert replace(costs, merged_slot=lambda: 0).switch(BASE, 0) == 0.0
 
 
-def test_a_guess_serves_before_anything_has_been_measured() -> None:
+def test_a_guessed_profile_gives_positive_increasing_predictions() -> None:
     costs = CostModel(guess(10**8, 2, 10**7), lambda slot: SIZES[slot])
-    few, many = (costs.predict([Part(0, rows, 0, True)], BASE) for rows in (1, 1000))
-    assert 0 < few < many
+    short, long = (costs.predict([Part(0, rows, 0, True)], BASE) for rows in (1, 1000))
+    assert 0 < short < long
 
 
-def test_a_profile_is_measured_once_and_read_the_next_time(tmp_path: Path) -> None:
+def test_a_profile_is_measured_once_and_loaded_the_next_time(tmp_path: Path) -> None:
     assert calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path) == PROFILE
     again = calibration.load_or_measure(("key",), lambda: pytest.fail("measured again"), tmp_path)
     assert again == PROFILE
@@ -177,7 +174,7 @@ def test_a_profile_is_measured_once_and_read_the_next_time(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("broken", ["", "{}", "[1]", json.dumps(asdict(PROFILE) | {"head": "x"})])
-def test_a_kept_profile_that_is_none_is_measured_anew(tmp_path: Path, broken: str) -> None:
+def test_an_invalid_stored_profile_is_measured_again(tmp_path: Path, broken: str) -> None:
     calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(broken)
@@ -185,6 +182,6 @@ def test_a_kept_profile_that_is_none_is_measured_anew(tmp_path: Path, broken: st
     assert calibration.load_or_measure(("key",), lambda: other, tmp_path) == other
 
 
-def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path / "file") == PROFILE

@@ -1,7 +1,7 @@
-"""ATMM's CUDA kernels beneath `vlora.atmm.op`: every tile, hostile segments and adapters, faults.
+"""ATMM's CUDA kernels behind `vlora.atmm.op`: every tile, hostile segments and adapters, faults.
 
-Each test runs on the emulation (the same kernels compiled for the host, tensor cores replaced by
-loops), and on a GPU where there is one and `make cuda` has been run.
+Each test runs on the emulation (the same kernels compiled for the host, with tensor cores replaced
+by loops), and on a GPU if there is one and `make cuda` has been run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
 from vlora.atmm.types import LoraPair, MergeUpdate, Segment
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
-"""Of the largest true value: the intermediate and y are rounded to the storage type."""
+"""Maximum error relative to the largest true value: the intermediate and y are rounded to the
+storage type."""
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -45,7 +46,7 @@ def fresh_numbers() -> None:
 
 
 class Case:
-    """Fresh random data of mixed ranks, and what float64 makes of any segments."""
+    """Fresh random data of mixed ranks, and the float64 result for any segments."""
 
     ranks = (8, 64, 5, 128, None, 33)
 
@@ -81,7 +82,7 @@ class Case:
         if not isinstance(segments, DeviceSegments):
             segments = self.operator.segments(segments)
         self.operator.workspaces[-1][16:] = (
-            0xFF  # NaN in every type: nothing counts on what lay there
+            0xFF  # NaN in every type: nothing may depend on previous content.
         )
         y = self.before.clone()
         self.operator.apply(y, self.x, segments, self.group, choice)
@@ -89,30 +90,30 @@ class Case:
         return y
 
     def check(self, y: torch.Tensor, segments: Sequence[Segment]) -> None:
-        want, column = self.before.double(), 0
+        desired, column = self.before.double(), 0
         for output, d_out in enumerate(self.d_outs):
             for s in segments:
                 pair, rows = self.pairs[s.slot][output], slice(s.start, s.start + s.length)
                 if pair is not None:
                     low = self.x[rows].double() @ pair.a.double().T
-                    part = want[rows, column : column + d_out]
+                    part = desired[rows, column : column + d_out]
                     part += s.sign * low @ pair.b.double().T
             column += d_out
-        error = (y.double() - want).abs().max() / want.abs().max()
+        error = (y.double() - desired).abs().max() / desired.abs().max()
         assert error < TOLERANCE[self.dtype]
 
 
 def in_turn(lengths: Sequence[int]) -> list[Segment]:
-    """One after another, slots and signs in turn."""
-    found, start = [], 0
+    """Return contiguous segments, with alternating slots and signs."""
+    segments, start = [], 0
     for i, length in enumerate(lengths):
-        found.append(Segment(start, length, i % len(Case.ranks), -1 if i % 3 == 1 else 1))
+        segments.append(Segment(start, length, i % len(Case.ranks), -1 if i % 3 == 1 else 1))
         start += length
-    return found
+    return segments
 
 
 def by_tiles(library: Library, dtype: torch.dtype, rows_up_to: int = 0) -> list[Choice]:
-    """Every tile of the type at least once, with different slices."""
+    """Yield every tile of the type at least once, with different slices."""
     shrinks = list(library.tiles_of("shrink", DTYPES[dtype]))
     expands = list(library.tiles_of("expand", DTYPES[dtype]))
     return [
@@ -139,7 +140,7 @@ def test_every_tile_equals_float64(
 @pytest.mark.parametrize("dtype", [*SIXTEEN_BITS, torch.float32])
 @pytest.mark.parametrize("row_block", c.ROW_BLOCKS)
 @pytest.mark.parametrize("slices", [1, 3, 32])
-def test_the_row_kernels_equal_float64_however_the_depth_is_cut(
+def test_the_row_kernels_equal_float64_for_any_number_of_slices(
     operator: Operator, dtype: torch.dtype, row_block: int, slices: int
 ) -> None:
     case, segments = Case(operator, dtype, 24, d_in=1096), in_turn((1, 1, 2, 5, 1, 14))
@@ -148,7 +149,7 @@ def test_the_row_kernels_equal_float64_however_the_depth_is_cut(
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
-def test_short_and_long_segments_of_one_call_go_through_their_own_kernels(
+def test_short_and_long_segments_of_one_call_use_their_own_kernels(
     operator: Operator, dtype: torch.dtype
 ) -> None:
     lengths = (1, 40, 1, 1, 8, 9, 70, 3)
@@ -160,7 +161,7 @@ def test_short_and_long_segments_of_one_call_go_through_their_own_kernels(
 
 
 @pytest.mark.parametrize("by", ["rows", "tiles"])
-def test_own_and_live_segments_of_the_same_rows_add_up_in_their_order(
+def test_own_and_live_segments_of_the_same_rows_are_added_in_order(
     operator: Operator, by: str
 ) -> None:
     segments = [Segment(0, 33, slot, sign) for slot, sign in ((0, 1), (1, -1), (3, 1))] * 4
@@ -169,11 +170,11 @@ def test_own_and_live_segments_of_the_same_rows_add_up_in_their_order(
     choice = Choice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
     y = case.run(segments, choice)
     case.check(y, segments)
-    assert len(operator.segments(segments).ends) > c.MAX_WAVES  # more than one call holds
+    assert len(operator.segments(segments).ends) > c.MAX_WAVES  # More than one call is needed.
     assert torch.equal(y, case.run(segments, choice))
 
 
-def test_a_table_of_hundreds_of_empty_segments_is_no_different(operator: Operator) -> None:
+def test_hundreds_of_empty_segments_change_nothing(operator: Operator) -> None:
     case, segments = Case(operator, torch.bfloat16, 40), in_turn((1, 30, 9))
     real = operator.segments(segments)
     empty = torch.zeros(700, 4, dtype=torch.int32, device=operator.device)
@@ -183,7 +184,7 @@ def test_a_table_of_hundreds_of_empty_segments_is_no_different(operator: Operato
     operator.check()
 
 
-# ---- what is not sound ---------------------------------------------------------------------------
+# ---- invalid arguments ---------------------------------------------------------------------------
 
 SOUND = [Segment(0, 3, 0), Segment(20, 12, 1)]
 
@@ -204,7 +205,7 @@ SOUND = [Segment(0, 3, 0), Segment(20, 12, 1)]
     ],
 )
 @pytest.mark.parametrize("by", ["rows", "tiles"])
-def test_a_segment_that_is_not_sound_is_left_out_alone_and_told_at_the_next_check(
+def test_an_invalid_segment_alone_is_skipped_and_reported_at_the_next_check(
     operator: Operator, by: str, bad: tuple[int, int, int, int], says: str
 ) -> None:
     case = Case(operator, torch.bfloat16, 40)
@@ -212,9 +213,9 @@ def test_a_segment_that_is_not_sound_is_left_out_alone_and_told_at_the_next_chec
     tensor = torch.tensor([rows[0], bad, rows[1]], dtype=torch.int32, device=operator.device)
     choice = Choice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
     case.check(case.run(DeviceSegments(tensor, (3,), 3, 20), choice), SOUND)
-    with pytest.raises(DeviceFault, match=f"segment 1 .*{says}.* left out"):
+    with pytest.raises(DeviceFault, match=f"segment 1 .*{says}.* skipped"):
         operator.check()
-    operator.check()  # told once
+    operator.check()  # Each fault is reported once.
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_a_segment_that_is_not_sound_is_left_out_alone_and_told_at_the_next_chec
     ],
 )
 @pytest.mark.parametrize("by", ["rows", "tiles"])
-def test_an_adapter_that_is_not_sound_is_left_out_alone(
+def test_an_invalid_adapter_alone_is_skipped(
     operator: Operator, by: str, damage, says: str, tiles_only: bool
 ) -> None:
     if by == "rows" and tiles_only:
@@ -244,7 +245,7 @@ def test_an_adapter_that_is_not_sound_is_left_out_alone(
         operator.check()
 
 
-def test_rows_and_widths_that_tensor_cores_cannot_take_are_refused_by_tiles_and_served_by_rows(
+def test_unaligned_rows_and_widths_are_rejected_by_tiles_and_served_by_the_row_kernels(
     operator: Operator,
 ) -> None:
     case, segments = Case(operator, torch.float16, 30, 131, (67,)), in_turn((1, 20, 9))
@@ -253,11 +254,11 @@ def test_rows_and_widths_that_tensor_cores_cannot_take_are_refused_by_tiles_and_
     case.check(case.run(segments), segments)
 
 
-def test_a_wrong_call_is_refused_before_a_device_is_touched(operator: Operator) -> None:
+def test_a_wrong_call_is_rejected_before_the_device_is_used(operator: Operator) -> None:
     library = operator.library
     tiles = c.TilesStruct(c.ROWS, c.ROWS, 1, 8, 1, 1)
     for call, says in (
-        (None, "a null argument"),
+        (None, "an argument is null"),
         (c.CallStruct(rows=1, d_in=8), "max_rank"),
         (c.CallStruct(rows=1, d_in=8, max_rank=8), "projection_count 0"),
         (c.CallStruct(rows=1, d_in=8, max_rank=8, projection_count=1), "waves 0"),
@@ -268,7 +269,7 @@ def test_a_wrong_call_is_refused_before_a_device_is_touched(operator: Operator) 
 
 def test_nothing_is_launched_before_the_kernels_are_loaded(tmp_path: Path) -> None:
     warm = emulation()
-    copy = tmp_path / warm.path.name  # another file: another copy of the library's state
+    copy = tmp_path / warm.path.name  # Another file has its own copy of the library's state.
     shutil.copyfile(warm.path, copy)
     cold = Library(copy)
     merges = (c.MergeStruct * 1)()
@@ -287,8 +288,8 @@ def test_a_merge_of_half_precision_weights_rounds_once(operator: Operator) -> No
     pair = LoraPair(*(part.to(operator.device) for part in pair))
     out = torch.empty_like(base)
     operator.merge(out, base, [MergeUpdate(0, pair)], -1)
-    want = base.double() - (pair.b.double() @ pair.a.double()).flatten()
-    torch.testing.assert_close(out.double(), want, rtol=2**-11 * 1.01, atol=1e-5)
+    desired = base.double() - (pair.b.double() @ pair.a.double()).flatten()
+    torch.testing.assert_close(out.double(), desired, rtol=2**-11 * 1.01, atol=1e-5)
 
 
 def test_slots_added_later_are_served(operator: Operator) -> None:
@@ -317,17 +318,17 @@ def test_a_replayed_graph_serves_other_segments(operator: Operator) -> None:
         with torch.cuda.graph(graph):
             operator.apply(y, case.x, segments, case.group, choice)
         for lengths in ((5, 9, 2), (1,) * 8, (40,), (1, 30, 1)):
-            given = in_turn(lengths)
-            rows = [(s.start, s.length, s.slot, s.sign) for s in given]
+            replayed = in_turn(lengths)
+            rows = [(s.start, s.length, s.slot, s.sign) for s in replayed]
             capacity.zero_()
             capacity[: len(rows)] = torch.tensor(rows, dtype=torch.int32, device=y.device)
             y.copy_(case.before)
             graph.replay()
             operator.check()
-            case.check(y, given)
+            case.check(y, replayed)
 
 
-# ---- which kernels -------------------------------------------------------------------------------
+# ---- choice of kernels ---------------------------------------------------------------------------
 
 SHAPES = [
     Shape("bf16", rows, 4096, 12288, 64, segments, 3)
@@ -353,7 +354,7 @@ def test_a_choice_is_read_back_from_its_name() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.key)
-def test_without_a_table_arithmetic_chooses_what_the_library_has(shape: Shape) -> None:
+def test_without_a_table_the_estimate_chooses_tiles_of_the_library(shape: Shape) -> None:
     library = emulation()
     choice = built_in(shape, library, 132, tensor_cores=True)
     choice.on(library, shape.dtype)
@@ -361,14 +362,14 @@ def test_without_a_table_arithmetic_chooses_what_the_library_has(shape: Shape) -
     assert built_in(shape, library, 132, tensor_cores=False).shrink is None
 
 
-def test_few_segments_of_one_row_are_cut_in_depth_so_that_no_multiprocessor_idles() -> None:
+def test_few_segments_of_one_row_are_sliced_in_depth_so_that_no_multiprocessor_idles() -> None:
     one = by_rows(Shape("bf16", 1, 4096, 4096, 64, 1), 132)
     many = by_rows(Shape("bf16", 1, 4096, 12288, 64, 64, 3), 132)
     assert one.row_slices == 8
     assert many.row_slices == 1
 
 
-def test_a_table_serves_its_keys_and_passes_over_tiles_of_another_build(tmp_path: Path) -> None:
+def test_a_table_serves_its_keys_and_skips_tiles_of_another_build(tmp_path: Path) -> None:
     library, path = emulation(), tmp_path / "table.json"
     known, gone = SHAPES[0], SHAPES[-1]
     rows = Choice(row_slices=4)
@@ -385,5 +386,5 @@ def test_a_table_serves_its_keys_and_passes_over_tiles_of_another_build(tmp_path
         Table.load(path, library)
 
 
-def test_a_device_s_table_is_named_after_it() -> None:
+def test_a_table_is_named_after_its_device() -> None:
     assert table_path("NVIDIA A100-SXM4-80GB").name == "cuda-nvidia-a100-sxm4-80gb.json"

@@ -1,4 +1,4 @@
-"""The CUDA tiles: pruned by arithmetic, compiled where nvcc is, and what they take of a device."""
+"""CUDA tiles: pruned by arithmetic, compiled where nvcc is available, and their use of a device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tools.tile_search.cuda_tiles import KINDS, SHARED_BYTES, SIDES, CudaTile, t
 from vlora.atmm.cuda.library import Library, LoadedTile
 
 REGISTERS = 65536
-"""Of a multiprocessor, sm_80 and sm_90 alike; one thread may have 255."""
+"""Registers of a multiprocessor, for both sm_80 and sm_90; one thread may have 255."""
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
-"""Bytes that one block may have."""
+"""Maximum shared memory of one block in bytes."""
 SPILLS = 128
-"""Bytes that a thread may write to and read from local memory: a few addresses outside the inner
-loops, once a tile. The largest tiles' sums alone take 128 of their 255 registers."""
+"""Maximum number of bytes that a thread may write to and read from local memory: a few addresses
+outside the inner loops, once per tile. The largest tiles' sums alone take 128 of their 255
+registers."""
 PUNICA = CudaTile((16, 64, 64), (16, 16, 64), 3)
 
 
@@ -47,25 +48,23 @@ def test_the_paper_s_two_configurations_are_legal() -> None:
 
 
 def test_a_build_of_few_instances_serves_both_kinds_and_both_types() -> None:
-    few = cuda_build.instances(10)
-    assert len(few) == 10
-    assert {(one.kind, one.dtype) for one in few} == {
+    instances = cuda_build.instances(10)
+    assert len(instances) == 10
+    assert {(tile.kind, tile.dtype) for tile in instances} == {
         (kind, dtype) for kind in KINDS for dtype in ("fp16", "bf16")
     }
-    assert len({one.name for one in cuda_build.instances()}) == len(cuda_build.instances())
+    assert len({tile.name for tile in cuda_build.instances()}) == len(cuda_build.instances())
 
 
 def test_the_registry_lists_the_instances_in_order() -> None:
-    few = cuda_build.instances(3)
-    text = cuda_build.registry(few)
+    instances = cuda_build.instances(3)
+    text = cuda_build.registry(instances)
     listed = text[text.index("kTable[] =") :]
-    places = [listed.index(one.name) for one in few]
-    assert places == sorted(places)
+    positions = [listed.index(tile.name) for tile in instances]
+    assert positions == sorted(positions)
 
 
-def test_headers_that_are_not_there_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_headers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLORA_CUTLASS", str(tmp_path))
     with pytest.raises(BuildError, match="CUTLASS headers are missing"):
         cuda_build.find_headers()
@@ -73,7 +72,7 @@ def test_headers_that_are_not_there_are_named(
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    """The library that `make cuda` built."""
+    """Return the library that `make cuda` built."""
     if not cuda_build.LIBRARY.exists():
         pytest.skip("ATMM for CUDA is not built here: `make cuda` (needs nvcc)")
     return Library(cuda_build.LIBRARY)
@@ -91,17 +90,17 @@ def test_every_kernel_fits_the_registers_and_shared_memory_of_its_architecture(
     library: Library,
 ) -> None:
     by_unit = {f"{tile.kind}_{tile.dtype}_{tile.name}": tile for tile in library.tiles}
-    found = json.loads((cuda_build.BUILD / cuda_build.RESOURCES).read_text())
-    assert {one["unit"] for one in found} >= {*by_unit, "rows", "plan", "merge"}
-    for one in found:
-        tile: LoadedTile | None = by_unit.get(one["unit"])
+    kernels = json.loads((cuda_build.BUILD / cuda_build.RESOURCES).read_text())
+    assert {kernel["unit"] for kernel in kernels} >= {*by_unit, "rows", "plan", "merge"}
+    for kernel in kernels:
+        tile: LoadedTile | None = by_unit.get(kernel["unit"])
         threads = 256 if tile is None else tile.threads
-        shared = one["shared"] + (0 if tile is None else tile.shared_bytes)
-        assert one["registers"] <= 255, one
-        assert one["registers"] * threads <= REGISTERS, one
-        assert shared <= SHARED_LIMIT[one["sm"]], one
-        assert one["spill_stores"] + one["spill_loads"] <= SPILLS, one
-        assert one["stack"] <= SPILLS, one
+        shared = kernel["shared"] + (0 if tile is None else tile.shared_bytes)
+        assert kernel["registers"] <= 255, kernel
+        assert kernel["registers"] * threads <= REGISTERS, kernel
+        assert shared <= SHARED_LIMIT[kernel["sm"]], kernel
+        assert kernel["spill_stores"] + kernel["spill_loads"] <= SPILLS, kernel
+        assert kernel["stack"] <= SPILLS, kernel
 
 
 def test_ptxas_reports_are_read_kernel_by_kernel() -> None:
@@ -120,7 +119,7 @@ ptxas info    : Used 40 registers, used 0 barriers
     assert (second["sm"], second["registers"], second["shared"]) == (90, 40, 0)
 
 
-def test_ptx_of_the_newest_architecture_lies_beside_the_machine_code() -> None:
+def test_the_library_contains_ptx_of_the_newest_architecture() -> None:
     assert cuda_build.gencode((90, 80)) == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90,code=[sm_90,compute_90]",

@@ -1,4 +1,4 @@
-"""What images, chart, rules and dashboard say of the server is what the server has."""
+"""Images, chart, rules and dashboard use only options, ports and metrics that the server has."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMAND = typer.main.get_command(app)
 METRIC = re.compile(r"\b(?:vllm|vlora):[a-z0-9_]+")
 SERIES = re.compile(r"_(?:bucket|sum|count)$")
 TRITON = ("--grpc-",)
-"""Beginnings of options that are tritonserver's own."""
+"""Prefixes of options of tritonserver."""
 
 
 def options_of(command: str) -> set[str]:
@@ -41,7 +41,7 @@ def metrics_of(text: str) -> set[str]:
 
 
 def exported() -> set[str]:
-    """The names of all metrics that a server has."""
+    """Return the names of all metrics that a server exports."""
     registry = FakeRegistry()
     EngineExporter(registry, {}, EngineStats, max_lora=1, max_tokens=100).flush()
     EncoderExporter(registry, {}, EncoderCounters).flush()
@@ -50,14 +50,14 @@ def exported() -> set[str]:
 
 
 @pytest.mark.parametrize("file", ["grafana/dashboard.json", "chart/files/alerts.yaml"])
-def test_every_metric_that_is_asked_for_exists(file: str) -> None:
+def test_every_metric_in_the_rules_and_the_dashboard_exists(file: str) -> None:
     asked = metrics_of((DOCKER / file).read_text())
     assert asked
     assert asked <= exported()
 
 
 @pytest.mark.parametrize("file", ["deployment.yaml", "gateway.yaml"])
-def test_every_option_in_the_chart_is_one_of_the_command_line(file: str) -> None:
+def test_every_option_in_the_chart_exists(file: str) -> None:
     text = (DOCKER / "chart" / "templates" / file).read_text()
     used = set(re.findall(r"^\s+- (--[a-z-]+)", text, re.MULTILINE))
     ours = {option for option in used if not option.startswith(TRITON)}
@@ -67,7 +67,7 @@ def test_every_option_in_the_chart_is_one_of_the_command_line(file: str) -> None
 
 
 @pytest.mark.parametrize("file", ["Dockerfile", "Dockerfile.cpu"])
-def test_the_images_start_and_probe_the_server_by_commands_that_exist(file: str) -> None:
+def test_the_images_use_commands_and_options_that_exist(file: str) -> None:
     text = (DOCKER / file).read_text()
     lists = re.findall(r"(?:CMD|ENTRYPOINT) (\[.*\])", text)
     words = [json.loads(found) for found in lists]
@@ -80,14 +80,14 @@ def test_the_images_start_and_probe_the_server_by_commands_that_exist(file: str)
     assert "--log" in options_of("serve")
 
 
-def test_what_the_images_copy_is_there() -> None:
+def test_the_files_that_the_images_copy_exist() -> None:
     for file in ("Dockerfile", "Dockerfile.cpu"):
         for line in re.findall(r"^COPY (?!--from)(.*)$", (DOCKER / file).read_text(), re.MULTILINE):
             for source in line.split()[:-1]:
                 assert (ROOT / source).exists(), f"{file} copies {source}"
 
 
-def test_the_pods_grace_is_longer_than_the_servers() -> None:
+def test_the_grace_period_of_the_pod_is_longer_than_that_of_the_server() -> None:
     values = (DOCKER / "chart" / "values.yaml").read_text()
     margin = re.search(r"^\s+margin: (\d+)", values, re.MULTILINE)
     assert margin is not None
@@ -105,7 +105,7 @@ def defaults_of(command: str) -> dict[str, Any]:
     return {parameter.name: parameter.default for parameter in found.params}
 
 
-def test_ports_are_the_command_lines_everywhere() -> None:
+def test_all_files_use_the_default_ports_of_the_command_line() -> None:
     serve = defaults_of("serve")
     ports = {name: serve[f"{name}_port"] for name in ("http", "grpc", "metrics")}
     assert values()["ports"] == ports
@@ -123,14 +123,14 @@ def test_ports_are_the_command_lines_everywhere() -> None:
     assert job["static_configs"] == [{"targets": [f"{alias}:{ports['metrics']}"]}]
 
 
-def test_the_drain_of_chart_and_compose_is_the_servers() -> None:
+def test_the_drain_time_of_chart_and_compose_is_the_servers() -> None:
     assert values()["drain"]["seconds"] == defaults_of("serve")["grace"]
     compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     grace = compose["services"]["server-cpu"]["stop_grace_period"]
     assert int(grace.removesuffix("s")) >= defaults_of("serve")["grace"] + 15
 
 
-def test_what_compose_mounts_is_there_and_the_dashboard_finds_its_source() -> None:
+def test_the_files_that_compose_mounts_exist_and_the_dashboards_data_source_too() -> None:
     compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     for name, service in compose["services"].items():
         for volume in service.get("volumes", []):
@@ -143,7 +143,7 @@ def test_what_compose_mounts_is_there_and_the_dashboard_finds_its_source() -> No
     assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
 
 
-def test_envoy_asks_what_the_probe_asks() -> None:
+def test_envoys_health_check_sends_the_request_of_the_probe() -> None:
     text = (DOCKER / "chart" / "files" / "envoy.yaml").read_text()
     (question,) = re.findall(r"\$question := `(.*)`", text)
     asked = json.loads(question)
@@ -157,7 +157,7 @@ def test_the_autoscaler_reads_a_metric_that_exists() -> None:
     assert values()["autoscaling"]["metric"] in {name.replace(":", "_") for name in exported()}
 
 
-def test_every_value_has_a_place_in_the_schema_and_unknown_ones_have_none() -> None:
+def test_the_schema_accepts_all_values_and_rejects_unknown_ones() -> None:
     schema = json.loads((DOCKER / "chart" / "values.schema.json").read_text())
     Draft7Validator.check_schema(schema)
     validator = Draft7Validator(schema)
@@ -168,7 +168,7 @@ def test_every_value_has_a_place_in_the_schema_and_unknown_ones_have_none() -> N
             assert list(validator.iter_errors({key: {**value, "unknown": 1}})), key
 
 
-def test_a_dockerfile_is_read_into_stages_of_whole_instructions() -> None:
+def test_a_dockerfile_is_parsed_into_stages_and_instructions() -> None:
     text = """
 ARG TAG=3
 FROM base:${TAG} AS build

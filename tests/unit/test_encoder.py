@@ -139,7 +139,7 @@ def test_a_folder_without_a_llava_tower_is_refused(checkpoint, tmp_path):
 
 
 def test_an_installed_torchvision_changes_no_features(checkpoint, encoder, monkeypatch):
-    """By default, transformers uses torchvision's processor wherever it is installed."""
+    """The default of transformers is torchvision's processor wherever it is installed."""
 
     class TorchvisionProcessor(CLIPImageProcessorPil):
         backend = "torchvision"

@@ -19,7 +19,7 @@ from vlora.serving.exporter import (
 from vlora.vision.features import EncoderCounters
 
 
-def test_engine_metrics_follow_the_stats() -> None:
+def test_engine_metrics_have_the_values_of_the_statistics() -> None:
     registry = FakeRegistry()
     stats = EngineStats(prompt_tokens=10, waiting=2, running=3, pages_used=1, pages_total=4)
     exporter = EngineExporter(
@@ -42,7 +42,7 @@ def test_engine_metrics_follow_the_stats() -> None:
     assert registry["vllm:lora_requests_info"].value == 77.0
 
 
-def test_the_time_of_each_mode_is_a_series_of_its_own() -> None:
+def test_each_mode_has_its_own_series() -> None:
     registry = FakeRegistry()
     steps, seconds = {"merged": 3, "mixture": 1}, {"merged": 0.5, "mixture": 0.25}
     stats = EngineStats(switches=2, mode="mixture", mode_steps=steps, mode_seconds=seconds)
@@ -59,8 +59,10 @@ def test_the_time_of_each_mode_is_a_series_of_its_own() -> None:
     assert registry["vlora:switches_total"].value == 2
 
 
-def test_a_round_of_answers_tells_the_engines_totals_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every value told is a message to the server."""
+def test_the_statistics_are_written_once_per_round_of_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each written value is a message to the server."""
     monkeypatch.setattr("vlora.serving.exporter.CATCH_UP_SECONDS", math.inf)
     registry = FakeRegistry()
     steps = itertools.count(1)
@@ -70,13 +72,13 @@ def test_a_round_of_answers_tells_the_engines_totals_once(monkeypatch: pytest.Mo
             observe = exporter.request()
             observe(Output("r", token_ids=(1,)))
             observe(Output("r", token_ids=(2,), finish_reason="stop"))
-            told = registry["vllm:e2e_request_latency_seconds"].observed
-            assert len(told) == 3 * (rounds - 1) + number + 1
+            observed = registry["vllm:e2e_request_latency_seconds"].observed
+            assert len(observed) == 3 * (rounds - 1) + number + 1
         exporter.catch_up()
         assert registry["vlora:engine_steps_total"].value == rounds
 
 
-def test_the_lora_metric_names_adapters_and_has_boundedly_many_label_sets() -> None:
+def test_the_lora_metric_names_adapters_and_has_a_bounded_number_of_label_sets() -> None:
     registry = FakeRegistry()
     now = 0.0
     stats = EngineStats()
@@ -96,7 +98,7 @@ def test_the_lora_metric_names_adapters_and_has_boundedly_many_label_sets() -> N
     assert max(metric.value for metric in series.values()) == now
 
 
-def test_encoder_metrics_follow_its_counters() -> None:
+def test_encoder_metrics_have_the_values_of_the_counters() -> None:
     registry = FakeRegistry()
     counters = EncoderCounters(images=5, hits=2, misses=3, batches=1)
     exporter = EncoderExporter(registry, {}, lambda: counters)
@@ -107,7 +109,7 @@ def test_encoder_metrics_follow_its_counters() -> None:
     assert registry["vlora:encoder_batches_total"].value == 1
 
 
-def test_metrics_outlive_an_exception_and_keep_boundedly_much(
+def test_metrics_recover_from_an_exception_and_store_a_bounded_number_of_observations(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry = FakeRegistry()

@@ -1,4 +1,4 @@
-"""The fixtures every other test stands on."""
+"""Tests of the shared fixtures."""
 
 from pathlib import Path
 

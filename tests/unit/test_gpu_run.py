@@ -14,8 +14,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.gpu_timing import Limits
-from benchmarks.kernels.cells import Cell
+from benchmarks.gpu_timing import GpuLimits
+from benchmarks.kernels.cells import KernelCell
 from tests.support.atmm_problems import emulation
 from tests.support.polling import until
 from tools.gpu import exercise, kernels, switch
@@ -27,7 +27,7 @@ from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
 from vlora.atmm.cuda.choice import Choice, Shape, Table
 from vlora.atmm.cuda.operator import Operator, using
 
-LIMITS = Limits(1e9, 1e11, 1e10)
+LIMITS = GpuLimits(1e9, 1e11, 1e10)
 SMALL = Shape("bf16", 16, 256, 256, 8, 2)
 
 
@@ -154,8 +154,8 @@ def test_a_benchmark_cell_is_compared_with_float64_and_timed(operator: Operator)
     }
     rows = []
     for cell in (
-        Cell("decode", 2, 1, 64, 8, "distinct", True, "bf16"),
-        Cell("prefill", 3, 16, 64, "mixed", "zipf", False, "bf16"),
+        KernelCell("decode", 2, 1, 64, 8, "distinct", True, "bf16"),
+        KernelCell("prefill", 3, 16, 64, "mixed", "zipf", False, "bf16"),
     ):
         rows.append(kernels.measure(cell, operator, static, LIMITS).as_row())
     for row in rows:
@@ -172,14 +172,14 @@ def test_a_benchmark_cell_is_compared_with_float64_and_timed(operator: Operator)
 def test_a_wrong_kernel_is_left_out_of_the_benchmark(
     operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Wrong(kernels.Baseline):
+    class Wrong(kernels.LoraOperator):
         name = "wrong"
 
         def prepare(self, pairs, cell):  # type: ignore[no-untyped-def]
             return lambda y, x: None
 
     monkeypatch.setattr(kernels, "PEERS", (Wrong(),))
-    cell = Cell("decode", 2, 1, 64, 8, "distinct", False, "bf16")
+    cell = KernelCell("decode", 2, 1, 64, 8, "distinct", False, "bf16")
     found = kernels.measure(cell, operator, {}, LIMITS)
     assert "wrong: " in found.left_out["wrong"]
 

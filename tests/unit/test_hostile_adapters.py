@@ -1,4 +1,5 @@
-"""A zoo of broken adapters: none stops the server or harms another, each is named with its file."""
+"""A zoo of broken adapters: none stops the server or affects another, and each is reported with
+its file."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def written(file: str, content: bytes) -> Change:
 
 
 def replaced(file: str, by: Callable[[Path], object]) -> Change:
-    """The file is gone, and something else has its name."""
+    """Return a change that replaces the file by another kind of entry of its name."""
 
     def change(folder: Path) -> None:
         (folder / file).unlink(missing_ok=True)
@@ -78,12 +79,13 @@ def first(tensors: dict[str, torch.Tensor]) -> str:
     return min(tensors)
 
 
-def cut(file: str, kept: int) -> Change:
-    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:kept])
+def cut(file: str, size: int) -> Change:
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:size])
 
 
 def declares(dtype: str, *shape: int, size: int | None = None) -> Change:
-    """A sparse weights file of one tensor that the header declares; it takes no disk."""
+    """Return a change to a sparse weights file of one declared tensor, which takes no disk
+    space."""
 
     def change(folder: Path) -> None:
         key = min(load_file(folder / WEIGHTS))
@@ -98,7 +100,7 @@ def declares(dtype: str, *shape: int, size: int | None = None) -> Change:
 
 
 def renamed(old: str, new: str) -> Change:
-    """Keys of the file, by a regular expression."""
+    """Return a change that renames the file's keys by a regular expression."""
     return weights(
         lambda tensors: [
             tensors.update({re.sub(old, new, key): tensors.pop(key)}) for key in sorted(tensors)
@@ -118,7 +120,7 @@ def head(labels: Any, tasks: Any = ("classify",), **tensors: torch.Tensor) -> Ch
 TWO = {"weight": torch.ones(2, 192), "bias": torch.ones(2)}
 
 ZOO: dict[str, tuple[str, Change]] = {
-    # config: what is no JSON object
+    # Configs that are no JSON object.
     "config-empty": (CONFIG, written(CONFIG, b"")),
     "config-null": (CONFIG, written(CONFIG, b"null")),
     "config-list": (CONFIG, written(CONFIG, b"[]")),
@@ -130,7 +132,7 @@ ZOO: dict[str, tuple[str, Change]] = {
     "config-number": (CONFIG, written(CONFIG, b'{"r": ' + b"9" * 5000 + b"}")),
     "config-cut": (CONFIG, cut(CONFIG, 200)),
     "config-gone": (CONFIG, lambda folder: (folder / CONFIG).unlink()),
-    # files that are none
+    # Entries that are no regular files.
     "config-folder": (CONFIG, replaced(CONFIG, lambda path: path.mkdir())),
     "config-pipe": (CONFIG, replaced(CONFIG, os.mkfifo)),
     "config-device": (CONFIG, replaced(CONFIG, lambda path: path.symlink_to("/dev/zero"))),
@@ -146,7 +148,7 @@ ZOO: dict[str, tuple[str, Change]] = {
     "extra-loop": (EXTRA, replaced(EXTRA, lambda path: path.symlink_to(path))),
     "link-loop": (CONFIG, lambda folder: (shutil.rmtree(folder), folder.symlink_to(folder))),
     "link-nowhere": (CONFIG, lambda folder: (shutil.rmtree(folder), folder.symlink_to("none"))),
-    # patterns
+    # Patterns.
     "alpha-null": (CONFIG, config(alpha_pattern={"q_proj": None})),
     "alpha-list": (CONFIG, config(alpha_pattern={"q_proj": [1]})),
     "alpha-text": (CONFIG, config(alpha_pattern={"q_proj": "1"})),
@@ -164,7 +166,7 @@ ZOO: dict[str, tuple[str, Change]] = {
     "names-many": (CONFIG, config(target_modules=[f"m{i}" for i in range(50_000)])),
     "key-surrogate": (CONFIG, config(**{"\ud800": 1})),
     "key-long": (CONFIG, config(**{"k" * 100_000: 1})),
-    # weights
+    # Weights.
     "weights-empty": (WEIGHTS, written(WEIGHTS, b"")),
     "weights-noise": (WEIGHTS, written(WEIGHTS, bytes(range(256)) * 99)),
     "weights-cut-header": (WEIGHTS, cut(WEIGHTS, 77)),
@@ -203,7 +205,7 @@ ZOO: dict[str, tuple[str, Change]] = {
     "rank-other": (WEIGHTS, config(r=3)),
     "rank-beyond-floats": (WEIGHTS, config(r=10**400)),
     "rank-huge": (WEIGHTS, lambda folder: (config(r=1 << 30)(folder), huge_rank(folder))),
-    # vlora.json and the head
+    # vlora.json and the head.
     "extra-empty": (EXTRA, written(EXTRA, b"")),
     "extra-deep": (EXTRA, written(EXTRA, b"[" * 100_000)),
     "extra-key": (EXTRA, written(EXTRA, b'{"\\ud800": 1}')),
@@ -219,7 +221,7 @@ ZOO: dict[str, tuple[str, Change]] = {
     "head-nan": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.tensor([0, math.nan])}))),
     "head-f8": (HEAD, head(["a", "b"], **(TWO | {"bias": torch.ones(2).to(torch.float8_e5m2)}))),
     "head-noise": (HEAD, lambda f: (head(["a", "b"], **TWO)(f), written(HEAD, b"\0" * 99)(f))),
-    # names
+    # Names.
     "[red]markup[bold]": (CONFIG, written(CONFIG, b"")),
     "line\nbreak": (CONFIG, written(CONFIG, b"")),
     "n" * 255: (CONFIG, written(CONFIG, b"")),
@@ -228,17 +230,17 @@ ZOO: dict[str, tuple[str, Change]] = {
 
 
 def huge_rank(folder: Path) -> None:
-    """A and B of one module that agree with the config's rank of 2^30: 4 TB, none on disk."""
+    """Write A and B of one module with the config's rank of 2^30: 4 TB, none of it on disk."""
     keys = sorted(load_file(folder / WEIGHTS))[:2]
-    shapes, header, at = ((1 << 30, 192), (192, 1 << 30)), {}, 0
+    shapes, header, offset = ((1 << 30, 192), (192, 1 << 30)), {}, 0
     for key, shape in zip(keys, shapes, strict=True):
         size = 4 * math.prod(shape)
-        header[key] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
-        at += size
+        header[key] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
     encoded = json.dumps(header).encode()
     with (folder / WEIGHTS).open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
-        file.truncate(8 + len(encoded) + at)
+        file.truncate(8 + len(encoded) + offset)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +259,7 @@ def zoo(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "SECONDS", 0.2)
 
 
@@ -270,7 +272,7 @@ def loaded(zoo: Path, shape: ModelShape) -> Iterator[AdapterStore]:
         yield store
 
 
-def test_the_healthy_are_served_beside_the_broken(loaded: AdapterStore) -> None:
+def test_healthy_adapters_are_served_in_spite_of_broken_ones(loaded: AdapterStore) -> None:
     assert loaded.names() == HEALTHY
     pairs = loaded.group([(0, "q_proj")]).pairs[0]
     assert len(pairs) == len(HEALTHY)
@@ -280,7 +282,7 @@ def test_the_healthy_are_served_beside_the_broken(loaded: AdapterStore) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO, ids=lambda name: ascii(name)[:30])
-def test_each_broken_one_is_named_with_its_file(loaded: AdapterStore, name: str) -> None:
+def test_each_broken_adapter_is_reported_with_its_file(loaded: AdapterStore, name: str) -> None:
     file, _ = ZOO[name]
     known = name.encode(errors="backslashreplace").decode()
     with pytest.raises(InvalidArgument) as caught:
@@ -288,11 +290,13 @@ def test_each_broken_one_is_named_with_its_file(loaded: AdapterStore, name: str)
     message = str(caught.value)
     assert message.startswith(f"adapter '{known}': ")
     assert file in message
-    assert "does not load" not in message, "a reason, not whatever was raised"
+    assert "failed to load" not in message, (
+        "the message has a reason rather than an unexpected exception"
+    )
     assert len(message.encode()) < 2000
 
 
-def test_the_limit_of_an_adapters_size_is_a_key(zoo: Path, shape: ModelShape) -> None:
+def test_the_maximum_size_of_an_adapter_is_configurable(zoo: Path, shape: ModelShape) -> None:
     store = AdapterStore(shape, max_bytes=1000)
     store.load({"x": zoo / "a-healthy"})
     with pytest.raises(InvalidArgument, match=r"'max_adapter_bytes' allows 1000"):
@@ -303,22 +307,22 @@ VALUES = (None, True, 0, -1, 7, 1.5, math.nan, math.inf, 10**400, "", "x", "(", 
 MORE_VALUES = ([None], ["q_proj"], ["\ud800"], {}, {"q_proj": None}, {"x": {}}, [[[[]]]], {"(": 1})
 
 
-def test_any_value_of_any_key_loads_or_is_refused(
+def test_any_value_of_any_key_loads_or_is_rejected(
     adapters_dir: Path, shape: ModelShape, tmp_path: Path
 ) -> None:
     healthy = adapters_dir / "attention-r4"
     shutil.copytree(healthy, tmp_path / "x")
     for key in (*USED, "use_dora", "something_new"):
         for value in VALUES + MORE_VALUES:
-            given = config_of(healthy) | {key: value}
-            (tmp_path / "x" / CONFIG).write_text(json.dumps(given))
+            changed = config_of(healthy) | {key: value}
+            (tmp_path / "x" / CONFIG).write_text(json.dumps(changed))
             store = AdapterStore(shape)
             store.load({"x": tmp_path / "x"})
-            assert not store.broken or "does not load" not in str(store.broken["x"]), (key, value)
+            assert not store.broken or "failed to load" not in str(store.broken["x"]), (key, value)
 
 
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
-def test_flipped_bits_load_or_are_refused(
+def test_flipped_bits_load_or_are_rejected(
     adapters_dir: Path, shape: ModelShape, tmp_path: Path, file: str
 ) -> None:
     healthy = adapters_dir / "attention-r4"
@@ -333,13 +337,13 @@ def test_flipped_bits_load_or_are_refused(
         (tmp_path / "x" / file).write_bytes(flipped)
         store = AdapterStore(shape)
         store.load({"x": tmp_path / "x"})
-        assert not store.broken or "does not load" not in str(store.broken["x"])
+        assert not store.broken or "failed to load" not in str(store.broken["x"])
 
 
-def test_what_nobody_thought_of_is_that_adapters_error_too(
+def test_an_unexpected_exception_is_an_error_of_that_adapter(
     zoo: Path, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its name and folder are told."""
+    """The error names the adapter and its folder."""
     from vlora.lora import names as module
 
     files = module.AdapterFiles
@@ -354,44 +358,46 @@ def test_what_nobody_thought_of_is_that_adapters_error_too(
     store.load({"bad": zoo / "a-healthy", "good": zoo / "a-healthy"})
     assert store.names() == ("good",)
     with pytest.raises(
-        InvalidArgument, match=r"adapter 'bad': .*a-healthy does not load"
+        InvalidArgument, match=r"adapter 'bad': .*a-healthy failed to load"
     ) as caught:
         store.slot("bad")
     str(caught.value).encode()
 
 
 @pytest.mark.parametrize(("command", "status"), [("check", 1), ("list", 0)])
-def test_the_commands_tell_of_the_zoo_without_a_traceback(
+def test_the_commands_report_the_zoo_without_a_traceback(
     zoo: Path, checkpoint: Path, command: str, status: int
 ) -> None:
-    told = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli.app, ["adapters", command, "--model", str(checkpoint), "--adapters", str(zoo)]
     )
-    assert told.exit_code == status, told.output
-    assert told.exception is None or isinstance(told.exception, SystemExit)
-    assert "Traceback" not in told.output
+    assert result.exit_code == status, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
     for name in (*HEALTHY, "config-deep-lists", "[red]markup[bold]", "weights-f8"):
-        assert name in told.output
-    assert ("does not load" in told.output) == (command == "list")
+        assert name in result.output
+    assert ("failed to load" in result.output) == (command == "list")
 
 
-def test_a_root_that_is_no_folder_is_a_sentence(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_root_that_is_no_folder_is_reported_in_a_sentence(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    told = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli.app,
         ["adapters", "list", "--model", str(checkpoint), "--adapters", str(tmp_path / "file")],
     )
-    assert told.exit_code == 1
-    assert "Traceback" not in told.output
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
 
 
-def test_a_list_of_adapters_needs_the_models_config_alone(
+def test_listing_adapters_needs_only_the_models_config(
     checkpoint: Path, adapters_dir: Path, tmp_path: Path
 ) -> None:
     shutil.copy(checkpoint / "config.json", tmp_path)
-    told = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli.app, ["adapters", "list", "--model", str(tmp_path), "--adapters", str(adapters_dir)]
     )
-    assert told.exit_code == 0, told.output
+    assert result.exit_code == 0, result.output
     for folder in adapters_dir.iterdir():
-        assert folder.name in told.output
+        assert folder.name in result.output

@@ -1,4 +1,4 @@
-"""Memory in huge pages: what asks for it gets zeros that begin on one."""
+"""Memory in huge pages: zeros start on a huge page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vlora.memory import hugepages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zeros_begin_on_a_huge_page_and_outlive_what_they_were_made_from(
+def test_zeros_start_on_a_huge_page_and_keep_their_memory_alive(
     dtype: torch.dtype,
 ) -> None:
     zeros = hugepages.hugepage_zeros(3, 5, 7, dtype=dtype)

@@ -179,7 +179,7 @@ IMAGE = {"image": strings([b"png"])}
 
 
 def test_a_full_queue_rejects_a_request_before_reading_it(setting: Setting) -> None:
-    setting.engine.room = 0
+    setting.engine.max_admitted = 0
     responder = setting.ask(stream=np.zeros(7), image_features=np.zeros((3, 3)))
     assert isinstance(responder.failure, Unavailable)
     assert "the queue is full" in responder.failure.message
@@ -187,7 +187,7 @@ def test_a_full_queue_rejects_a_request_before_reading_it(setting: Setting) -> N
 
 def test_images_that_wait_for_the_encoder_count_as_waiting(setting: Setting) -> None:
     setting.gate.clear()
-    setting.engine.room = 2
+    setting.engine.max_admitted = 2
     waiting = [setting.ask(**IMAGE) for _ in range(2)]
     refused = setting.ask(**IMAGE)
     assert isinstance(refused.failure, Unavailable)

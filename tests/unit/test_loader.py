@@ -1,4 +1,4 @@
-"""Checkpoint folders: the weights that are meant are read, each once; all else is named."""
+"""Loading of checkpoints: each weight is read once, and errors name the file and the tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIDDEN, VOCABULARY = 16, 40
 
 
 def save(folder: Path, tied: bool = False, **options: Any) -> Path:
-    """A tiny random Llama in one file."""
+    """Save a tiny random Llama in one file and return its folder."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -61,7 +61,7 @@ def load(folder: Path) -> DecoderWeights:
 
 
 def shard(folder: Path) -> Path:
-    """Two shards and their index instead of one file; returns the second."""
+    """Split the weights file into two shards with an index; return the second shard."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -93,7 +93,7 @@ def test_tied_embeddings_are_the_head(tied: Path) -> None:
     assert torch.equal(load_lm_head(tied, load_config(tied)), weights.embedding)
 
 
-def test_a_stale_head_beside_tied_embeddings_is_not_used_and_told(
+def test_a_stale_head_stored_with_tied_embeddings_is_ignored_with_a_warning(
     tied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     edit(tied, lambda tensors: tensors.update({"lm_head.weight": torch.randn(VOCABULARY, HIDDEN)}))
@@ -103,7 +103,7 @@ def test_a_stale_head_beside_tied_embeddings_is_not_used_and_told(
     assert torch.equal(load_lm_head(tied, load_config(tied)), weights.embedding)
 
 
-def test_an_equal_copy_of_tied_embeddings_is_no_word_worth(
+def test_a_head_equal_to_the_tied_embeddings_gives_no_warning(
     tied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     edit(
@@ -123,23 +123,23 @@ def test_tied_embeddings_may_be_stored_as_the_head_as_in_transformers(tied: Path
 
 
 @pytest.mark.parametrize("where", ["model", "text"])
-def test_quantized_weights_are_refused_by_their_method(
+def test_quantized_weights_are_refused_with_their_method(
     folder: Path, checkpoint: Path, tmp_path: Path, where: str
 ) -> None:
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     if where == "model":
         edit_config(folder, quantization_config=quantization)
     else:
-        whole = json.loads((checkpoint / "config.json").read_text())
-        whole["text_config"]["quantization_config"] = quantization
-        (folder / "config.json").write_text(json.dumps(whole))
+        config = json.loads((checkpoint / "config.json").read_text())
+        config["text_config"]["quantization_config"] = quantization
+        (folder / "config.json").write_text(json.dumps(config))
     message = refused(folder)
     assert "'quantization_config'" in message
     assert "'fp8'" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_weights_of_a_type_that_needs_scales_are_refused(folder: Path, dtype: torch.dtype) -> None:
+def test_weights_of_a_quantized_type_are_refused(folder: Path, dtype: torch.dtype) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     edit(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
     message = refused(folder)
@@ -168,7 +168,7 @@ def test_a_missing_bias_is_named(tmp_path: Path) -> None:
     assert "lacks layers.1.self_attn.o_proj.bias" in refused(tmp_path)
 
 
-def test_a_tensor_of_another_shape_is_named_with_both(folder: Path) -> None:
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     edit(folder, lambda tensors: tensors.update({name: torch.randn(HIDDEN, HIDDEN + 1)}))
     message = refused(folder)
@@ -183,14 +183,14 @@ def test_one_tensor_under_two_names_is_refused(folder: Path) -> None:
     assert "'model.norm.weight'" in message
 
 
-@pytest.mark.parametrize("kept", [0, 4, 200, -1])
-def test_a_truncated_shard_is_named(folder: Path, kept: int) -> None:
+@pytest.mark.parametrize("length", [0, 4, 200, -1])
+def test_a_truncated_shard_is_named(folder: Path, length: int) -> None:
     second = shard(folder)
-    second.write_bytes(second.read_bytes()[:kept])
+    second.write_bytes(second.read_bytes()[:length])
     assert f"{second} cannot be read" in refused(folder)
 
 
-def test_a_shard_of_noise_or_that_is_gone_is_named(folder: Path) -> None:
+def test_a_corrupt_or_missing_shard_is_named(folder: Path) -> None:
     second = shard(folder)
     second.write_bytes(b"\xff" * 4096)
     assert f"{second} cannot be read" in refused(folder)
@@ -230,7 +230,7 @@ def test_a_broken_config_is_named(folder: Path, content: str) -> None:
 def test_every_stored_float_type_becomes_float32(folder: Path, dtype: torch.dtype) -> None:
     tensors = edit(folder, lambda t: t.update({name: x.to(dtype) for name, x in t.items()}))
     weights = load(folder)
-    up = weights.slab.place(1, "up_proj").view(weights.slab.base)
+    up = weights.slab.region(1, "up_proj").view(weights.slab.base)
     assert torch.equal(up, tensors["model.layers.1.mlp.up_proj.weight"].float())
     assert torch.equal(weights.lm_head, tensors["lm_head.weight"].float())
     assert weights.lm_head.dtype == weights.final_norm.dtype == torch.float32
@@ -238,7 +238,7 @@ def test_every_stored_float_type_becomes_float32(folder: Path, dtype: torch.dtyp
 
 @pytest.fixture
 def large(tmp_path: Path) -> Iterator[Path]:
-    """About 50 M parameters, stored as float16 (100 MB), and gone afterwards."""
+    """Yield a checkpoint of about 50 M parameters in float16 (100 MB), removed afterwards."""
     hidden, middle = 1024, 2816
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -260,21 +260,21 @@ def large(tmp_path: Path) -> Iterator[Path]:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process had resident since it was last reset."""
+    """Return the process's peak resident memory since it was last reset."""
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
     return int(line.split()[1]) * 1024
 
 
-def test_loading_needs_the_memory_of_the_model_once(large: Path) -> None:
+def test_loading_needs_the_memory_of_one_copy_of_the_model(large: Path) -> None:
     config = load_config(large)
     sizes = [4 * torch.Size(shape).numel() for shape in config.weight_shapes.values()]
     load_weights(large, config)
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
     weights = load_weights(large, config)
-    grown = peak_bytes() - before
+    growth = peak_bytes() - before
     assert len(weights.norms) == 8
-    assert sum(sizes) / 2 < grown <= sum(sizes) + 2 * max(sizes)
+    assert sum(sizes) / 2 < growth <= sum(sizes) + 2 * max(sizes)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_loading_needs_the_memory_of_the_model_once(large: Path) -> None:
         ({"model_type": "phi3"}, "model type 'phi3' is not supported"),
     ],
 )
-def test_decoders_that_compute_otherwise_are_refused_by_name(
+def test_unsupported_decoders_are_refused_with_the_reason(
     folder: Path, changes: dict[str, Any], reason: str
 ) -> None:
     edit_config(folder, **changes)

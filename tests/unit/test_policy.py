@@ -1,211 +1,186 @@
-"""Algorithm 1 line by line, each departure of ours, the baselines, and the bound on waits."""
+"""Tests of the policies: Algorithm 1, our departures from it, the others, the bound on waits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.baseline_policies import register
 from benchmarks.baseline_policies.dlora import DLora
 from benchmarks.baseline_policies.merge_only import MergeOnly
+from tests.support.policy_costs import STEP_SECONDS, SWITCH_SECONDS, FixedCosts
+from vlora.config import POLICIES, Options
+from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.policies.base import Candidate, Choice, Policy
 from vlora.engine.policies.credit import CreditConfig, CreditPolicy, default_credit
 from vlora.engine.policies.predictive import CHUNK_ROWS, Predictive
+from vlora.engine.policies.registry import make_policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
+from vlora.errors import InvalidArgument
 from vlora.ids import BASE
-
-STEP, SWITCH = 0.01, 0.02
-
-
-class Costs:
-    """A row takes a millisecond beyond what rides along, an adapter two to bring."""
-
-    unmergeable: frozenset[int] = frozenset()
-    around = 0.0
-    any = 0.0
-
-    def step(self, ready: Sequence[Candidate], live: int) -> float:
-        return STEP
-
-    def switch(self, live: int, to: int) -> float:
-        return 0.0 if to in (BASE, live) else SWITCH
-
-    def mergeable(self, slot: int) -> bool:
-        return slot not in self.unmergeable
-
-    def products(self, rows: int, answers: int) -> float:
-        return 1e-3 * max(8, rows)
-
-    def overhead(self, requests: int) -> float:
-        return self.around
-
-    def attention(self, rows: int, context: int) -> float:
-        return 0.0
-
-    def lora_calls(self) -> float:
-        return self.any
-
-    def read_adapter(self, slot: int) -> float:
-        return 0.0 if slot == BASE else 2e-3
-
-    def apply_adapter(self, slot: int, rows: int) -> float:
-        return 0.0 if slot == BASE else 1e-4 * rows
 
 
 def requests(*groups: tuple[int, float]) -> list[Candidate]:
-    """One for each (slot, wait), in order of arrival."""
+    """Return one candidate per (slot, wait), in order of arrival."""
     return [Candidate(f"r{i}", slot, float(i), wait) for i, (slot, wait) in enumerate(groups)]
 
 
-def said(choice: Choice) -> tuple[list[str], int]:
+def decision(choice: Choice) -> tuple[list[str], int]:
     return [r.id for r in choice.order], choice.live
 
 
-LITERAL = CreditConfig(max_batch=4, theta_min=1.0)
-NOBODY = 0.5
-"""Seconds of wait that starve nobody; with θ = 1 the next starves."""
-STARVES = 2.0
+PAPER = CreditConfig(max_batch=4, theta_min=1.0)
+SHORT_WAIT, LONG_WAIT = 0.5, 2.0
+"""Waits in seconds below and above θ = 1: only the second one starves."""
 
 
-def choose(rule: CreditConfig, ready: list[Candidate], live: int = BASE) -> tuple[list[str], int]:
-    return said(CreditPolicy(rule, Costs()).choose(ready, live, 0.0))
+def choose(config: CreditConfig, ready: list[Candidate], live: int = BASE) -> tuple[list[str], int]:
+    return decision(CreditPolicy(config, FixedCosts()).choose(ready, live, 0.0))
 
 
-def test_merged_where_nobody_starves_and_one_adapter_has_over_half() -> None:
-    ready = requests((1, NOBODY), (2, NOBODY), (1, NOBODY), (1, NOBODY))
-    assert choose(LITERAL, ready) == (["r0", "r2", "r3"], 1)
+def test_the_step_is_merged_if_no_request_starves_and_one_adapter_has_over_half() -> None:
+    ready = requests((1, SHORT_WAIT), (2, SHORT_WAIT), (1, SHORT_WAIT), (1, SHORT_WAIT))
+    assert choose(PAPER, ready) == (["r0", "r2", "r3"], 1)
 
 
-def test_merged_batches_are_cut_at_maxbs() -> None:
-    assert choose(LITERAL, requests(*[(1, 0.0)] * 6)) == (["r0", "r1", "r2", "r3"], 1)
+def test_a_merged_batch_is_cut_at_maxbs() -> None:
+    assert choose(PAPER, requests(*[(1, 0.0)] * 6)) == (["r0", "r1", "r2", "r3"], 1)
 
 
-def test_mixture_takes_the_starved_first_and_fills_up_with_the_candidates() -> None:
-    ready = requests((1, NOBODY), (1, NOBODY), (1, NOBODY), (2, STARVES), (1, NOBODY))
-    assert choose(LITERAL, ready) == (["r3", "r0", "r1", "r2"], 1)
+def test_a_mixture_batch_has_starved_requests_first_and_then_the_candidates_own() -> None:
+    ready = requests(
+        (1, SHORT_WAIT), (1, SHORT_WAIT), (1, SHORT_WAIT), (2, LONG_WAIT), (1, SHORT_WAIT)
+    )
+    assert choose(PAPER, ready) == (["r3", "r0", "r1", "r2"], 1)
 
 
-def test_unmerged_where_half_starves_with_the_starved_first() -> None:
-    ready = requests((1, NOBODY), (1, NOBODY), (1, NOBODY), (2, STARVES), (3, STARVES))
-    assert choose(LITERAL, ready) == (["r3", "r4", "r0", "r1"], BASE)
+def test_the_step_is_unmerged_if_half_starves_and_starved_requests_go_first() -> None:
+    ready = requests(
+        (1, SHORT_WAIT), (1, SHORT_WAIT), (1, SHORT_WAIT), (2, LONG_WAIT), (3, LONG_WAIT)
+    )
+    assert choose(PAPER, ready) == (["r3", "r4", "r0", "r1"], BASE)
 
 
-def test_unmerged_where_no_adapter_has_over_half() -> None:
-    assert choose(LITERAL, requests((1, 0.0), (2, 0.0), (1, 0.0), (3, 0.0)))[1] == BASE
+def test_the_step_is_unmerged_if_no_adapter_has_over_half() -> None:
+    assert choose(PAPER, requests((1, 0.0), (2, 0.0), (1, 0.0), (3, 0.0)))[1] == BASE
 
 
-def test_credit_is_wait_and_the_next_step_and_the_switch() -> None:
+def test_credit_is_the_sum_of_wait_next_step_and_switch() -> None:
     ready = requests((1, 0.25), (2, 0.5), (BASE, 0.0))
-    credits = CreditPolicy(LITERAL, Costs()).choose(ready, 1, 0.0).credits
-    assert credits == {"r0": 0.25 + STEP, "r1": 0.5 + STEP + SWITCH, "r2": STEP}
+    credits = CreditPolicy(PAPER, FixedCosts()).choose(ready, 1, 0.0).credits
+    assert credits == {
+        "r0": 0.25 + STEP_SECONDS,
+        "r1": 0.5 + STEP_SECONDS + SWITCH_SECONDS,
+        "r2": STEP_SECONDS,
+    }
 
 
-def test_more_starved_than_maxbs_are_cut_there() -> None:
-    order, _ = choose(LITERAL, requests(*[(slot, STARVES) for slot in range(6)]))
+def test_starved_requests_are_cut_at_maxbs() -> None:
+    order, _ = choose(PAPER, requests(*[(slot, LONG_WAIT) for slot in range(6)]))
     assert order == ["r0", "r1", "r2", "r3"]
 
 
-# -- departures, one by one ------------------------------------------------------------------
+# -- our departures, one by one ------------------------------------------------------------------
 
 
 def test_theta_grows_with_the_median_wait() -> None:
     ready = requests((1, 3.0), (1, 3.0), (1, 3.0), (2, 4.0))
-    assert choose(LITERAL, ready)[1] == BASE
-    assert choose(replace(LITERAL, theta_factor=2.0), ready) == (["r0", "r1", "r2"], 1)
+    assert choose(PAPER, ready)[1] == BASE
+    assert choose(replace(PAPER, theta_factor=2.0), ready) == (["r0", "r1", "r2"], 1)
 
 
-def test_whoever_has_waited_as_long_as_the_bound_is_starved_whatever_theta_is() -> None:
+def test_a_request_that_waited_max_wait_is_starved_whatever_theta_is() -> None:
     ready = requests((1, 3.0), (1, 3.0), (1, 3.0), (2, 4.0))
-    rule = replace(LITERAL, theta_factor=2.0, max_wait=3.9)
-    assert choose(rule, ready) == (["r3", "r0", "r1", "r2"], 1)
+    config = replace(PAPER, theta_factor=2.0, max_wait=3.9)
+    assert choose(config, ready) == (["r3", "r0", "r1", "r2"], 1)
 
 
-def test_halves_of_what_is_ready_let_low_load_merge() -> None:
+def test_comparing_with_the_ready_requests_lets_low_load_merge() -> None:
     ready = requests((1, 0.0), (1, 0.0))
-    assert choose(LITERAL, ready)[1] == BASE
-    assert choose(replace(LITERAL, compare_to_ready=True), ready)[1] == 1
+    assert choose(PAPER, ready)[1] == BASE
+    assert choose(replace(PAPER, compare_to_ready=True), ready)[1] == 1
 
 
-def test_starved_requests_of_the_candidate_need_no_delora_and_do_not_count() -> None:
-    ready = requests((1, STARVES), (1, STARVES), (1, NOBODY), (2, NOBODY))
-    assert choose(LITERAL, ready)[1] == BASE
-    assert choose(replace(LITERAL, exclude_own_starved=True), ready) == (["r0", "r1", "r2"], 1)
+def test_the_candidates_own_starved_requests_can_be_excluded() -> None:
+    ready = requests((1, LONG_WAIT), (1, LONG_WAIT), (1, SHORT_WAIT), (2, SHORT_WAIT))
+    assert choose(PAPER, ready)[1] == BASE
+    assert choose(replace(PAPER, exclude_own_starved=True), ready) == (["r0", "r1", "r2"], 1)
 
 
 def test_ties_keep_the_live_adapter() -> None:
-    rule = replace(LITERAL, max_batch=2)
+    config = replace(PAPER, max_batch=2)
     ready = requests(*[(1, 0.0), (2, 0.0)] * 2)
-    assert choose(rule, ready, live=2)[1] == 1
-    assert choose(replace(rule, ties_keep_live=True), ready, live=2)[1] == 2
+    assert choose(config, ready, live=2)[1] == 1
+    assert choose(replace(config, ties_keep_live=True), ready, live=2)[1] == 2
 
 
-def test_the_base_is_a_candidate_with_nothing_to_merge() -> None:
+def test_the_base_can_be_the_candidate() -> None:
     ready = requests((BASE, 0.0), (BASE, 0.0), (BASE, 0.0), (1, 0.0))
-    assert choose(LITERAL, ready)[0] == ["r0", "r1", "r2", "r3"]
-    assert choose(replace(LITERAL, base_is_candidate=True), ready) == (["r0", "r1", "r2"], BASE)
+    assert choose(PAPER, ready)[0] == ["r0", "r1", "r2", "r3"]
+    assert choose(replace(PAPER, base_is_candidate=True), ready) == (["r0", "r1", "r2"], BASE)
 
 
-def test_the_starved_go_by_credit() -> None:
+def test_starved_requests_can_be_sorted_by_credit() -> None:
     ready = requests((1, 2.0), (2, 4.0), (3, 3.0))
-    assert choose(LITERAL, ready)[0] == ["r0", "r1", "r2"]
-    assert choose(replace(LITERAL, sort_by_credit=True), ready)[0] == ["r1", "r2", "r0"]
+    assert choose(PAPER, ready)[0] == ["r0", "r1", "r2"]
+    assert choose(replace(PAPER, sort_by_credit=True), ready)[0] == ["r1", "r2", "r0"]
 
 
-def test_an_adapter_that_cannot_be_merged_is_no_candidate() -> None:
-    costs = Costs()
+def test_an_adapter_that_cannot_be_merged_is_not_the_candidate() -> None:
+    costs = FixedCosts()
     costs.unmergeable = frozenset({1})
-    choice = CreditPolicy(LITERAL, costs).choose(requests(*[(1, 0.0)] * 4), BASE, 0.0)
+    choice = CreditPolicy(PAPER, costs).choose(requests(*[(1, 0.0)] * 4), BASE, 0.0)
     assert choice.live == BASE
 
 
-# -- baselines -------------------------------------------------------------------------------
+# -- other policies -------------------------------------------------------------------------------
 
 
 def test_unmerge_only_is_first_come_first_served() -> None:
     ready = requests((1, 0.0), (1, 9.0), (2, 0.0))
-    assert said(UnmergeOnly(2).choose(ready, BASE, 0.0)) == (["r0", "r1"], BASE)
+    assert decision(UnmergeOnly(2).choose(ready, BASE, 0.0)) == (["r0", "r1"], BASE)
 
 
-def test_unmerge_only_goes_by_priority_and_lets_nobody_wait_for_ever() -> None:
+def test_unmerge_only_sorts_by_priority_and_bounds_the_waits() -> None:
     ready = [
         Candidate("old", 0, wait=9.0, priority=5),
         Candidate("low", 0, priority=1),
         Candidate("high", 1),
     ]
-    assert said(UnmergeOnly(2).choose(ready, BASE, 0.0)) == (["high", "low"], BASE)
-    assert said(UnmergeOnly(2, 8.0).choose(ready, BASE, 0.0)) == (["old", "high"], BASE)
+    assert decision(UnmergeOnly(2).choose(ready, BASE, 0.0)) == (["high", "low"], BASE)
+    assert decision(UnmergeOnly(2, 8.0).choose(ready, BASE, 0.0)) == (["old", "high"], BASE)
 
 
-def test_who_has_pages_keeps_them_when_an_older_ones_adapter_comes() -> None:
+def test_a_request_with_pages_keeps_running_when_the_adapter_of_an_older_one_is_loaded() -> None:
     older, runs = Candidate("older", 0), Candidate("runs", 1, arrival=1.0, holds_pages=True)
-    assert said(UnmergeOnly(1).choose([older, runs], BASE, 0.0)) == (["runs"], BASE)
+    assert decision(UnmergeOnly(1).choose([older, runs], BASE, 0.0)) == (["runs"], BASE)
     urgent = older._replace(priority=-1)
-    assert said(UnmergeOnly(1).choose([urgent, runs], BASE, 0.0)) == (["older"], BASE)
+    assert decision(UnmergeOnly(1).choose([urgent, runs], BASE, 0.0)) == (["older"], BASE)
     late = older._replace(wait=9.0)
-    assert said(UnmergeOnly(1, 8.0).choose([late, runs], BASE, 0.0)) == (["older"], BASE)
+    assert decision(UnmergeOnly(1, 8.0).choose([late, runs], BASE, 0.0)) == (["older"], BASE)
 
 
 def test_merge_only_serves_the_oldest_requests_adapter() -> None:
     ready = requests((2, 0.0), (1, 0.0), (2, 0.0), (1, 0.0))
-    assert said(MergeOnly(4, Costs()).choose(ready, 1, 0.0)) == (["r0", "r2"], 2)
+    assert decision(MergeOnly(4, FixedCosts()).choose(ready, 1, 0.0)) == (["r0", "r2"], 2)
 
 
-def test_dlora_merges_whole_batches_keeps_what_pays_and_pays_back_those_passed_over() -> None:
-    policy = DLora(4, Costs())
-    alike = requests(*[(1, 0.0)] * 4)
-    assert said(policy.choose(alike, BASE, 0.0)) == (["r0", "r1", "r2", "r3"], 1)
+def test_dlora_merges_full_batches_and_moves_credit_to_requests_it_passed_over() -> None:
+    policy = DLora(4, FixedCosts())
+    same_adapter = requests(*[(1, 0.0)] * 4)
+    assert decision(policy.choose(same_adapter, BASE, 0.0)) == (["r0", "r1", "r2", "r3"], 1)
     mixed = requests((1, 0.0), (1, 0.0), (1, 0.0), (2, 0.0))
     assert policy.choose(mixed, 1, 0.0).live == BASE, "merged steps are no faster here"
-    policy = DLora(4, Costs())
+    policy = DLora(4, FixedCosts())
     policy._profiled = True
-    policy.choose(alike, BASE, 0.0)
+    policy.choose(same_adapter, BASE, 0.0)
     choice = policy.choose(mixed, 1, 0.0)
-    assert said(choice) == (["r0", "r1", "r2"], 1)
+    assert decision(choice) == (["r0", "r1", "r2"], 1)
     assert policy._credit[2] == -policy._credit[1] > 0
     policy._credit[2] += 20_000
-    order, live = said(policy.choose(mixed, 1, 0.0))
+    order, live = decision(policy.choose(mixed, 1, 0.0))
     assert (order[0], live) == ("r3", BASE)
 
 
@@ -213,84 +188,84 @@ def test_dlora_merges_whole_batches_keeps_what_pays_and_pays_back_those_passed_o
 
 
 def predictive(max_wait: float = math.inf, unmergeable: frozenset[int] = frozenset()) -> Predictive:
-    costs = Costs()
+    costs = FixedCosts()
     costs.unmergeable = unmergeable
     return Predictive(16, 64, max_wait, costs)
 
 
-def test_the_predictive_policy_merges_where_the_work_at_hand_repays_the_switch() -> None:
-    few, many = (Candidate("a", 1, missing=rows) for rows in (100, 300))
+def test_predictive_merges_if_the_present_work_repays_the_switch() -> None:
+    short, long = (Candidate("a", 1, missing=rows) for rows in (100, 300))
     other = Candidate("b", 2, missing=10)
-    assert predictive().choose([few, other], BASE, 0.0).live == BASE
-    assert predictive().choose([many, other], BASE, 0.0).live == 1
-    assert predictive().choose([few, other], 1, 0.0).live == 1, "it is there already"
-    assert predictive().choose([few, Candidate("b", 2, missing=101)], 1, 0.0).live == BASE
+    assert predictive().choose([short, other], BASE, 0.0).live == BASE
+    assert predictive().choose([long, other], BASE, 0.0).live == 1
+    assert predictive().choose([short, other], 1, 0.0).live == 1, "it is merged already"
+    assert predictive().choose([short, Candidate("b", 2, missing=101)], 1, 0.0).live == BASE
 
 
-def test_a_merge_saves_the_calls_of_steps_that_have_nobody_else() -> None:
-    costs = Costs()
+def test_a_merge_saves_the_lora_calls_of_steps_without_other_adapters() -> None:
+    costs = FixedCosts()
     policy = Predictive(16, 64, math.inf, costs)
     answers = [Candidate("a", 1, remaining=5)]
-    assert policy.choose(answers, BASE, 0.0).live == BASE, "12.6 ms of it, for 20 ms"
-    costs.any = 2e-3
+    assert policy.choose(answers, BASE, 0.0).live == BASE, "saves 12.6 ms and costs 20 ms"
+    costs.lora_call_seconds = 2e-3
     assert policy.choose(answers, BASE, 0.0).live == 1
     assert policy.choose([*answers, Candidate("b", 2, remaining=5)], BASE, 0.0).live == BASE
 
 
-def test_short_requests_go_first_and_answers_ride_along() -> None:
+def test_short_prompts_go_first_and_decode_rows_join_them() -> None:
     prompt = Candidate("prompt", BASE, 0.0, missing=50, remaining=9)
     short = Candidate("short", BASE, 1.0, missing=3, remaining=1)
     answer = Candidate("answer", BASE, 2.0, remaining=400)
     choice = predictive().choose([prompt, short, answer], BASE, 0.0)
-    assert choice.max_rows == {"short": 3, "answer": 1}, "no part of a prompt, nor all of it"
+    assert choice.max_rows == {"short": 3, "answer": 1}, "the long prompt does not start"
     assert predictive().choose([prompt], BASE, 0.0).max_rows == {"prompt": 50}
 
 
-def test_a_long_prompt_goes_in_parts_that_make_good_use_of_the_machine() -> None:
+def test_a_long_prompt_is_computed_in_large_chunks() -> None:
     long = Candidate("long", BASE, missing=1000, remaining=9)
-    rows = Predictive(16, 1024, math.inf, Costs()).choose([long], BASE, 0.0).max_rows
+    rows = Predictive(16, 1024, math.inf, FixedCosts()).choose([long], BASE, 0.0).max_rows
     assert rows is not None
-    assert CHUNK_ROWS[0] <= rows["long"] < 1000, "whoever comes meanwhile waits for no more"
+    assert CHUNK_ROWS[0] <= rows["long"] < 1000, "later requests wait for one chunk only"
 
 
-def test_an_adapter_waits_for_company_where_its_bytes_cost_more_than_it_brings() -> None:
+def test_a_single_request_waits_if_reading_its_adapter_costs_more_than_it_earns() -> None:
     rows = [Candidate(f"a{i}", 1, remaining=3) for i in range(7)]
     lone = Candidate("lone", 2, remaining=200)
     policy = predictive(unmergeable=frozenset({1, 2}))
     choice = policy.choose([*rows, lone], BASE, 0.0)
     assert "lone" not in {r.id for r in choice.order}
-    alone = policy.choose([lone], BASE, 0.0)
-    assert [r.id for r in alone.order] == ["lone"]
+    choice = policy.choose([lone], BASE, 0.0)
+    assert [r.id for r in choice.order] == ["lone"]
 
 
-def test_requests_of_an_adapter_share_what_it_costs_to_bring() -> None:
-    mine = [Candidate(f"a{i}", 1, remaining=3) for i in range(4)]
+def test_requests_of_one_adapter_share_the_cost_of_reading_it() -> None:
+    first = [Candidate(f"a{i}", 1, remaining=3) for i in range(4)]
     others = [Candidate(f"b{i}", 2, remaining=10) for i in range(4)]
     policy = predictive(unmergeable=frozenset({1, 2}))
-    assert {r.slot for r in policy.choose([*mine, others[0]], BASE, 0.0).order} == {1}
-    assert len(policy.choose([*mine, *others], BASE, 0.0).order) == 8
+    assert {r.slot for r in policy.choose([*first, others[0]], BASE, 0.0).order} == {1}
+    assert len(policy.choose([*first, *others], BASE, 0.0).order) == 8
 
 
-def test_the_calls_of_a_step_with_adapters_are_borne_by_all_that_have_one() -> None:
-    plain = [Candidate(f"base{i}", BASE, remaining=3) for i in range(2)]
-    lone, *company = [Candidate(f"a{i}", 1, remaining=6) for i in range(5)]
-    costs = Costs()
+def test_all_requests_with_adapters_share_the_cost_of_the_lora_calls() -> None:
+    base = [Candidate(f"base{i}", BASE, remaining=3) for i in range(2)]
+    lone, *others = [Candidate(f"a{i}", 1, remaining=6) for i in range(5)]
+    costs = FixedCosts()
     costs.unmergeable = frozenset({1})
     policy = Predictive(16, 64, math.inf, costs)
-    assert len(policy.choose([*plain, lone], BASE, 0.0).order) == 3
-    costs.any = 6e-3
-    assert len(policy.choose([*plain, lone], BASE, 0.0).order) == 2
-    assert len(policy.choose([*plain, lone, *company], BASE, 0.0).order) == 7
+    assert len(policy.choose([*base, lone], BASE, 0.0).order) == 3
+    costs.lora_call_seconds = 6e-3
+    assert len(policy.choose([*base, lone], BASE, 0.0).order) == 2
+    assert len(policy.choose([*base, lone, *others], BASE, 0.0).order) == 7
 
 
-def test_what_a_step_costs_beside_its_forward_pass_keeps_requests_together() -> None:
+def test_a_large_step_overhead_keeps_requests_in_one_step() -> None:
     rows = [Candidate(f"a{i}", 1, remaining=3) for i in range(7)]
-    costs = Costs()
+    costs = FixedCosts()
     costs.unmergeable = frozenset({1, 2})
     policy = Predictive(16, 64, math.inf, costs)
     ready = [*rows, Candidate("lone", 2, remaining=60)]
     assert "lone" not in {r.id for r in policy.choose(ready, BASE, 0.0).order}
-    costs.around = 0.5
+    costs.overhead_seconds = 0.5
     assert "lone" in {r.id for r in policy.choose(ready, BASE, 0.0).order}
 
 
@@ -308,10 +283,32 @@ def test_urgent_deadlines_go_first_then_priorities() -> None:
     assert order[0] == "preferred"
 
 
-def test_whoever_has_waited_as_long_as_the_bound_goes_first() -> None:
+def test_a_request_that_waited_max_wait_goes_first() -> None:
     ready = [Candidate("short", 1, missing=2), Candidate("cold", 2, 1.0, wait=9.0, missing=60)]
     assert predictive(8.0).choose(ready, 1, 0.0).order[0].id == "cold"
     assert predictive(10.0).choose(ready, 1, 0.0).order[0].id == "short"
+
+
+# -- the registry ----------------------------------------------------------------------------
+
+
+def test_every_registered_policy_can_be_made_by_its_name() -> None:
+    costs = CostModel(guess(10**8, 4, 10**7), lambda slot: AdapterSize(10**6, 10**9))
+    for name in POLICIES:
+        assert callable(make_policy(Options(policy=name), costs).choose), name
+
+
+def test_an_unregistered_policy_is_refused_with_the_valid_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = CostModel(guess(10**8, 4, 10**7), lambda slot: AdapterSize(10**6, 10**9))
+    monkeypatch.delitem(POLICIES, "merge_only", raising=False)
+    with pytest.raises(
+        InvalidArgument, match=r"'merge_only' is unknown.* It must be predictive, credit"
+    ):
+        make_policy(Options(policy="merge_only"), costs)
+    register()
+    assert isinstance(make_policy(Options(policy="merge_only"), costs), MergeOnly)
 
 
 # -- the bound on waits ----------------------------------------------------------------------
@@ -320,26 +317,30 @@ MAX_WAIT, BATCH, WORK, LIMIT = 0.5, 8, 6, 40
 
 
 def bound(ready: int) -> float:
-    """Seconds within which a request is first served: until then everyone with a longer wait, of
-    whom there are no more than are ready, has had all its steps, BATCH at a time; and one step."""
-    return MAX_WAIT + (math.ceil(ready / BATCH) * WORK + 1) * STEP
+    """Return the seconds within which a request is first served.
+
+    Until then, all requests with a longer wait, at most `ready` of them, have run all their steps,
+    BATCH at a time; then follows one step.
+    """
+    return MAX_WAIT + (math.ceil(ready / BATCH) * WORK + 1) * STEP_SECONDS
 
 
-POLICIES: dict[str, Policy] = {
-    "credit": CreditPolicy(default_credit(BATCH, 0.05, 4.0, MAX_WAIT), Costs()),
-    "predictive": Predictive(BATCH, 1000, MAX_WAIT, Costs()),
+BOUNDED: dict[str, Policy] = {
+    "credit": CreditPolicy(default_credit(BATCH, 0.05, 4.0, MAX_WAIT), FixedCosts()),
+    "predictive": Predictive(BATCH, 1000, MAX_WAIT, FixedCosts()),
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", BOUNDED.values(), ids=BOUNDED)
 @pytest.mark.parametrize("trace", ["one hot, one cold", "all distinct", "bursts of long ones"])
-def test_everyone_is_served_within_the_bound_under_full_load(policy: Policy, trace: str) -> None:
-    """The queue is kept full of LIMIT requests, whatever ends; the cold one comes first of all,
-    or among the others."""
+def test_every_request_is_served_within_the_bound_under_full_load(
+    policy: Policy, trace: str
+) -> None:
+    """Keep LIMIT requests in the queue at all times."""
     ready: list[Candidate] = []
     live, now, made, served = BASE, 0.0, 0, set[str]()
     longest = 0.0
-    for turn in range(600):
+    for step in range(600):
         while len(ready) < LIMIT:
             slot = {"one hot, one cold": int(made % 97 == 0), "all distinct": made}.get(
                 trace, made // 60 % 3
@@ -356,13 +357,13 @@ def test_everyone_is_served_within_the_bound_under_full_load(policy: Policy, tra
                 served.add(r.id)
                 longest = max(longest, r.wait)
             if r.id not in served:
-                assert r.wait <= bound(LIMIT), (turn, r)
+                assert r.wait <= bound(LIMIT), (step, r)
         ready = [
             r._replace(remaining=r.remaining - 1)
             if r.id in chosen
-            else r._replace(wait=r.wait + STEP)
+            else r._replace(wait=r.wait + STEP_SECONDS)
             for r in ready
             if r.id not in chosen or r.remaining > 0
         ]
-        now += STEP
-    assert longest > 0.1, "the load is too low to say anything"
+        now += STEP_SECONDS
+    assert longest > 0.1, "the load is too low to show anything"

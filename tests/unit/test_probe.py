@@ -1,4 +1,4 @@
-"""`vlora probe` against small gRPC servers of the kinds it has to tell apart."""
+"""`vlora probe` on small gRPC servers in the states that it distinguishes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Answer = Callable[[Any, grpc.ServicerContext], Any]
 
 
 class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Live; ready and answering as told."""
+    """A server that is live, with a given readiness and answer."""
 
     def __init__(self, ready: bool, answer: Answer) -> None:
         self._ready, self._answer = ready, answer
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
 
     def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
         return service_pb2.ServerLiveResponse(live=True)
@@ -38,7 +38,7 @@ class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ServerReadyResponse(ready=self._ready)
 
     def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self.asked.append(request)
+        self.requests.append(request)
         return self._answer(request, context)
 
 
@@ -67,21 +67,21 @@ def test_a_server_that_answers_is_ready() -> None:
     with serving() as (address, server):
         found = probe(address)
     assert found.health is Health.READY
-    assert [request.model_name for request in server.asked] == [ENSEMBLE]
-    assert len(server.asked[0].id) >= 16
+    assert [request.model_name for request in server.requests] == [ENSEMBLE]
+    assert len(server.requests[0].id) >= 16
 
 
-def test_a_server_whose_models_load_is_alive_and_is_asked_nothing() -> None:
+def test_a_server_that_loads_its_models_is_alive_and_gets_no_request() -> None:
     with serving(ready=False) as (address, server):
         found = probe(address)
     assert found.health is Health.ALIVE
-    assert server.asked == []
+    assert server.requests == []
 
 
 @pytest.mark.parametrize(
     "details",
     [
-        "in ensemble 'video_analytics', UNAVAILABLE: 1024 requests wait already",
+        "in ensemble 'video_analytics', UNAVAILABLE: the queue is full",
         "Server is stopping, scheduler for model has stopped accepting new inference requests",
     ],
 )
@@ -120,7 +120,7 @@ def test_a_server_that_hangs_is_dead_within_the_deadline() -> None:
     assert "within 0.5 s" in found.reason
 
 
-def test_a_port_where_nobody_listens_is_dead(free_port: int) -> None:
+def test_a_free_port_is_dead(free_port: int) -> None:
     assert probe(f"127.0.0.1:{free_port}", deadline=2).health is Health.DEAD
 
 
@@ -128,7 +128,7 @@ def test_a_port_where_nobody_listens_is_dead(free_port: int) -> None:
     ("ready", "options", "status", "word"),
     [(True, [], 0, "ready"), (False, [], 3, "alive"), (False, ["--alive"], 0, "alive")],
 )
-def test_the_command_s_status_tells_ready_from_alive(
+def test_the_exit_status_distinguishes_ready_from_alive(
     ready: bool, options: list[str], status: int, word: str
 ) -> None:
     with serving(ready=ready) as (address, _):
@@ -137,7 +137,7 @@ def test_the_command_s_status_tells_ready_from_alive(
     assert result.output.startswith(f"{word} in ")
 
 
-def test_the_command_s_status_for_a_dead_server_is_one_also_with_alive(free_port: int) -> None:
+def test_the_exit_status_of_a_dead_server_is_one_even_with_alive(free_port: int) -> None:
     arguments = ["probe", f"127.0.0.1:{free_port}", "--alive", "--deadline", "1"]
     assert CliRunner().invoke(app, arguments).exit_code == 1
 
@@ -148,16 +148,16 @@ def free_port() -> int:
 
 
 class Metrics(BaseHTTPRequestHandler):
-    """As many forward passes as it was asked times `per_look`."""
+    """Metrics whose count of forward passes grows by `per_look` with each request."""
 
     per_look = 1
-    asked = 0
+    looks = 0
 
     def do_GET(self) -> None:
-        type(self).asked += 1
+        type(self).looks += 1
         self.send_response(200)
         self.end_headers()
-        steps = 7 + self.asked * self.per_look
+        steps = 7 + self.looks * self.per_look
         self.wfile.write(f'vlora:engine_steps_total{{model="lmm"}} {steps}\n'.encode())
 
     def log_message(self, *_: object) -> None:
@@ -165,7 +165,7 @@ class Metrics(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(("per_look", "health"), [(3, Health.ALIVE), (0, Health.DEAD)])
-def test_no_answer_is_a_long_queue_where_forward_passes_are_done(
+def test_a_server_without_an_answer_is_alive_if_it_makes_forward_passes(
     per_look: int, health: Health
 ) -> None:
     released = threading.Event()
@@ -190,7 +190,7 @@ def test_no_answer_is_a_long_queue_where_forward_passes_are_done(
     assert found.seconds < 1.5
 
 
-def test_a_port_of_a_server_that_starts_here_is_alive_and_one_of_a_dead_run_is_not(
+def test_a_server_that_starts_on_this_machine_is_alive_and_a_dead_run_is_not(
     free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Prompts follow the paper's appendix C inside the checkpoint's own chat template."""
+"""Task prompts: the paper's appendix C inside the checkpoint's own chat template."""
 
 import json
 from pathlib import Path
@@ -28,21 +28,21 @@ CHAT = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
         ("classify", "", "<image>, What is the category of the picture? Answer:"),
     ],
 )
-def test_templates_read_as_in_the_paper(task: str, text: str, expected: str) -> None:
+def test_prompts_equal_those_of_the_paper(task: str, text: str, expected: str) -> None:
     assert render(task, text, 1, 0, BARE) == expected
 
 
-def test_a_clip_has_one_placeholder_a_frame() -> None:
+def test_a_clip_has_one_placeholder_per_frame() -> None:
     prompt = render("video", "", 0, 6, CHAT)
     assert prompt.startswith("<s><|user|>" + "<image>" * 6 + " Please analyze the consecutive")
     assert prompt.endswith("occurring in the video. Answer:<|assistant|>")
 
 
-def test_text_replaces_the_instruction_of_a_task_that_brings_one() -> None:
+def test_a_text_replaces_the_default_instruction_of_a_task() -> None:
     assert render("caption", "Describe it.", 1, 0, BARE) == "<image>, Describe it. Answer:"
 
 
-def test_raw_is_verbatim_but_for_images_before_it() -> None:
+def test_raw_text_is_sent_verbatim_after_the_images() -> None:
     assert render("raw", " as it is\n", 0, 0, CHAT) == " as it is\n"
     assert render("raw", "x", 2, 0, CHAT) == "<image><image>x"
 
@@ -51,17 +51,17 @@ def test_text_only_prompts_have_no_placeholder() -> None:
     assert render("vqa", "Hello?", 0, 0, BARE) == "Hello? Answer:"
 
 
-def test_placeholders_in_the_text_place_the_images() -> None:
+def test_placeholders_in_the_text_position_the_images() -> None:
     prompt = render("vqa", "Is <image> brighter than <image>?", 2, 0, BARE)
     assert prompt == "Is <image> brighter than <image>? Answer:"
 
 
-def test_braces_in_the_text_are_only_text() -> None:
+def test_braces_in_the_text_are_kept() -> None:
     assert "{images} {text}" in render("refer", "{images} {text}", 1, 0, BARE)
 
 
 @pytest.mark.parametrize(("images", "frames"), [(1, 0), (0, 0), (2, 1)])
-def test_placeholders_that_do_not_match_are_refused_with_the_counts(
+def test_placeholders_that_do_not_match_the_images_are_refused_with_the_counts(
     images: int, frames: int
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"2 .*{images} images and {frames} frames"):
@@ -70,14 +70,14 @@ def test_placeholders_that_do_not_match_are_refused_with_the_counts(
 
 @pytest.mark.parametrize("task", ["vqa", "refer", "detect", "raw"])
 @pytest.mark.parametrize("text", ["", "  \n", "<image>"])
-def test_an_empty_prompt_is_refused_unless_the_task_supplies_one(task: str, text: str) -> None:
+def test_an_empty_prompt_is_refused_for_tasks_that_need_a_text(task: str, text: str) -> None:
     with pytest.raises(InvalidArgument, match="empty"):
         render(task, text, 1, 0, BARE)
 
 
 @pytest.mark.parametrize("task", ["caption", "classify", "video"])
 @pytest.mark.parametrize("text", ["", "  ", "<image>"])
-def test_tasks_with_an_instruction_need_no_text(task: str, text: str) -> None:
+def test_tasks_with_a_default_instruction_need_no_text(task: str, text: str) -> None:
     assert render(task, text, 1, 0, BARE) == render(task, "", 1, 0, BARE)
 
 
@@ -88,7 +88,7 @@ def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The demo's tokenizer alone."""
+    """Return a folder that holds only the demo's tokenizer."""
     make_tokenizer().save_pretrained(tmp_path)
     return tmp_path
 
@@ -98,7 +98,7 @@ def with_template(folder: Path, source: str) -> Path:
     return folder
 
 
-def test_the_prompt_equals_the_checkpoints_own_chat_template(folder: Path) -> None:
+def test_the_prompt_equals_that_of_the_checkpoints_chat_template(folder: Path) -> None:
     tokenizer = make_tokenizer()
     template = ChatTemplate.from_checkpoint(folder)
     for task, text in (("vqa", "What color is the star?"), ("caption", ""), ("detect", "star")):
@@ -113,12 +113,12 @@ PARTS = (
 )
 
 
-def test_templates_that_want_parts_are_understood(folder: Path) -> None:
+def test_templates_that_need_content_parts_are_supported(folder: Path) -> None:
     expected = ChatTemplate("USER: ", " ASSISTANT:")
     assert ChatTemplate.from_checkpoint(with_template(folder, PARTS)) == expected
 
 
-def test_templates_of_old_processors_are_found(folder: Path) -> None:
+def test_templates_of_transformers_4_processors_are_read(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
     assert ChatTemplate.from_checkpoint(folder) == ChatTemplate("USER: ", " ASSISTANT:")
@@ -128,7 +128,7 @@ def test_templates_of_old_processors_are_found(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "why"),
+    ("source", "problem"),
     [
         ("{{ raise_exception('only tools here') }}", "fails: only tools here"),
         ("{% for m in messages %}{{ m['content'] }}", "fails: .*end of template"),
@@ -139,13 +139,13 @@ def test_templates_of_old_processors_are_found(folder: Path) -> None:
     ],
 )
 def test_a_template_that_fails_is_an_error_with_its_reason(
-    folder: Path, source: str, why: str
+    folder: Path, source: str, problem: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=why) as caught:
+    with pytest.raises(InvalidArgument, match=problem) as caught:
         ChatTemplate.from_checkpoint(with_template(folder, source))
     assert str(folder) in str(caught.value)
 
 
-def test_a_checkpoint_without_a_template_gets_its_bos_token(folder: Path) -> None:
+def test_a_checkpoint_without_a_template_gets_its_begin_of_text_token(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     assert ChatTemplate.from_checkpoint(folder) == ChatTemplate("<s>", "")

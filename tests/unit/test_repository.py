@@ -1,4 +1,4 @@
-"""`vlora repository DIR`: a model repository of one's own."""
+"""`vlora repository DIR`: a copy of the model repository."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def files_of(folder: Path) -> set[str]:
     return {name for name in found if "__pycache__" not in name}
 
 
-def test_it_holds_every_model_and_names_the_demo_by_absolute_paths(tmp_path: Path) -> None:
+def test_the_copy_has_all_models_and_absolute_paths_of_the_demo(tmp_path: Path) -> None:
     written = write_repository(tmp_path / "mine")
     assert files_of(written) == files_of(model_repository())
     options = load_options(written / "lmm" / "1" / "model.json", environment={})
@@ -29,13 +29,13 @@ def test_it_holds_every_model_and_names_the_demo_by_absolute_paths(tmp_path: Pat
     assert options.adapters.is_dir()
 
 
-def test_given_folders_stand_in_it_as_they_were_given(tmp_path: Path) -> None:
+def test_explicit_folders_are_written_unchanged(tmp_path: Path) -> None:
     written = write_repository(tmp_path, Path("/models/llava"), Path("/models/adapters"))
     keys = json.loads((written / "lmm" / "1" / "model.json").read_text())
     assert (keys["model"], keys["adapters"]) == ("/models/llava", "/models/adapters")
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     with pytest.raises(InvalidArgument, match="is not empty"):
         write_repository(tmp_path)
@@ -44,7 +44,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         write_repository(tmp_path / "precious")
 
 
-def test_the_command_says_how_to_serve_it(tmp_path: Path) -> None:
+def test_the_command_prints_how_to_serve_the_copy(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["repository", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
     assert "vlora serve --repository" in result.output

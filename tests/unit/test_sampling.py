@@ -65,7 +65,7 @@ def test_an_accepted_value_of_another_type_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "raw",
     [
         {"structured_outputs": {"choice": ["a", "b"], "regex": None}},
         {"structured_outputs": '{"choice": ["a", "b"]}'},
@@ -73,12 +73,12 @@ def test_an_accepted_value_of_another_type_is_refused() -> None:
         {"guided_choice": ["a", "b"]},
     ],
 )
-def test_choices_under_vllms_names_are_read(given: dict[str, object]) -> None:
-    assert SamplingParams.parse(given) == SamplingParams.parse({"choices": ["a", "b"]})
+def test_choices_under_vllms_names_are_read(raw: dict[str, object]) -> None:
+    assert SamplingParams.parse(raw) == SamplingParams.parse({"choices": ["a", "b"]})
     with pytest.raises(InvalidArgument, match="repeats the choices"):
-        SamplingParams.parse({"choices": ["a"], **given})
+        SamplingParams.parse({"choices": ["a"], **raw})
     with pytest.raises(InvalidArgument, match="repeats the choices"):
-        SamplingParams.parse({**given, "choices": ["a"]})
+        SamplingParams.parse({**raw, "choices": ["a"]})
 
 
 @pytest.mark.parametrize(
@@ -133,17 +133,17 @@ def test_any_input_is_read_or_refused_with_a_message_that_can_be_sent() -> None:
     rng = random.Random(seed)
     read = 0
     for _ in range(4000):
-        given = {rng.choice(KEYS): hostile(rng) for _ in range(rng.randrange(1, 4))}
-        message = refusal(given)
+        raw = {rng.choice(KEYS): hostile(rng) for _ in range(rng.randrange(1, 4))}
+        message = refusal(raw)
         assert message is None or 0 < len(message) < 2000, seed
         read += message is None
     assert 20 < read < 3900
 
 
-def refusal(given: dict[str, object]) -> bytes | None:
+def refusal(raw: dict[str, object]) -> bytes | None:
     """Return the encoded error message, None if the parameters are valid and can be encoded."""
     try:
-        params = SamplingParams.parse(given)
+        params = SamplingParams.parse(raw)
     except VLoraError as error:
         return error.message.encode()
     assert all(text.encode() for text in (*params.choices, *params.stop))
@@ -162,15 +162,15 @@ def test_a_value_too_deep_or_too_long_to_show_is_refused_with_a_short_message(ke
 
 
 def test_keys_for_real_time_streams_are_read_with_numbers_as_text() -> None:
-    given = {"priority": "-3", "deadline_ms": "250", "stream_id": "cam 1", "supersede": "true"}
-    params = SamplingParams.parse(given)
+    raw = {"priority": "-3", "deadline_ms": "250", "stream_id": "cam 1", "supersede": "true"}
+    params = SamplingParams.parse(raw)
     assert (params.priority, params.deadline_ms) == (-3, 250.0)
     assert (params.stream_id, params.supersede) == ("cam 1", True)
     assert SamplingParams.parse({"deadline_ms": None, "stream_id": None}) == SamplingParams()
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("raw", "message"),
     [
         ({"priority": 1.5}, "'priority' must be a whole number"),
         ({"deadline_ms": 0}, "'deadline_ms' must be milliseconds above 0"),
@@ -179,11 +179,9 @@ def test_keys_for_real_time_streams_are_read_with_numbers_as_text() -> None:
         ({"supersede": True}, "'supersede' needs 'stream_id'"),
     ],
 )
-def test_wrong_keys_for_real_time_streams_are_refused(
-    given: dict[str, object], message: str
-) -> None:
+def test_wrong_keys_for_real_time_streams_are_refused(raw: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        SamplingParams.parse(given)
+        SamplingParams.parse(raw)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""The scheduler alone: budgets hold, the oldest advances, pages add up."""
+"""Tests of the scheduler without an engine: budgets, order, preemption, and page accounting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections import abc
 from functools import partial
 
 from hypothesis import given, settings
@@ -25,18 +25,18 @@ from vlora.request import Request
 from vlora.sampling import SamplingParams
 
 
-def sequence(
+def make_sequence(
     pool: PagePool, name: str, prompt: int, block: int = 4, slot: int = -1, arrival: float = 0.0
 ) -> Sequence:
     request = Request(id=name, prompt="", sampling=SamplingParams())
     table = BlockTable(pool, block)
-    made = Sequence(request, Prompt.of_text(range(prompt)), resident_adapter(slot), 100, table)
-    made.arrival = arrival
-    return made
+    sequence = Sequence(request, Prompt.of_text(range(prompt)), resident_adapter(slot), 100, table)
+    sequence.arrival = arrival
+    return sequence
 
 
 def carry_out(scheduler: Scheduler, plan: StepPlan) -> None:
-    """What the engine does with a plan, without a model: every finished chunk says a token."""
+    """Do what the engine does with a plan: each completed chunk yields a token."""
     by_id = {s.id: s for s in scheduler.running}
     for chunk in plan.chunks:
         by_id[chunk.sequence_id].computed += chunk.length
@@ -67,7 +67,7 @@ def test_every_sequence_finishes_within_the_budgets(
     policy: str,
     adapters: int,
 ) -> None:
-    """Under every policy, with pages for one sequence or for all."""
+    """Check every policy, with pages for one sequence up to all of them."""
     pool = PagePool(-(-(max(prompts) + answers) // block) + slack)
     costs = CostModel(guess(10**8, 4, 10**7), lambda slot: AdapterSize(10**6, 10**9))
     options = Options(
@@ -76,7 +76,7 @@ def test_every_sequence_finishes_within_the_budgets(
     scheduler = Scheduler(Budgets(sequences, rows), make_policy(options, costs))
     for index, prompt in enumerate(prompts):
         slot = index % adapters - 1
-        scheduler.add(sequence(pool, f"s{index}", prompt, block, slot, arrival=index / 100))
+        scheduler.add(make_sequence(pool, f"s{index}", prompt, block, slot, arrival=index / 100))
     finished: list[str] = []
     live = -1
     for step in range(5000):
@@ -84,7 +84,7 @@ def test_every_sequence_finishes_within_the_budgets(
         live = plan.live
         assert plan.rows <= rows
         assert len(scheduler.running) <= sequences
-        assert plan.chunks, "there is work, and nothing is done"
+        assert plan.chunks, "there is work, and nothing is computed"
         names = [chunk.sequence_id for chunk in plan.chunks]
         assert len(set(names)) == len(names)
         assert not set(names) & set(plan.preempted)
@@ -100,12 +100,12 @@ def test_every_sequence_finishes_within_the_budgets(
     assert pool.kv == 0
 
 
-def test_rows_that_continue_an_answer_come_before_prompts() -> None:
+def test_decode_rows_come_before_prompts() -> None:
     pool = PagePool(100)
     scheduler = Scheduler(Budgets(4, 8))
-    scheduler.add(sequence(pool, "first", 3))
+    scheduler.add(make_sequence(pool, "first", 3))
     carry_out(scheduler, scheduler.schedule())
-    scheduler.add(sequence(pool, "second", 20))
+    scheduler.add(make_sequence(pool, "second", 20))
     plan = scheduler.schedule()
     assert {(c.sequence_id, c.length, c.completes) for c in plan.chunks} == {
         ("first", 1, True),
@@ -114,18 +114,18 @@ def test_rows_that_continue_an_answer_come_before_prompts() -> None:
     assert plan.decode_rows == 1
 
 
-def test_chunks_of_one_adapter_are_neighbours() -> None:
+def test_chunks_of_one_adapter_are_contiguous() -> None:
     pool = PagePool(100)
     scheduler = Scheduler(Budgets(8, 100))
     for index, slot in enumerate([2, -1, 0, 2, -1, 0]):
-        scheduler.add(sequence(pool, f"s{index}", 3, slot=slot))
+        scheduler.add(make_sequence(pool, f"s{index}", 3, slot=slot))
     assert [chunk.slot for chunk in scheduler.schedule().chunks] == [-1, -1, 0, 0, 2, 2]
 
 
-def test_the_newest_gives_its_pages_to_the_oldest() -> None:
+def test_the_newest_sequence_loses_its_pages_to_the_oldest() -> None:
     pool = PagePool(9)
     scheduler = Scheduler(Budgets(4, 100))
-    old, new = sequence(pool, "old", 4, 1), sequence(pool, "new", 4, 1, arrival=1.0)
+    old, new = make_sequence(pool, "old", 4, 1), make_sequence(pool, "new", 4, 1, arrival=1.0)
     scheduler.add(old)
     scheduler.add(new)
     carry_out(scheduler, scheduler.schedule())
@@ -136,17 +136,19 @@ def test_the_newest_gives_its_pages_to_the_oldest() -> None:
     assert scheduler.waiting[0] is new
 
 
-def test_a_sequence_waits_until_all_it_knows_fits() -> None:
+def test_a_sequence_waits_until_all_its_known_tokens_fit() -> None:
     pool = PagePool(5)
     scheduler = Scheduler(Budgets(4, 100))
-    scheduler.add(sequence(pool, "a", 3, 1))
-    scheduler.add(sequence(pool, "b", 3, 1))
+    scheduler.add(make_sequence(pool, "a", 3, 1))
+    scheduler.add(make_sequence(pool, "b", 3, 1))
     assert [chunk.sequence_id for chunk in scheduler.schedule().chunks] == ["a"]
     assert pool.free == 2
 
 
 class Only:
-    """A policy that runs these, in this order."""
+    """A policy that runs the named requests, in this order."""
+
+    uses_costs = False
 
     def __init__(self, *names: str, **credits: float) -> None:
         self.names = names
@@ -158,31 +160,31 @@ class Only:
         return Choice(order, live, credits=self.credits)
 
 
-def test_a_paused_one_keeps_its_pages_until_a_chosen_one_needs_them_lowest_credit_first() -> None:
+def test_a_paused_sequence_keeps_its_pages_until_a_chosen_one_needs_them() -> None:
     pool = PagePool(10)
     scheduler = Scheduler(Budgets(4, 100))
     names = ("oldest", "a", "b", "grows")
-    made = {n: sequence(pool, n, 2, 1, arrival=i) for i, n in enumerate(names)}
-    for one in made.values():
-        scheduler.add(one)
+    sequences = {n: make_sequence(pool, n, 2, 1, arrival=i) for i, n in enumerate(names)}
+    for sequence in sequences.values():
+        scheduler.add(sequence)
     carry_out(scheduler, scheduler.schedule())
     scheduler.policy = Only("grows", oldest=0.0, a=2.0, b=1.0)
-    held = {name: len(one.table.pages) for name, one in made.items()}
+    held = {name: len(s.table.pages) for name, s in sequences.items()}
     for _ in range(2):
         plan = scheduler.schedule()
         assert [chunk.sequence_id for chunk in plan.chunks] == ["grows"]
         assert plan.preempted == ()
         carry_out(scheduler, plan)
-    assert {n: len(one.table.pages) for n, one in made.items()} == {**held, "grows": 4}
+    assert {n: len(s.table.pages) for n, s in sequences.items()} == {**held, "grows": 4}
     plan = scheduler.schedule()
-    assert plan.preempted == ("b",), "not the oldest, whatever its credit"
-    assert made["b"].table.pages == []
+    assert plan.preempted == ("b",), "the lowest credit but the oldest sequence"
+    assert sequences["b"].table.pages == []
 
 
 def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
     pool = PagePool(100)
     scheduler = Scheduler(Budgets(4, 100), Only("a"))
-    a, b = sequence(pool, "a", 2), sequence(pool, "b", 2, arrival=1.0)
+    a, b = make_sequence(pool, "a", 2), make_sequence(pool, "b", 2, arrival=1.0)
     scheduler.add(a)
     scheduler.add(b)
     scheduler.schedule(3.0)
@@ -195,20 +197,20 @@ def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
     assert (a.wait(9.0), b.wait(9.0)) == (6.0, 5.0)
 
 
-class Idle:
-    """An adapter in the pool that nobody runs with, unless it is to be kept."""
+class IdleAdapter:
+    """An adapter in the pool without requests; evictable unless it is protected."""
 
     holds_runs = True
 
     def __init__(self, pool: PagePool, count: int, slot: int) -> None:
         self._pool, self._slot = pool, slot
         self._run = pool.allocate_run(count)
-        self.kept = BASE
+        self.protected = BASE
         pool.evictors.append(self)
 
     @property
     def evictable_pages(self) -> int:
-        return self._run.count if self._run and self.kept != self._slot else 0
+        return self._run.count if self._run and self.protected != self._slot else 0
 
     def oldest_use(self) -> int | None:
         return 0 if self.evictable_pages else None
@@ -219,28 +221,34 @@ class Idle:
         self._run = None
 
 
-class Always:
-    """A policy that wants one adapter in the weights, whatever happens."""
+class AlwaysMerge:
+    """A policy that always wants the adapter in slot 3 merged."""
 
-    def choose(self, ready: Sequence_[Candidate], live: int, now: float) -> Choice:
+    uses_costs = False
+
+    def choose(self, ready: abc.Sequence[Candidate], live: int, now: float) -> Choice:
         return Choice(tuple(ready), 3)
 
 
-def test_the_adapter_in_the_weights_gives_way_where_nothing_else_could_run() -> None:
+def test_the_live_adapter_is_evicted_if_nothing_could_run_otherwise() -> None:
     pool = PagePool(4)
-    idle = Idle(pool, 3, 3)
-    scheduler = Scheduler(Budgets(4, 100), Always(), protect=partial(setattr, idle, "kept"))
-    scheduler.add(sequence(pool, "big", 3, 1))
+    idle = IdleAdapter(pool, 3, 3)
+    scheduler = Scheduler(
+        Budgets(4, 100), AlwaysMerge(), protect=partial(setattr, idle, "protected")
+    )
+    scheduler.add(make_sequence(pool, "big", 3, 1))
     plan = scheduler.schedule()
     assert [chunk.sequence_id for chunk in plan.chunks] == ["big"]
     assert plan.live == BASE
 
 
-class Asked:
-    """`unmerge_only` as any other policy: shown everyone, asked every step."""
+class Wrapped:
+    """`unmerge_only` behind another class, so that the scheduler asks it in every step."""
 
-    def __init__(self, rule: UnmergeOnly) -> None:
-        self.choose = rule.choose
+    uses_costs = False
+
+    def __init__(self, policy: UnmergeOnly) -> None:
+        self.choose = policy.choose
 
 
 @settings(deadline=None, max_examples=150)
@@ -253,7 +261,7 @@ class Asked:
     cutoff=st.sampled_from([6.0, 1e9]),
     unready=st.integers(0, 2),
 )
-def test_who_is_picked_without_being_shown_is_who_would_be_picked_by_the_policy(
+def test_the_short_cut_for_unmerge_only_chooses_what_the_policy_would_choose(
     asked: list[tuple[int, int]],
     sequences: int,
     batch: int,
@@ -262,14 +270,14 @@ def test_who_is_picked_without_being_shown_is_who_would_be_picked_by_the_policy(
     cutoff: float,
     unready: int,
 ) -> None:
-    """Whatever is preempted, overdue, late to be ready, or behind the cutoff for a while."""
-    rule = UnmergeOnly(batch, max_wait)
-    made = []
-    for policy in (rule, Asked(rule)):
+    """Include sequences that are preempted, overdue, ready late, or held back by the cutoff."""
+    policy = UnmergeOnly(batch, max_wait)
+    all_plans = []
+    for tested in (policy, Wrapped(policy)):
         pool = PagePool(8 + pages)
-        scheduler = Scheduler(Budgets(sequences, 12), policy)
+        scheduler = Scheduler(Budgets(sequences, 12), tested)
         todo = [
-            (at, sequence(pool, f"s{i}", words, 2, i % 3 - 1, at + i / 100))
+            (at, make_sequence(pool, f"s{i}", words, 2, i % 3 - 1, at + i / 100))
             for i, (at, words) in enumerate(sorted(asked))
         ]
         late = [s.adapter for _, s in todo if s.adapter is not None][:unready]
@@ -285,26 +293,26 @@ def test_who_is_picked_without_being_shown_is_who_would_be_picked_by_the_policy(
             plans.append((chunks, plan.preempted, scheduler.paused))
             for s in [s for s in scheduler.running if s.output_length >= 4]:
                 scheduler.remove(s)
-        made.append(plans)
-    assert made[0] == made[1]
+        all_plans.append(plans)
+    assert all_plans[0] == all_plans[1]
 
 
-def test_a_step_of_first_come_first_served_looks_at_no_more_of_the_queue_than_a_batch() -> None:
-    looked: list[str] = []
+def test_a_first_come_first_served_step_reads_only_a_batch_of_the_queue() -> None:
+    read: list[str] = []
 
     class Watched(Sequence):
         @property
         def ready(self) -> bool:
-            looked.append(self.id)
+            read.append(self.id)
             return super().ready
 
     scheduler = Scheduler(Budgets(8, 64), UnmergeOnly(8, 30.0))
     pool = PagePool(64)
     for i in range(2000):
-        one = sequence(pool, f"s{i}", 5, arrival=float(i))
-        one.__class__ = Watched
-        scheduler.add(one)
+        added = make_sequence(pool, f"s{i}", 5, arrival=float(i))
+        added.__class__ = Watched
+        scheduler.add(added)
     for now in range(20):
         carry_out(scheduler, scheduler.schedule(2000.0 + now))
-    assert len(set(looked)) < 30
-    assert len(looked) < 20 * 30
+    assert len(set(read)) < 30
+    assert len(read) < 20 * 30

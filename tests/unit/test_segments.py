@@ -1,4 +1,4 @@
-"""Signed segments say of every row what the rule says: its own adapter in, the live one out."""
+"""Signed segments follow the rule for every row: its own adapter added, the live one subtracted."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ slots = st.integers(BASE, 4)
 
 
 @given(rows=st.lists(st.tuples(slots, st.integers(0, 9))), live=slots)
-def test_each_row_gets_its_own_adapter_and_loses_the_live_one(
+def test_each_row_adds_its_own_adapter_and_subtracts_the_live_one(
     rows: list[tuple[int, int]], live: int
 ) -> None:
     owners = [slot for slot, length in rows for _ in range(length)]
-    found: list[dict[int, int]] = [{} for _ in owners]
+    signs_by_row: list[dict[int, int]] = [{} for _ in owners]
     for segment in signed_segments(rows, live):
         for row in range(segment.start, segment.start + segment.length):
-            assert segment.slot not in found[row], "an adapter counts once"
-            found[row][segment.slot] = segment.sign
-    for owner, signs in zip(owners, found, strict=True):
+            assert segment.slot not in signs_by_row[row], "an adapter counts once"
+            signs_by_row[row][segment.slot] = segment.sign
+    for owner, signs in zip(owners, signs_by_row, strict=True):
         own = {owner: 1} if owner not in (BASE, live) else {}
         out = {live: -1} if live not in (BASE, owner) else {}
         assert signs == own | out
 
 
-def test_neighbouring_runs_of_one_adapter_become_one_segment() -> None:
+def test_contiguous_runs_of_one_adapter_become_one_segment() -> None:
     assert signed_segments([(2, 1), (2, 3), (0, 1)]) == (Segment(0, 4, 2), Segment(4, 1, 0))
 
 
@@ -38,19 +38,19 @@ def test_base_rows_need_no_segment_unless_an_adapter_is_live() -> None:
 
 
 @given(rows=st.lists(st.tuples(slots, st.integers(1, 9))), live=slots)
-def test_in_order_each_adapter_is_one_segment_and_the_live_one_is_taken_out_once(
+def test_in_order_each_adapter_is_one_segment_and_the_live_one_is_subtracted_once(
     rows: list[tuple[int, int]], live: int
 ) -> None:
     rows.sort(key=lambda row: order_of(row[0], live))
     segments = signed_segments(rows, live)
-    found = [(segment.slot, segment.sign) for segment in segments]
-    assert len(found) == len(set(found))
+    pairs = [(segment.slot, segment.sign) for segment in segments]
+    assert len(pairs) == len(set(pairs))
     others = {slot for slot, _ in rows} - {live}
     out = [(live, -1)] if live != BASE and others else []
-    assert found == [*((slot, 1) for slot in sorted(others - {BASE})), *out]
+    assert pairs == [*((slot, 1) for slot in sorted(others - {BASE})), *out]
 
 
-def test_one_segment_takes_the_live_adapter_out_of_neighbours_of_any_adapter() -> None:
+def test_one_segment_subtracts_the_live_adapter_from_contiguous_rows_of_any_adapter() -> None:
     assert signed_segments([(0, 2), (1, 3), (BASE, 1), (2, 4), (0, 5), (1, 1)], live=0) == (
         Segment(2, 3, 1),
         Segment(6, 4, 2),

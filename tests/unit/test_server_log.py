@@ -1,8 +1,8 @@
-"""What is told of Triton's log."""
+"""Extraction of error messages from Triton's log."""
 
 from __future__ import annotations
 
-from vlora.launcher.server_log import broken_adapters, why_it_went_down, why_not_started
+from vlora.launcher.server_log import broken_adapters, why_it_did_not_start, why_it_failed
 
 AT = "1121 21:14:16.534550 16819"
 LOG = f"""W{AT} metrics.cc:650] "DCGM unable to start: DCGM initialization error"
@@ -16,26 +16,26 @@ I{AT} server.cc:631]
 """
 
 
-def test_after_a_models_death_only_what_is_no_information_is_told() -> None:
+def test_after_a_failure_only_warnings_and_errors_are_returned() -> None:
     since = f"""I{AT} process.py:339] "[lmm] ATMM: compiled"
 W{AT} pinned_memory_manager.cc:170] "failed to allocate pinned system memory"
 
 terminate called after throwing an instance of 'std::bad_alloc'
 E{AT} python_be.cc:1] "stub is gone"
 """
-    assert why_it_went_down(since).splitlines() == [
+    assert why_it_failed(since).splitlines() == [
         "terminate called after throwing an instance of 'std::bad_alloc'",
         f'E{AT} python_be.cc:1] "stub is gone"',
     ]
-    assert why_it_went_down(f"I{AT} process.py:339] well") == ""
+    assert why_it_failed(f"I{AT} process.py:339] well") == ""
 
 
-def test_a_server_that_does_not_start_is_told_by_its_models_then_its_errors_then_its_end() -> None:
+def test_a_failed_start_is_explained_by_model_errors_then_other_errors_then_the_end() -> None:
     failed = f"E{AT} model_lifecycle.cc:1] \"failed to load 'lmm': no checkpoint"
-    assert why_not_started(LOG + failed + "\\n\\nAt:\\n  x.py(1)") == failed
-    assert why_not_started(LOG + "Error: bad option") == "Error: bad option"
-    assert why_not_started(LOG).splitlines()[-1] == f"I{AT} server.cc:631]"
+    assert why_it_did_not_start(LOG + failed + "\\n\\nAt:\\n  x.py(1)") == failed
+    assert why_it_did_not_start(LOG + "Error: bad option") == "Error: bad option"
+    assert why_it_did_not_start(LOG).splitlines()[-1] == f"I{AT} server.cc:631]"
 
 
-def test_adapters_that_do_not_load_are_named_once() -> None:
+def test_each_adapter_that_failed_to_load_is_named_once() -> None:
     assert broken_adapters(LOG + LOG) == ["bad one"]

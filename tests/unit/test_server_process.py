@@ -1,4 +1,4 @@
-"""What a server's process does beside serving: ports, ties to its models, leftovers."""
+"""Ports, processes, the models' ties to their server, and the removal of what killed runs left."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SLEEP = "import time; time.sleep(60)"
 
 @contextmanager
 def python(code: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs `code`; ended with the block."""
+    """Yield a Python process that runs `code` and ends with the block."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
@@ -56,41 +56,42 @@ def line(process: subprocess.Popen[str]) -> str:
 # -- ports ---------------------------------------------------------------------------------------
 
 
-def test_ports_are_definite_and_different() -> None:
+def test_chosen_ports_are_not_zero_and_different() -> None:
     chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     assert len(set(chosen.values())) == 3
     assert all(chosen.values())
 
 
 @pytest.mark.parametrize("port", [99999, 65536, -1])
-def test_a_number_that_is_no_port_is_told_with_what_would_be(port: int) -> None:
-    with pytest.raises(ServerError, match=rf"--http-port {port} is no port.* 1 to 65535, or 0"):
+def test_an_invalid_port_is_rejected_with_the_valid_range(port: int) -> None:
+    with pytest.raises(ServerError, match=rf"--http-port {port} is not a port.* 1 to 65535, or 0"):
         choose_ports({"http_port": port, "grpc_port": 0})
 
 
-def test_equal_ports_are_told_with_both_options() -> None:
+def test_equal_ports_are_rejected_with_both_options() -> None:
     with pytest.raises(ServerError, match="--http-port and --metrics-port are both 9000"):
         choose_ports({"http_port": 9000, "grpc_port": 9001, "metrics_port": 9000})
 
 
-def test_a_taken_port_is_told_with_the_option_that_chooses_another() -> None:
+def test_a_port_in_use_is_rejected_with_the_option_that_sets_another() -> None:
     with socket.socket() as holder:
         holder.bind(("0.0.0.0", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(ServerError, match=rf"port {port} is taken; .* --grpc-port N"):
+        with pytest.raises(ServerError, match=rf"port {port} is already in use; .* --grpc-port N"):
             choose_ports({"http_port": 0, "grpc_port": port})
 
 
 # -- processes -----------------------------------------------------------------------------------
 
 
-def test_a_process_is_known_from_a_later_one_and_ended_if_it_stays() -> None:
+def test_a_process_that_does_not_end_is_killed_and_its_status_is_read() -> None:
     with python(SLEEP) as process:
         known = psutil.Process(process.pid)
         assert is_alive(known)
         end([known], grace_seconds=0.1)
-        assert not is_alive(known)  # though nobody has collected it yet
+        # The process is a zombie: it has not been collected yet.
+        assert not is_alive(known)
         assert how_it_ended(known) == "signal SIGKILL"
         assert process.wait(5) == -signal.SIGKILL
     assert how_it_ended(known) == ""
@@ -98,7 +99,7 @@ def test_a_process_is_known_from_a_later_one_and_ended_if_it_stays() -> None:
     assert ended_with(-signal.SIGFPE) == "signal SIGFPE"
 
 
-def test_a_model_that_ends_itself_is_told_by_its_status() -> None:
+def test_the_status_of_a_process_that_exits_is_read() -> None:
     with python("import os; os._exit(70)") as process:
         known = psutil.Process(process.pid)
         until(lambda: not is_alive(known))
@@ -122,7 +123,7 @@ made[0].wait()
 COUNT = "import time\nfor i in range(6000): print(i); time.sleep(0.01)"
 
 
-def test_a_tied_process_outlives_the_thread_that_asked_for_it_but_not_the_process(
+def test_a_tied_process_outlives_the_thread_that_started_it_but_not_the_parent(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "log"
@@ -153,7 +154,7 @@ time.sleep(60)
 """
 
 
-def test_a_model_learns_that_its_server_stops_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_model_drains_when_its_server_stops_and_ends_with_it(tmp_path: Path) -> None:
     folder = tmp_path / secrets.token_hex(8)
     folder.mkdir()
     region = SHARED_MEMORY / f"{shared_memory_prefix(folder)}region"
@@ -170,7 +171,7 @@ def test_a_model_learns_that_its_server_stops_and_ends_with_it(tmp_path: Path) -
         until(lambda: not region.exists())
 
 
-def test_the_time_to_finish_never_falls_below_nothing(tmp_path: Path) -> None:
+def test_the_seconds_left_are_never_negative(tmp_path: Path) -> None:
     assert draining.seconds_left(tmp_path) is None
     draining.begin(tmp_path, seconds=-1)
     assert draining.seconds_left(tmp_path) == 0
@@ -193,14 +194,14 @@ with run_folder(Path(sys.argv[1])) as folder:
 
 
 def killed_run(root: Path, program: str) -> tuple[Path, psutil.Process]:
-    """The folder of a run that was killed, and the process that it left."""
+    """Return the folder of a run that was killed, and the process that it left."""
     with python(KILLED, str(root), program) as run:
         name, pid = line(run).split()
         run.wait()
     return root / name, psutil.Process(int(pid))
 
 
-def test_the_next_start_clears_what_a_killed_run_left(tmp_path: Path) -> None:
+def test_the_next_start_removes_what_a_killed_run_left(tmp_path: Path) -> None:
     left, model = killed_run(tmp_path, "/somewhere/triton_python_backend_stub")
     assert is_alive(model)
     assert list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
@@ -212,8 +213,8 @@ def test_the_next_start_clears_what_a_killed_run_left(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_nothing_else_is_cleared(tmp_path: Path) -> None:
-    """Not a run that lives, not a foreign process that names a dead one, not a foreign folder."""
+def test_nothing_else_is_removed(tmp_path: Path) -> None:
+    """Running runs, other folders, and other processes that name a dead run are not touched."""
     notes = tmp_path / "notes"
     notes.mkdir()
     foreign = SHARED_MEMORY / f"vlora_{secrets.token_hex(4)}"
@@ -232,7 +233,7 @@ def test_nothing_else_is_cleared(tmp_path: Path) -> None:
         foreign.unlink()
 
 
-def test_runs_that_begin_and_end_at_the_same_time_do_not_clear_each_other(tmp_path: Path) -> None:
+def test_runs_that_start_and_end_at_the_same_time_do_not_remove_each_other(tmp_path: Path) -> None:
     def run(_: int) -> None:
         with run_folder(tmp_path) as folder:
             (folder / "file").touch()
@@ -243,9 +244,9 @@ def test_runs_that_begin_and_end_at_the_same_time_do_not_clear_each_other(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_a_folder_of_runs_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_runs_that_others_can_write_to_is_rejected(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     root.mkdir()
     root.chmod(0o777)
-    with pytest.raises(ServerError, match=r"only you can write to.*TMPDIR"), run_folder(root):
+    with pytest.raises(ServerError, match=r"other users can write to.*TMPDIR"), run_folder(root):
         pass

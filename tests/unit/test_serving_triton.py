@@ -19,7 +19,7 @@ PACKAGE = "vlora.serving.triton"
 
 
 class FakeError:
-    """Like Triton's error, it requires a message in valid UTF-8."""
+    """Requires a message in valid UTF-8, as Triton's error does."""
 
     def __init__(self, message: str, code: int) -> None:
         message.encode()
@@ -66,7 +66,7 @@ class FakeRequest:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A fake of `triton_python_backend_utils`, which the package under test then imports."""
+    """Yield a fake of `triton_python_backend_utils`, which the package under test imports."""
     fake = ModuleType("triton_python_backend_utils")
     codes = {"INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "UNSUPPORTED", "INTERNAL"}
     fake.TritonError = type("TritonError", (FakeError,), dict.fromkeys(codes, 0))
@@ -98,6 +98,14 @@ def tensors(backend: ModuleType) -> ModuleType:
 @pytest.fixture
 def bls(backend: ModuleType) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.bls")
+
+
+def test_the_package_can_be_imported_before_triton_sets_the_attributes(
+    monkeypatch: pytest.MonkeyPatch, backend: ModuleType
+) -> None:
+    """Triton imports a model's file first, and then sets the attributes of its module."""
+    monkeypatch.setitem(sys.modules, backend.__name__, ModuleType(backend.__name__))
+    assert importlib.import_module(f"{PACKAGE}.process").TritonProcess
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a step keeps for the next: places for rows, angles of positions."""
+"""Memory reused from step to step: the workspace's buffers and the table of rotary angles."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def workspace() -> Workspace:
     return Workspace(Mock(DecoderConfig, **sizes))
 
 
-def test_places_are_whole_rows_of_each_width(workspace: Workspace) -> None:
-    rows = workspace.buffers(3)
+def test_buffers_are_contiguous_rows_of_each_width(workspace: Workspace) -> None:
+    buffers = workspace.buffers(3)
     for name, width in WIDTHS.items():
-        place = getattr(rows, name)
-        assert place.shape == (3, width)
-        assert place.is_contiguous()
-        assert place.dtype == torch.float32
+        buffer = getattr(buffers, name)
+        assert buffer.shape == (3, width)
+        assert buffer.is_contiguous()
+        assert buffer.dtype == torch.float32
 
 
-def test_what_is_read_never_lies_where_its_product_goes(workspace: Workspace) -> None:
-    rows = workspace.buffers(5)
+def test_no_operation_reads_and_writes_the_same_memory(workspace: Workspace) -> None:
+    buffers = workspace.buffers(5)
 
-    def span(place: torch.Tensor) -> range:
-        return range(place.data_ptr(), place.data_ptr() + place.numel() * 4)
+    def addresses(buffer: torch.Tensor) -> range:
+        return range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * 4)
 
-    for source, to in (
+    for source, target in (
         ("normed", "qkv"),
         ("qkv", "attended"),
         ("attended", "delta"),
@@ -53,11 +53,11 @@ def test_what_is_read_never_lies_where_its_product_goes(workspace: Workspace) ->
         ("gate_up", "gated"),
         ("gated", "delta"),
     ):
-        read, written = span(getattr(rows, source)), span(getattr(rows, to))
-        assert read.stop <= written.start or written.stop <= read.start, (source, to)
+        read, written = addresses(getattr(buffers, source)), addresses(getattr(buffers, target))
+        assert read.stop <= written.start or written.stop <= read.start, (source, target)
 
 
-def test_memory_grows_once_and_stays(workspace: Workspace) -> None:
+def test_memory_grows_to_the_largest_step_and_is_reused(workspace: Workspace) -> None:
     large = workspace.buffers(64).gate_up.data_ptr()
     assert workspace.buffers(2).gate_up.data_ptr() == large
     assert workspace.buffers(64).gate_up.data_ptr() == large
@@ -65,12 +65,12 @@ def test_memory_grows_once_and_stays(workspace: Workspace) -> None:
     assert workspace.buffers(0).delta.shape == (0, 20)
 
 
-def test_no_rows_at_first(workspace: Workspace) -> None:
+def test_a_first_step_may_have_no_rows(workspace: Workspace) -> None:
     assert workspace.buffers(0).qkv.shape == (0, 32)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.25])
-def test_angles_are_those_of_each_position(scale: float) -> None:
+def test_the_table_holds_the_angles_of_each_position(scale: float) -> None:
     frequencies = 1.0 / 10_000 ** (torch.arange(8) / 8)
     table = RotaryTable(frequencies, scale)
     for positions in (
@@ -81,15 +81,16 @@ def test_angles_are_those_of_each_position(scale: float) -> None:
         [7 * INITIAL_POSITIONS + 3, 2],
         [],
     ):
-        at = torch.tensor(positions, dtype=torch.int64)
-        found, wanted = table.lookup(at), Rotary.from_angles(at[:, None] * frequencies, scale)
-        torch.testing.assert_close(found.cosines, wanted.cosines)
-        torch.testing.assert_close(found.sines, wanted.sines)
-        assert found.cosines.is_contiguous()
-        assert found.sines.is_contiguous()
+        indices = torch.tensor(positions, dtype=torch.int64)
+        rotary = table.lookup(indices)
+        expected = Rotary.from_angles(indices[:, None] * frequencies, scale)
+        torch.testing.assert_close(rotary.cosines, expected.cosines)
+        torch.testing.assert_close(rotary.sines, expected.sines)
+        assert rotary.cosines.is_contiguous()
+        assert rotary.sines.is_contiguous()
 
 
-def test_a_place_that_does_not_fit_is_refused() -> None:
+def test_an_out_tensor_that_does_not_fit_is_refused() -> None:
     matrix = ops.Matrix(torch.randn(6, 4))
     x = torch.randn(3, 4)
     wrong: list[Any] = [

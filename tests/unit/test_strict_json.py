@@ -1,4 +1,4 @@
-"""JSON from outside: whatever passes can be told and sent on."""
+"""Strict parsing of JSON: accepted values can be printed and sent."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from vlora.strict_json import MAX_DEPTH, load_object
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ('{"a": 1', "is not valid JSON: .* at character 7"),
         ("", "is not valid JSON"),
         ("[1, 2]", "must be a JSON object, not list"),
         ('"x"', "must be a JSON object, not str"),
         ("null", "must be a JSON object"),
-        ('{"top_k": 1, "top_k": 2}', "gives 'top_k' twice"),
-        ('{"a": NaN}', "holds NaN, which is no JSON"),
-        ('{"a": [-Infinity]}', "holds -Infinity"),
-        ('{"a": 1e999}', "holds 1e999"),
-        ('{"a": ' + "7" * 5000 + "}", "a number of 5000 digits; the limit is 400"),
-        (r'{"lora_name": "\ud800"}', r"half a surrogate pair, '\\ud800'"),
-        (r'{"\udfff": 1}', "half a surrogate pair"),
-        (r'{"choices": ["a", "b\ude00\ud83d"]}', "half a surrogate pair"),
+        ('{"top_k": 1, "top_k": 2}', "has the key 'top_k' twice"),
+        ('{"a": NaN}', "has NaN, which is not valid JSON"),
+        ('{"a": [-Infinity]}', "has -Infinity"),
+        ('{"a": 1e999}', "has the number 1e999"),
+        ('{"a": ' + "7" * 5000 + "}", "a number with 5000 digits; the limit is 400"),
+        (r'{"lora_name": "\ud800"}', r"a lone surrogate, '\\ud800'"),
+        (r'{"\udfff": 1}', "a lone surrogate"),
+        (r'{"choices": ["a", "b\ude00\ud83d"]}', "a lone surrogate"),
         ("[" * 100_000, "nested too deeply"),
         ('{"a": ' * 13_000, "nested too deeply"),
         ('{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}", "nested too deeply"),
     ],
 )
-def test_what_cannot_be_told_or_sent_on_is_refused(text: str, says: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"^'given' .*{says}") as caught:
-        load_object(text, "'given'")
+def test_json_that_cannot_be_printed_or_sent_is_rejected(text: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^'input' .*{message}") as caught:
+        load_object(text, "'input'")
     caught.value.message.encode()
 
 
-def test_a_whole_surrogate_pair_is_its_character() -> None:
-    assert load_object(r'{"a": "\ud83d\ude00"}', "'given'") == {"a": "\U0001f600"}
+def test_a_surrogate_pair_is_one_character() -> None:
+    assert load_object(r'{"a": "\ud83d\ude00"}', "'input'") == {"a": "\U0001f600"}
 
 
 VALUES = st.recursive(
@@ -52,9 +52,11 @@ VALUES = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.text(), VALUES, max_size=4))
-def test_an_object_is_what_was_written_or_a_refusal_that_can_be_sent(value: dict) -> None:
+def test_an_object_is_parsed_as_written_or_rejected_with_an_error_that_can_be_sent(
+    value: dict,
+) -> None:
     try:
-        found = load_object(json.dumps(value), "'given'")
+        found = load_object(json.dumps(value), "'input'")
     except InvalidArgument as error:
         error.message.encode()
     else:

@@ -1,4 +1,4 @@
-"""`vlora serve` without a server: restarts, giving up, signals."""
+"""The supervisor without a real server: restarts, giving up and signals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
 
 class FakeServer:
-    """Comes up, and goes down as `failures` says; None stands for a signal."""
+    """Starts, and fails with the next of `failures`; None sends a signal instead."""
 
     def __init__(
         self, options: ServerOptions, failures: Iterator[str | None], ending: signal.Signals
@@ -48,11 +48,11 @@ class FakeServer:
 
 
 class Runs:
-    """Servers as a supervisor makes them; what it said."""
+    """The servers that a supervisor made, and the messages that it printed."""
 
     def __init__(self, *failures: str | None, ending: signal.Signals = signal.SIGTERM) -> None:
         self.servers: list[FakeServer] = []
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self._failures = iter(failures)
         self._ending = ending
 
@@ -61,80 +61,82 @@ class Runs:
         return self.servers[-1]
 
     def supervise(self, restart: RestartPolicy | None) -> None:
-        supervisor = Supervisor(ServerOptions(), self.said.append, restart, make=self.make)
+        supervisor = Supervisor(ServerOptions(), self.messages.append, restart, make=self.make)
         supervisor.run(lambda server, seconds: None)
 
 
 @pytest.fixture
-def put_aside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def renamed_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "log").write_text("text")
     monkeypatch.setattr(Path, "replace", lambda self, target: target)
     return tmp_path
 
 
-NO_WAIT = RestartPolicy(most=3, first_wait=0.0)
+NO_WAIT = RestartPolicy(max_failures=3, first_wait=0.0)
 
 
-def test_a_server_that_goes_down_is_told_with_its_reason_and_log() -> None:
+def test_a_server_that_fails_is_reported_with_its_reason_and_log() -> None:
     runs = Runs("the process of model 'lmm' ended with status 70")
     with pytest.raises(ServerError) as raised:
         runs.supervise(restart=None)
     lines = str(raised.value).splitlines()
     assert lines[0] == "the process of model 'lmm' ended with status 70; the server is down"
-    assert lines[1:] == ["E: what the log says", "its log is log"]
+    assert lines[1:] == ["E: what the log says", "the server's log is log"]
     assert runs.servers[0].ended == ["killed"]
 
 
-def test_a_restart_says_so_and_a_signal_ends_it(put_aside: Path) -> None:
+def test_a_restart_is_announced_and_a_signal_stops_the_server(renamed_log: Path) -> None:
     runs = Runs("it broke", None)
     runs.supervise(NO_WAIT)
     assert [server.ended for server in runs.servers] == [["killed"], ["stopped"]]
-    assert "it broke; the server is down" in runs.said[1]
-    assert "its log is log.before" in runs.said[1]
-    assert "starting again in 0 s" in runs.said[1]
-    assert "running ones get 30 s to finish" in runs.said[-2]
-    assert runs.said[-1] == "stopped"
+    assert "it broke; the server is down" in runs.messages[1]
+    assert "the server's log is log.before" in runs.messages[1]
+    assert "restarting in 0 s" in runs.messages[1]
+    assert "running ones get 30 s to finish" in runs.messages[-2]
+    assert runs.messages[-1] == "stopped"
 
 
-def test_restarts_are_given_up_after_quick_failures_in_a_row(put_aside: Path) -> None:
+def test_the_supervisor_gives_up_after_several_quick_failures_in_a_row(renamed_log: Path) -> None:
     runs = Runs(*["it broke"] * 9)
-    with pytest.raises(ServerError, match=r"giving up: it went down 3 times, each within 60 s"):
+    with pytest.raises(
+        ServerError, match=r"giving up: the server failed 3 times in a row, each time within 60 s"
+    ):
         runs.supervise(NO_WAIT)
     assert len(runs.servers) == 3
 
 
-def test_a_failure_after_a_long_time_begins_a_new_row(put_aside: Path) -> None:
+def test_a_failure_after_a_long_time_resets_the_count(renamed_log: Path) -> None:
     runs = Runs(*["it broke"] * 9, None)
-    runs.supervise(RestartPolicy(most=2, quick_seconds=0.0, first_wait=0.0))
+    runs.supervise(RestartPolicy(max_failures=2, quick_seconds=0.0, first_wait=0.0))
     assert len(runs.servers) == 10
 
 
-def test_waits_grow_up_to_a_bound() -> None:
+def test_waits_double_up_to_a_maximum() -> None:
     policy = RestartPolicy()
     assert [policy.wait(n) for n in (1, 2, 3, 9)] == [1, 2, 4, 30]
 
 
 @pytest.fixture
 def ctrl_c_ignored() -> Iterator[None]:
-    """As a script's background process inherits it; and a hang-up as it is without nohup."""
-    wanted = {signal.SIGINT: signal.SIG_IGN, signal.SIGHUP: signal.SIG_DFL}
-    before = {each: signal.signal(each, handler) for each, handler in wanted.items()}
+    """Ignore SIGINT, as a script's background process does; SIGHUP has its default action."""
+    handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    for each, handler in before.items():
-        signal.signal(each, handler)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("ctrl_c_ignored")
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_every_signal_ends_a_server_that_a_script_started(ending: signal.Signals) -> None:
+def test_every_signal_stops_a_server_that_a_script_started(ending: signal.Signals) -> None:
     runs = Runs(None, ending=ending)
     runs.supervise(restart=None)
     assert runs.servers[0].ended == ["stopped"]
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_a_second_signal_ends_at_once_and_later_ones_are_ignored() -> None:
+def test_a_second_signal_kills_the_server_and_later_ones_are_ignored() -> None:
     runs = Runs(None)
     handler = signal.getsignal(signal.SIGTERM)
 
@@ -151,13 +153,13 @@ def test_a_second_signal_ends_at_once_and_later_ones_are_ignored() -> None:
         server.kill = signalled(server.kill)  # type: ignore[method-assign]
         return server
 
-    Supervisor(ServerOptions(), runs.said.append, make=make).run(lambda server, seconds: None)
+    Supervisor(ServerOptions(), runs.messages.append, make=make).run(lambda server, seconds: None)
     assert runs.servers[0].ended == ["killed"]
-    assert runs.said[-2:] == ["ending at once", "stopped"]
+    assert runs.messages[-2:] == ["stopping at once", "stopped"]
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_a_signal_while_it_starts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_during_the_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(server: FakeServer) -> FakeServer:
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the signal did not interrupt")
@@ -165,10 +167,10 @@ def test_a_signal_while_it_starts_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(FakeServer, "__enter__", interrupted)
     runs = Runs()
     runs.supervise(restart=None)
-    assert runs.said[-2:] == ["stopping: the server was not ready yet", "stopped"]
+    assert runs.messages[-2:] == ["stopping: the server was not ready yet", "stopped"]
 
 
-def test_a_first_server_that_does_not_come_up_is_not_tried_again() -> None:
+def test_a_first_server_that_does_not_start_is_not_restarted() -> None:
     def make(options: ServerOptions) -> FakeServer:
         raise ServerError("no checkpoint")
 

@@ -1,4 +1,4 @@
-"""The active weights are the base's, bit for bit, or the base with one adapter in it."""
+"""The active weights are the base's, bit for bit, or the base with one adapter merged."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ TARGETED: tuple[tuple[str, ...], ...] = (
     ("k_proj", "down_proj"),
     ("lm_head",),
 )
-"""Of eight adapters."""
+"""Targets of eight adapters."""
 
 
 @pytest.fixture(autouse=True)
 def one_thread(_threads_put_back: None) -> None:
-    """These matrices are not worth a second one."""
+    """Use one thread: a second one would not pay off for these matrices."""
     torch.set_num_threads(1)
 
 
 @dataclass
-class Known:
-    """The adapters of a server, as far as a switcher asks."""
+class AdapterList:
+    """Adapters of a server, as the switcher needs them."""
 
-    adapters: list[Adapter]
+    all: list[Adapter]
 
     @property
     def matrices(self) -> Collection[MatrixId]:
-        return {matrix for adapter in self.adapters for matrix in adapter.pairs}
+        return {matrix for adapter in self.all for matrix in adapter.pairs}
 
     def adapter(self, slot: int) -> Adapter:
-        return self.adapters[slot]
+        return self.all[slot]
 
 
 def adapter(number: int, targets: Sequence[str], layers: Sequence[int] = range(LAYERS)) -> Adapter:
@@ -80,9 +80,9 @@ def adapter(number: int, targets: Sequence[str], layers: Sequence[int] = range(L
     return Adapter(AdapterInfo(name, name, (rank,), tuple(targets), (), {}, (), ()), pairs, None)
 
 
-def eight() -> Known:
+def eight_adapters() -> AdapterList:
     torch.manual_seed(0)
-    return Known([adapter(number, targets) for number, targets in enumerate(TARGETED)])
+    return AdapterList([adapter(number, targets) for number, targets in enumerate(TARGETED)])
 
 
 def new_slab(dtype: torch.dtype = torch.float32) -> WeightSlab:
@@ -95,78 +95,80 @@ def state(switcher: Switcher) -> list[torch.Tensor]:
     return [view.clone() for view in switcher.active.views]
 
 
-def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def summed(slab: WeightSlab, of: Adapter, layer: int, group: tuple[str, ...]) -> torch.Tensor:
-    """float64 base + B A of a fused group."""
+def merged_sum(
+    slab: WeightSlab, adapter: Adapter, layer: int, group: tuple[str, ...]
+) -> torch.Tensor:
+    """Return base + B A of a fused group in float64."""
     parts = []
     for target in group:
         part = slab.region(layer, target).view(slab.base).double()
-        if (pair := of.pairs.get((layer, target))) is not None:
+        if (pair := adapter.pairs.get((layer, target))) is not None:
             part = part + pair.b.double() @ pair.a.double()
         parts.append(part)
     return torch.cat(parts)
 
 
-def matrices() -> list[tuple[int, tuple[str, ...]]]:
+def fused_groups() -> list[tuple[int, tuple[str, ...]]]:
     return [(layer, group) for layer in range(LAYERS) for group in GROUPS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged_weights_are_the_sum_in_fp32_rounded_once(dtype: torch.dtype) -> None:
-    slab, known = new_slab(dtype), eight()
-    switcher = Switcher(slab, known)
-    for slot in range(len(known.adapters)):
+    slab, adapters = new_slab(dtype), eight_adapters()
+    switcher = Switcher(slab, adapters)
+    for slot in range(len(adapters.all)):
         switcher.switch(slot)
-        for view, (layer, group) in zip(switcher.active.views, matrices(), strict=True):
-            want = summed(slab, known.adapters[slot], layer, group)
+        for view, (layer, group) in zip(switcher.active.views, fused_groups(), strict=True):
+            expected = merged_sum(slab, adapters.all[slot], layer, group)
             if dtype == torch.bfloat16:
-                steps = view.view(torch.int16).int() - want.to(dtype).view(torch.int16).int()
-                # Where the sum is all but nothing, fp32's own rounding is larger than a unit of it.
-                assert bool(((steps.abs() <= 1) | (want.abs() < 1e-4)).all())
+                steps = view.view(torch.int16).int() - expected.to(dtype).view(torch.int16).int()
+                # Where the sum is nearly zero, fp32's own rounding is larger than a unit of it.
+                assert bool(((steps.abs() <= 1) | (expected.abs() < 1e-4)).all())
             else:
-                torch.testing.assert_close(view.double(), want, rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(view.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_layer_that_the_live_adapter_does_not_touch_is_the_bases_own_view() -> None:
-    slab, known = new_slab(), eight()
-    switcher = Switcher(slab, known)
+def test_a_layer_that_the_live_adapter_does_not_target_is_a_view_of_the_base() -> None:
+    slab, adapters = new_slab(), eight_adapters()
+    switcher = Switcher(slab, adapters)
     base = switcher.active.views
     for slot, targets in enumerate(TARGETED):
         switcher.switch(slot)
-        for (_, group), view, own in zip(matrices(), switcher.active.views, base, strict=True):
+        for (_, group), view, own in zip(fused_groups(), switcher.active.views, base, strict=True):
             assert (view is own) == (not set(group) & set(targets))
 
 
-def test_an_adapter_leaves_nothing_behind_for_the_next() -> None:
-    """There are no stale views: whatever was merged before, the same weights are active."""
-    slab, known = new_slab(), eight()
+def test_no_merge_depends_on_the_adapter_merged_before() -> None:
+    """Check that no view is stale: the same weights are active, whatever was merged before."""
+    slab, adapters = new_slab(), eight_adapters()
     fresh = []
-    for slot in range(len(known.adapters)):
-        switcher = Switcher(slab, known)
+    for slot in range(len(adapters.all)):
+        switcher = Switcher(slab, adapters)
         switcher.switch(slot)
         fresh.append(state(switcher))
-    switcher = Switcher(slab, known)
+    switcher = Switcher(slab, adapters)
     for first in range(len(fresh)):
-        for then in range(len(fresh)):
+        for second in range(len(fresh)):
             switcher.switch(first)
-            switcher.switch(then)
-            assert switcher.live == then
-            assert same(switcher.active.views, fresh[then]), (first, then)
+            switcher.switch(second)
+            assert switcher.live == second
+            assert equal(switcher.active.views, fresh[second]), (first, second)
 
 
-def test_after_ten_thousand_switches_base_and_outputs_are_the_same_bit_for_bit() -> None:
-    slab, known = new_slab(), eight()
+def test_after_ten_thousand_switches_base_and_outputs_are_bit_identical() -> None:
+    slab, adapters = new_slab(), eight_adapters()
     digest = slab.digest()
-    switcher = Switcher(slab, known)
+    switcher = Switcher(slab, adapters)
     rows = [torch.randn(3, view.shape[1]) for view in switcher.active.views]
 
     def outputs() -> list[torch.Tensor]:
         return [ops.linear(x, w) for x, w in zip(rows, switcher.active.views, strict=True)]
 
-    slots = [BASE, *range(len(known.adapters))]
+    slots = [BASE, *range(len(adapters.all))]
     first = {}
     for slot in slots:
         switcher.switch(slot)
@@ -175,12 +177,12 @@ def test_after_ten_thousand_switches_base_and_outputs_are_the_same_bit_for_bit()
     for index, number in enumerate(drawn):
         switcher.switch(slots[number])
         if index % 100 == 0 or index > 9_900:
-            assert same(outputs(), first[slots[number]]), index
+            assert equal(outputs(), first[slots[number]]), index
     assert slab.digest() == digest
 
 
-def test_going_back_to_the_base_and_to_what_is_still_merged_is_an_assignment() -> None:
-    switcher = Switcher(new_slab(), eight())
+def test_switching_to_the_base_or_a_still_merged_adapter_computes_nothing() -> None:
+    switcher = Switcher(new_slab(), eight_adapters())
     base = switcher.active
     switcher.switch(1)
     merged = switcher.active
@@ -196,49 +198,49 @@ def test_going_back_to_the_base_and_to_what_is_still_merged_is_an_assignment() -
 
 
 def test_a_merge_that_fails_half_way_leaves_the_base_active() -> None:
-    slab, known = new_slab(), eight()
-    switcher = Switcher(slab, known)
+    slab, adapters = new_slab(), eight_adapters()
+    switcher = Switcher(slab, adapters)
     switcher.switch(1)
-    whole = state(switcher)
+    merged = state(switcher)
 
-    def half(out: torch.Tensor, base: torch.Tensor, merges: object) -> None:
+    def fail_half_way(out: torch.Tensor, base: torch.Tensor, merges: object) -> None:
         out[: len(out) // 2] = 7.0
         raise MemoryError
 
-    with patch.object(op, "merge", half), pytest.raises(MemoryError):
+    with patch.object(op, "merge", fail_half_way), pytest.raises(MemoryError):
         switcher.switch(3)
     assert (switcher.live, switcher.merged) == (BASE, BASE)
-    assert same(switcher.active.views, [r.view(slab.base) for r in slab.regions])
+    assert equal(switcher.active.views, [r.view(slab.base) for r in slab.regions])
     switcher.switch(1)
-    assert same(switcher.active.views, whole), "merged anew"
+    assert equal(switcher.active.views, merged), "merged again"
 
 
-def test_a_slot_with_another_adapter_is_merged_anew() -> None:
-    slab, known = new_slab(), eight()
-    switcher = Switcher(slab, known)
+def test_a_slot_with_another_adapter_is_merged_again() -> None:
+    slab, adapters = new_slab(), eight_adapters()
+    switcher = Switcher(slab, adapters)
     switcher.switch(4)
     switcher.switch(BASE)
-    known.adapters[4] = adapter(9, ("v_proj", "down_proj"))
+    adapters.all[4] = adapter(9, ("v_proj", "down_proj"))
     switcher.switch(4)
-    again = Switcher(slab, known)
-    again.switch(4)
-    assert same(switcher.active.views, again.active.views)
+    other = Switcher(slab, adapters)
+    other.switch(4)
+    assert equal(switcher.active.views, other.active.views)
 
 
-def test_an_adapter_that_is_evicted_is_not_kept_by_its_work_list() -> None:
-    known = eight()
-    switcher = Switcher(new_slab(), known)
-    factor = weakref.ref(known.adapters[1].pairs[0, "q_proj"].a)
+def test_a_work_list_does_not_keep_an_evicted_adapter_alive() -> None:
+    adapters = eight_adapters()
+    switcher = Switcher(new_slab(), adapters)
+    factor = weakref.ref(adapters.all[1].pairs[0, "q_proj"].a)
     switcher.switch(1)
     switcher.switch(BASE)
-    known.adapters[1] = known.adapters[0]
+    adapters.all[1] = adapters.all[0]
     assert factor() is None
     assert switcher.merged == BASE
 
 
-def test_merging_is_refused_with_figures_where_it_does_not_fit() -> None:
-    slab, known = new_slab(), eight()
-    switcher = Switcher(slab, known, memory=1000)
+def test_merging_is_rejected_with_figures_if_it_does_not_fit() -> None:
+    slab, adapters = new_slab(), eight_adapters()
+    switcher = Switcher(slab, adapters, memory=1000)
     assert not switcher.can_merge(0)
     assert switcher.refusal(0) == (
         "merged weights need 0.1 MiB in addition to the base model's 0.1; 0.0 MiB are left for them"
@@ -247,18 +249,18 @@ def test_merging_is_refused_with_figures_where_it_does_not_fit() -> None:
         switcher.switch(0)
     assert switcher.can_merge(BASE)
     switcher.switch(BASE)
-    off = Switcher(slab, known, "off")
+    off = Switcher(slab, adapters, "off")
     assert (off.refusal(3), off.merged_bytes) == ("merging is off", 0)
-    assert Switcher(slab, known, memory=slab.base.nbytes).can_merge(0)
+    assert Switcher(slab, adapters, memory=slab.base.nbytes).can_merge(0)
 
 
-def test_the_merged_slab_takes_no_more_memory_than_it_says() -> None:
-    """Of matrices that nobody targets there is only the address."""
-    wide = dict.fromkeys(TARGETS, (1024, 1024))
-    slab = WeightSlab(4, wide)
+def test_the_merged_slab_takes_no_more_memory_than_merged_bytes() -> None:
+    """Matrices that no adapter targets take address space only."""
+    shapes = dict.fromkeys(TARGETS, (1024, 1024))
+    slab = WeightSlab(4, shapes)
     pairs = {(2, "o_proj"): LoraPair(torch.randn(2, 1024), torch.randn(1024, 2))}
-    known = Known([replace(adapter(0, ()), pairs=pairs)])
-    switcher = Switcher(slab, known)
+    adapters = AdapterList([replace(adapter(0, ()), pairs=pairs)])
+    switcher = Switcher(slab, adapters)
     matrix = 4 << 20
     assert matrix <= switcher.merged_bytes <= 2 * matrix
     switcher.switch(0)
@@ -267,19 +269,19 @@ def test_the_merged_slab_takes_no_more_memory_than_it_says() -> None:
 
 
 def resident(tensor: torch.Tensor) -> int:
-    """Bytes in memory, as the kernel has it."""
+    """Return the number of bytes in memory, as the kernel reports it."""
     page = mmap.PAGESIZE
     pages = (ctypes.c_ubyte * (-(-tensor.nbytes // page)))()
     libc = ctypes.CDLL(None, use_errno=True)
-    asked = (ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), pages)
-    assert libc.mincore(*asked) == 0, os.strerror(ctypes.get_errno())
+    arguments = (ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), pages)
+    assert libc.mincore(*arguments) == 0, os.strerror(ctypes.get_errno())
     return sum(flags & 1 for flags in pages) * page
 
 
-def test_a_write_to_the_base_weights_is_a_fault_of_memory() -> None:
+def test_a_write_to_the_base_weights_is_a_segmentation_fault() -> None:
     slab = new_slab()
     slab.base[5] = 1.0
-    Switcher(slab, eight())
+    Switcher(slab, eight_adapters())
     child = os.fork()
     if child == 0:
         faulthandler.disable()
@@ -293,33 +295,33 @@ def test_a_write_to_the_base_weights_is_a_fault_of_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_place_the_base_weights_come_back_but_for_their_rounding(dtype: torch.dtype) -> None:
-    slab, known = new_slab(dtype), eight()
+def test_in_place_the_base_weights_are_restored_within_rounding(dtype: torch.dtype) -> None:
+    slab, adapters = new_slab(dtype), eight_adapters()
     before = slab.base.clone()
-    switcher = Switcher(slab, known, "in_place")
+    switcher = Switcher(slab, adapters, "in_place")
     assert switcher.merged_bytes == 0
     for slot in (0, 1, 1, 5, BASE, 7, 2):
         switcher.switch(slot)
         assert switcher.live == slot
         if slot != BASE:
-            for view, (layer, group) in zip(switcher.active.views, matrices(), strict=True):
+            for view, (layer, group) in zip(switcher.active.views, fused_groups(), strict=True):
                 parts = [slab.region(layer, target).view(before).double() for target in group]
-                pairs = [known.adapters[slot].pairs.get((layer, target)) for target in group]
-                want = torch.cat(
+                pairs = [adapters.all[slot].pairs.get((layer, target)) for target in group]
+                expected = torch.cat(
                     [
                         part if pair is None else part + pair.b.double() @ pair.a.double()
                         for part, pair in zip(parts, pairs, strict=True)
                     ]
                 )
                 atol = 1e-5 if dtype == torch.float32 else 0.1
-                torch.testing.assert_close(view.double(), want, rtol=0.0, atol=atol)
+                torch.testing.assert_close(view.double(), expected, rtol=0.0, atol=atol)
     switcher.switch(BASE)
     drift = (slab.base.double() - before.double()).abs().max()
     assert 0 < drift < (1e-5 if dtype == torch.float32 else 0.1)
 
 
 def test_in_place_a_merge_that_fails_leaves_no_weights_to_read() -> None:
-    switcher = Switcher(new_slab(), eight(), "in_place")
+    switcher = Switcher(new_slab(), eight_adapters(), "in_place")
     with patch.object(op, "merge", side_effect=MemoryError), pytest.raises(MemoryError):
         switcher.switch(1)
     assert switcher.active.views == ()

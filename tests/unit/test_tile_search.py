@@ -202,7 +202,7 @@ def test_a_table_is_written_atomically_and_names_its_device(tmp_path: Path) -> N
     written = json.loads(path.read_text())
     assert written["version"] == 2
     assert written["entries"] == {key: ["small", 1.5, 2.0], "0" * 32: ["large", None, None]}
-    assert tiles.read_table(path)[int(key, 16)] == tiles.Measured(
+    assert tiles.read_table(path)[int(key, 16)] == tiles.TableEntry(
         "apply", "fp32", 8, 64, 32, 16, 4, 2, "small", 1.5, 2.0
     )
     assert written["device"]["family"] == 26

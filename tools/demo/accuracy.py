@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from clients.common import first_string, request_inputs, sampling_parameters
-from tests.support.oracle import Different, Oracle
+from tests.support.oracle import Mismatch, Oracle
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, is_right, items
 from vlora.launcher.server import ServerOptions, TritonServer
@@ -62,14 +62,14 @@ class Comparison:
         self.served_right += is_right(item, served.text)
         self.oracle_right += is_right(item, answer.text)
         if answer.scores is not None:
-            labels = oracle.about(item.adapter)["head"]["labels"]
+            labels = oracle.adapter_info(item.adapter)["head"]["labels"]
             worst = _worst_score(served, answer.scores, labels)
             if worst > HEAD_TOLERANCE:
                 self.wrong.append(f"{item.id}: head scores differ by {worst:.2e}")
             return
         try:
             self.ties += oracle.text_ties(item, item.adapter, answer, served.text)
-        except Different as why:
+        except Mismatch as why:
             told = f"{served.text!r} instead of {answer.text!r}"
             self.wrong.append(f"{item.id}: {told} ({why})")
 

@@ -203,7 +203,8 @@ def search(out: Path) -> str:
 
 def kernels(out: Path) -> str:
     operator = _operator(out)
-    from benchmarks.kernels.cells import GRIDS, load_grid
+    from benchmarks.benchmark import GRIDS
+    from benchmarks.kernels.cells import load_grid
     from tools.gpu.kernels import run, summarize
     from vlora.atmm.cuda.choice import built_in
 
@@ -285,11 +286,11 @@ def _operator(out: Path | None = None) -> Any:
 
 
 def _limits(out: Path) -> Any:
-    from benchmarks.gpu_timing import Limits, measure_limits
+    from benchmarks.gpu_timing import GpuLimits, measure_limits
 
     known = read(out / "machine.json").get("limits")
     if known:
-        return Limits(**known)
+        return GpuLimits(**known)
     torch = _torch()
     return measure_limits(torch.device("cuda"), side=SIDE, copy_bytes=COPY_BYTES)
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.dtypes import DTYPES
 from benchmarks.gpu_timing import Call as Pass
-from benchmarks.gpu_timing import Limits, Timed, Work, interleaved
-from benchmarks.kernels.cells import DTYPES, Cell
-from benchmarks.kernels.operators import BASELINES, Baseline, Call
+from benchmarks.gpu_timing import GpuLimits, GpuTiming, GpuWork, interleaved
+from benchmarks.kernels.cells import KernelCell
+from benchmarks.kernels.operators import BASELINES, LoraCall, LoraOperator
 from tools.gpu.peers import PEERS
 from vlora.atmm.cuda.choice import Choice
 from vlora.atmm.cuda.operator import Operator
@@ -37,28 +38,28 @@ TOLERANCE = 3e-2
 """Tolerance relative to the largest true value in bf16, which rounds intermediates to 8 bits."""
 
 
-class Drawn(Cell):
+class Drawn(KernelCell):
     """A cell with adapters drawn once, because a second draw would use the default device."""
 
     @cached_property
     def slots(self) -> tuple[int, ...]:  # type: ignore[override]
         with torch.device("cpu"):
-            return Cell.slots.fget(self)  # type: ignore[attr-defined,no-any-return]
+            return KernelCell.slots.fget(self)  # type: ignore[attr-defined,no-any-return]
 
 
-class Atmm(Baseline):
+class Atmm(LoraOperator):
     """The operator under test, with the table's choice or one choice for every shape."""
 
     def __init__(self, operator: Operator, choice: Choice | None = None, name: str = ATMM) -> None:
         self.name = name  # type: ignore[misc]
         self._operator, self._choice = operator, choice
 
-    def why_not(self, cell: Cell) -> str | None:
+    def why_not(self, cell: KernelCell) -> str | None:
         if self._choice is not None and self._choice.shrink is not None and cell.width % 8:
             return "not aligned to 16 bytes"
         return None
 
-    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+    def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         operator = self._operator
         group = DeviceGroup(cell.width, [cell.width], pairs[0].a.dtype, operator.device)
         for pair in pairs:
@@ -76,16 +77,16 @@ class Atmm(Baseline):
 class Result:
     """Seconds of each operator on one cell, as a graph and call by call; reasons for omissions."""
 
-    cell: Cell
+    cell: KernelCell
     limit: float
-    graph: dict[str, Timed] = field(default_factory=dict)
-    eager: dict[str, Timed] = field(default_factory=dict)
+    graph: dict[str, GpuTiming] = field(default_factory=dict)
+    eager: dict[str, GpuTiming] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     choice: str = ""
     layers: int = 1
 
     def as_row(self) -> dict[str, Any]:
-        def us(timed: Mapping[str, Timed]) -> dict[str, float]:
+        def us(timed: Mapping[str, GpuTiming]) -> dict[str, float]:
             return {name: round(one.median * 1e6, 2) for name, one in timed.items()}
 
         return {
@@ -102,7 +103,7 @@ class Result:
 
 
 def measure(
-    cell: Cell, operator: Operator, statics: Mapping[str, Choice], limits: Limits
+    cell: KernelCell, operator: Operator, statics: Mapping[str, Choice], limits: GpuLimits
 ) -> Result:
     """Measure all operators on one cell, interleaved."""
     cell = Drawn(**vars(cell))
@@ -143,14 +144,14 @@ def measure(
         if name in UNCAPTURED:
             continue
         try:
-            captured[name] = Work(calls, graph=True)
+            captured[name] = GpuWork(calls, graph=True)
         except RuntimeError as raised:
             if name == ATMM:
                 raise
             result.left_out[f"{name} as a graph"] = str(raised).splitlines()[0][:200]
     result.graph = interleaved(captured, ROUNDS)
     eager = {
-        name: Work(calls, graph=False)
+        name: GpuWork(calls, graph=False)
         for name, calls in passes.items()
         if not name.startswith(STATIC)
     }
@@ -163,7 +164,7 @@ def measure(
     return result
 
 
-def _expected(x: torch.Tensor, pairs: Sequence[LoraPair], cell: Cell) -> torch.Tensor:
+def _expected(x: torch.Tensor, pairs: Sequence[LoraPair], cell: KernelCell) -> torch.Tensor:
     """Return the LoRA update in float64."""
     want = torch.zeros_like(x, dtype=torch.float64)
     for s in cell.segments:
@@ -173,7 +174,7 @@ def _expected(x: torch.Tensor, pairs: Sequence[LoraPair], cell: Cell) -> torch.T
     return want
 
 
-def _error(call: Call, x: torch.Tensor, want: torch.Tensor) -> float:
+def _error(call: LoraCall, x: torch.Tensor, want: torch.Tensor) -> float:
     before = torch.randn_like(x)
     y = before.clone()
     call(y, x)
@@ -182,10 +183,10 @@ def _error(call: Call, x: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def run(
-    cells: Sequence[Cell],
+    cells: Sequence[KernelCell],
     operator: Operator,
     statics: Mapping[str, Choice],
-    limits: Limits,
+    limits: GpuLimits,
     seconds: float,
 ) -> Iterator[Result]:
     """Yield results, and stop when the next cell would not be finished in time."""

@@ -13,17 +13,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.kernels.cells import Cell
-from benchmarks.kernels.operators import Baseline, Call
+from benchmarks.kernels.cells import KernelCell
+from benchmarks.kernels.operators import LoraCall, LoraOperator
 from vlora.atmm.types import LoraPair
 
 
-class Vllm(Baseline):
+class Vllm(LoraOperator):
     """vllm.lora.ops.triton_ops: sorts rows by adapter on the device, then shrinks and expands."""
 
     name: ClassVar[str] = "vllm"
 
-    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+    def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         ops: Any = importlib.import_module("vllm.lora.ops.triton_ops")
         a, b = _stacked(pairs)
         device, rows, rank = a.device, cell.total_rows, a.shape[1]
@@ -44,12 +44,12 @@ class Vllm(Baseline):
         return call
 
 
-class Sglang(Baseline):
+class Sglang(LoraOperator):
     """sglang.srt.lora.triton_ops: segmented products with one segment per adapter."""
 
     name: ClassVar[str] = "sglang"
 
-    def prepare(self, pairs: Sequence[LoraPair], cell: Cell) -> Call:
+    def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         ops: Any = importlib.import_module("sglang.srt.lora.triton_ops")
         info: Any = importlib.import_module("sglang.srt.lora.utils").LoRABatchInfo
         a, b = _stacked(pairs)
@@ -90,7 +90,7 @@ class Sglang(Baseline):
         return call
 
 
-PEERS: tuple[Baseline, ...] = (Vllm(), Sglang())
+PEERS: tuple[LoraOperator, ...] = (Vllm(), Sglang())
 
 
 def _stacked(pairs: Sequence[LoraPair]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_timing import Limits, Work, interleaved
+from benchmarks.gpu_timing import GpuLimits, GpuWork, interleaved
 from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator
 from vlora.atmm.types import LoraPair, MergeUpdate
 
@@ -41,7 +41,7 @@ MODELS = tuple(
 
 
 def measure(
-    model: Model, operator: Operator, limits: Limits, dtype: torch.dtype = torch.bfloat16
+    model: Model, operator: Operator, limits: GpuLimits, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
     """Measure a merge out of place and in place, addmm per matrix, and a plain copy.
 
@@ -74,10 +74,10 @@ def measure(
     in_place = base.clone()
     timed = interleaved(
         {
-            "atmm": Work([lambda: merge(out, base)], graph=True),
-            "atmm_in_place": Work([lambda: merge(in_place, in_place)], graph=True),
-            "addmm": Work([addmm], graph=True),
-            "copy": Work([lambda: _none(out.copy_(base))], graph=True),
+            "atmm": GpuWork([lambda: merge(out, base)], graph=True),
+            "atmm_in_place": GpuWork([lambda: merge(in_place, in_place)], graph=True),
+            "addmm": GpuWork([addmm], graph=True),
+            "copy": GpuWork([lambda: _none(out.copy_(base))], graph=True),
         },
         ROUNDS,
     )

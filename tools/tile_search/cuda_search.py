@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_timing import Timed, Work, interleaved
+from benchmarks.gpu_timing import GpuTiming, GpuWork, interleaved
 from vlora.atmm.cuda.choice import (
     SLICES,
     TABLE_VERSION,
@@ -70,11 +70,11 @@ class Data:
     segments: DeviceSegments
     layers: list[DeviceGroup]
 
-    def work(self, operator: Operator, choice: Choice) -> Work:
+    def work(self, operator: Operator, choice: Choice) -> GpuWork:
         def call(group: DeviceGroup) -> Any:
             return lambda: operator.apply(self.y, self.x, self.segments, group, choice)
 
-        return Work([call(group) for group in self.layers], graph=True)
+        return GpuWork([call(group) for group in self.layers], graph=True)
 
 
 class CudaSearch:
@@ -165,7 +165,7 @@ class CudaSearch:
             "shape": asdict(shape),
         }
 
-    def _times(self, data: Data, choices: Sequence[Choice], rounds: int) -> dict[Choice, Timed]:
+    def _times(self, data: Data, choices: Sequence[Choice], rounds: int) -> dict[Choice, GpuTiming]:
         work = {one.name: data.work(self._operator, one) for one in choices}
         timed = interleaved(work, rounds)
         return {one: timed[one.name] for one in choices}
@@ -194,14 +194,14 @@ class CudaSearch:
 
 
 def _beats(
-    winner: Choice, default: Choice, hot: dict[Choice, Timed], cold: dict[Choice, Timed]
+    winner: Choice, default: Choice, hot: dict[Choice, GpuTiming], cold: dict[Choice, GpuTiming]
 ) -> bool:
     gain = (hot[default].median * cold[default].median) / (hot[winner].median * cold[winner].median)
     noise = max(one[of].noise for one in (hot, cold) for of in (winner, default))
     return gain > (1 + noise) ** 2
 
 
-def _us(timed: Timed) -> float:
+def _us(timed: GpuTiming) -> float:
     return round(timed.median * 1e6, 2)
 
 

@@ -1,4 +1,4 @@
-"""What tells one CPU from another: virtual machines hide the marketing name."""
+"""Identification of a CPU by its properties: virtual machines hide the marketing name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Device:
-    """Vendor, family, model, and data caches in KiB."""
+    """CPU by vendor, family, model, and the sizes of its data caches in KiB."""
 
     vendor: str
     family: int
@@ -20,6 +20,7 @@ class Device:
 
     @classmethod
     def here(cls, root: Path = Path("/")) -> Device:
+        """Return this machine's CPU. root: folder that holds `proc` and `sys`."""
         fields: dict[str, str] = {}
         for line in (root / "proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -40,18 +41,18 @@ class Device:
 
     @property
     def cold_bytes(self) -> int:
-        """A working set that the caches do not hold: four times the last level, in bytes. At most
-        256 MiB: a virtual machine reports a host's cache, of which it has a part."""
+        """Size in bytes of a working set that exceeds the caches: four times the last level, at
+        most 256 MiB, since a virtual machine reports the cache of a host that it shares."""
         return min(max(4 * self.l3 << 10, 128 << 20), 256 << 20)
 
     def is_near(self, name: str) -> bool:
-        """Whether a name is of a device with this vendor, family and L2. The model and the last
-        level are a virtual machine's to make up."""
+        """Return whether `name` names a device with this vendor, family and L2 cache. A virtual
+        machine may report any model and last level."""
         ours, others = self.name.split("-"), name.split("-")
         return len(others) == len(ours) and all(ours[i] == others[i] for i in (0, 1, 4))
 
     @property
     def name(self) -> str:
-        """As in the names of tile tables: amd-f26-m2-48-1024-32768."""
+        """Name as in the file names of tile tables: amd-f26-m2-48-1024-32768."""
         vendor = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(self.vendor, self.vendor)
         return f"{vendor.lower()}-f{self.family}-m{self.model}-{self.l1}-{self.l2}-{self.l3}"

@@ -1,8 +1,8 @@
-"""Weights by slot, packed once: what a call of the operator goes through.
+"""Groups of weights by slot, packed once: the operand of a call of the operator.
 
 A group holds the projections that share an input (q, k, v; gate, up), so that one call reads its
-rows once. Packing is the CPU core's (csrc/atmm/README.md); the reference reads the plain pairs.
-Knows nothing of names, files or pools.
+rows once. The CPU core packs the weights (csrc/atmm/README.md); the reference reads the unpacked
+pairs. This module knows no names, files or pools.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ from vlora.atmm.types import DTYPES, HeadMatrix, LoraPair, Segments
 
 
 class LoraGroup:
-    """Projections [d_out, d_in] with one input, and each slot's pair for each of them.
+    """Projections [d_out, d_in] that share an input, with each slot's pair for each of them.
 
-    pairs[output][slot] is None where that adapter does not target that projection. A group keeps
-    what it is given alive; the packed copies are the core's, or lie where `put` is told. A slot may
-    be set and cleared while calls run: each goes through the weights that it found. dtype: of rows,
-    weights and outputs.
+    `pairs[output][slot]` is None if that adapter does not target that projection. A group keeps the
+    pairs alive; the core owns the packed copies unless `put` says where to write them. A slot may
+    be set and cleared while calls run: each call uses the weights that it found at its start.
+
+    dtype: of rows, weights and outputs.
     """
 
     def __init__(
         self, d_in: int, d_outs: Sequence[int], dtype: torch.dtype = torch.float32
     ) -> None:
         if dtype not in DTYPES:
-            raise ValueError(f"ATMM serves {', '.join(DTYPES.values())}, not {dtype}")
+            raise ValueError(
+                f"dtype {dtype} is not supported; ATMM serves {', '.join(DTYPES.values())}"
+            )
         self.d_in = d_in
         self.d_outs = tuple(d_outs)
         self.width = sum(d_outs)
         self.dtype = dtype
         self.pairs: tuple[list[LoraPair | None], ...] = tuple([] for _ in self.d_outs)
         self._idle: set[int] = set()
-        """Slots without any pair here, as all are where adapters leave a projection alone."""
+        """Slots without any pair here; all slots, if adapters do not target these projections."""
 
     def __len__(self) -> int:
-        """Slots so far."""
+        """Return the number of slots."""
         return len(self.pairs[0])
 
     @classmethod
     def of(cls, d_in: int, *columns: Sequence[LoraPair]) -> LoraGroup:
-        """A group of whole adapters: columns[output][slot]. For tests and benches."""
+        """Return a group of adapters that target all its projections: columns[output][slot]."""
         group = cls(d_in, [pairs[0].b.shape[0] for pairs in columns], columns[0][0].a.dtype)
         for row in zip(*columns, strict=True):
             group.append(row)
         return group
 
     def append(self, pairs: Sequence[LoraPair | None]) -> int:
-        """Add one adapter: its pair for each output, or None. Returns its slot.
+        """Add an adapter, with a pair or None for each output, and return its slot.
 
         Raises ValueError for a pair that does not fit its projection.
         """
@@ -61,8 +64,8 @@ class LoraGroup:
         return slot
 
     def slot_bytes(self, ranks: Sequence[int]) -> int:
-        """Bytes of one adapter's packed copies here, a multiple of 64; ranks: by output, 0 for
-        none. Of its plain copies, without the core."""
+        """Return the size of one adapter's packed copies here, a multiple of 64; without the
+        core, that of its unpacked copies. ranks: by output, 0 for none."""
         if backends.backend_of("atmm") == "cpu":
             return int(self.native.slot_bytes(list(ranks)))
         needed = sum((self.d_in + d_out) * r for d_out, r in zip(self.d_outs, ranks, strict=True))
@@ -74,17 +77,22 @@ class LoraGroup:
         pairs: Sequence[LoraPair | None],
         into: tuple[int, int] | None = None,
     ) -> None:
-        """Set one adapter's pairs in a slot that is there, or in the next. ValueError as `append`,
-        and for another slot. into: (address, bytes) where the packed copies go, 64-byte aligned,
-        the caller's until the slot is cleared; None: memory of the core's own."""
+        """Set an adapter's pairs in an existing slot or the next one.
+
+        into: (address, bytes) where the packed copies are written, 64-byte aligned; the memory
+            stays the caller's and must live until the slot is cleared. None lets the core allocate
+            memory.
+
+        Raises ValueError for another slot, and for a pair that does not fit its projection.
+        """
         if not 0 <= slot <= len(self):
-            raise ValueError(f"slot {slot} is neither one of the {len(self)} nor the next")
+            raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
         for output, (pair, d_out) in enumerate(zip(pairs, self.d_outs, strict=True)):
             if pair is not None:
                 self._check(slot, output, pair, d_out)
         on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
         if "native" in self.__dict__ or (on_cpu and backends.backend_of("atmm") == "cpu"):
-            # Packed now, at load, and not in the first forward pass.
+            # Pack now, at load, rather than in the first forward pass.
             packed = [None if p is None else factors(*p) for p in pairs]
             self.native.set_slot(slot, packed, into)
         for column, pair in zip(self.pairs, pairs, strict=True):
@@ -95,11 +103,11 @@ class LoraGroup:
             self._idle.discard(slot)
 
     def has(self, segments: Segments) -> bool:
-        """Whether any of them changes anything here."""
+        """Return whether any of the segments changes anything here."""
         return not segments.slots <= self._idle
 
     def clear(self, slot: int) -> None:
-        """From now on nothing goes through the slot; calls that run finish with what they found."""
+        """Empty a slot; running calls finish with the weights that they found."""
         self.put(slot, [None] * len(self.d_outs))
 
     def _check(self, slot: int, output: int, pair: LoraPair, d_out: int) -> None:
@@ -117,8 +125,8 @@ class LoraGroup:
 
     @cached_property
     def native(self) -> Any:
-        """The core's view of this group, made when it is first used. ValueError for pairs that are
-        not in the CPU's memory."""
+        """The core's view of this group, made on first use. Raises ValueError for pairs that are
+        not in CPU memory."""
         core = native.kernels().atmm
         group = core.Group(self.d_in, list(self.d_outs), DTYPES[self.dtype])
         for slot, pairs in enumerate(zip(*self.pairs, strict=True)):
@@ -127,7 +135,7 @@ class LoraGroup:
 
 
 class HeadGroup:
-    """Heads by slot, None where an adapter has none; fp32, any number of classes each."""
+    """Task heads by slot, None where an adapter has none; fp32, each with any number of classes."""
 
     def __init__(self, d_in: int) -> None:
         self.d_in = d_in
@@ -137,19 +145,22 @@ class HeadGroup:
         return len(self.heads)
 
     def classes(self, slot: int) -> int:
-        """Scores that the head of `slot` gives, 0 for none."""
+        """Return the number of scores of the slot's head, 0 without one."""
         head = self.heads[slot]
         return 0 if head is None else head.weight.shape[0]
 
     def append(self, head: HeadMatrix | None) -> int:
-        """Add one adapter's head. Returns its slot; ValueError if it does not fit."""
+        """Add an adapter's head and return its slot. Raise ValueError if it does not fit."""
         self.put(len(self), head)
         return len(self) - 1
 
     def put(self, slot: int, head: HeadMatrix | None) -> None:
-        """Set the head of a slot that is there, or of the next; None: it has none."""
+        """Set the head of an existing slot or the next one; None for an adapter without a head.
+
+        Raises ValueError for another slot, and for a head that does not fit.
+        """
         if not 0 <= slot <= len(self):
-            raise ValueError(f"slot {slot} is neither one of the {len(self)} nor the next")
+            raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
         if head is not None and (
             head.weight.dim() != 2
             or head.weight.shape[1] != self.d_in
@@ -167,7 +178,7 @@ class HeadGroup:
 
     @cached_property
     def native(self) -> Any:
-        """As of LoraGroup."""
+        """The core's view of this group, as of LoraGroup."""
         group = native.kernels().atmm.Group(self.d_in, [1], DTYPES[torch.float32])
         for slot, head in enumerate(self.heads):
             _set_head(group, slot, head)
@@ -178,14 +189,15 @@ def _set_head(group: Any, slot: int, head: HeadMatrix | None) -> None:
     if head is None:
         group.set_head(slot, None)
         return
-    bias = head.bias.float()  # alive until it has been copied
+    bias = head.bias.float()  # It must live until it has been copied.
     group.set_head(slot, factors(head.weight, bias[None]))
 
 
 def factors(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Where the core finds two matrices, any strides. ValueError if not in the CPU's memory."""
+    """Return the addresses, shapes and strides of two matrices for the core. Raise ValueError if
+    one is not in CPU memory."""
     core = native.kernels().atmm
     for matrix in (a, b):
         if not matrix.is_cpu:
-            raise ValueError(f"weights on {matrix.device}; the CPU's operator cannot read them")
+            raise ValueError(f"weights are on {matrix.device}; the CPU operator cannot read them")
     return core.Factors(*(core.Matrix(m.data_ptr(), m.shape, m.stride()) for m in (a, b)))

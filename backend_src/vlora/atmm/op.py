@@ -1,4 +1,4 @@
-"""The one LoRA operator; which implementation serves it is decided here and nowhere else.
+"""The LoRA operator; this module alone dispatches to its implementations.
 
 Backends: "cpu" (csrc/atmm, compiled), "cuda" (csrc/atmm/cuda) and "reference" (plain torch, the
 oracle). The default follows the tensors' device and is chosen once (`vlora.backends`); every
@@ -20,6 +20,8 @@ from vlora.atmm.types import DTYPES, Merges, MergeUpdate, Segment, Segments
 from vlora.backends import Backend
 
 Epilogue = Callable[[int, int, int, int, int], None]
+"""Epilogue of a product: called with the address and the stride (elements) of y, those of x, and
+the number of rows."""
 
 
 def apply(
@@ -34,18 +36,22 @@ def apply(
 ) -> None:
     """Add low-rank products to rows of y, in place, for all projections of a group.
 
-    Semantics: the columns of y are the group's outputs one after another. For every segment
-    (start, length, slot, sign), with rows R = start … start+length−1, and every output o with
-    (A, B) = group.pairs[o][slot]:  y[R, columns of o] += sign · (x[R] Aᵀ) Bᵀ.  Rows of no segment
-    (the base model's) are untouched, and a pair that is None (this adapter does not target this
-    matrix) is skipped. Ranks may differ. A value that is not finite stays in its segment's rows.
+    Semantics: the columns of y are the group's outputs one after another. For every segment (start,
+    length, slot, sign), with rows R = start … start+length−1, and every output o with (A, B) =
+    group.pairs[o][slot]:  y[R, columns of o] += sign · (x[R] Aᵀ) Bᵀ.
 
-    y: [T, sum of d_out] and x: [T, d_in], of the group's dtype, or both fp32; rows may be strided,
-    columns not. Segments may overlap (own and −live). Sums are fp32, and y is rounded to no less
-    than its own type. Where a unit multiplies pairs of bf16 (AVX-512's or AMX's, CUDA's), fp32 x
-    and x Aᵀ are rounded to bf16 for it, and on CUDA what is added to y; elsewhere nothing is.
-    config: index into `configs("apply", dtype)`, instead of the table's choice.
-    threads: None for torch's number; 1 runs on the caller.
+    Rows of no segment (the base model's) are unchanged, and a pair that is None (this adapter does
+    not target this matrix) is skipped. Ranks may differ. A value that is not finite affects its
+    segment's rows only. Segments may overlap (own and −live). Sums are fp32, and y is rounded only
+    to its own type. Where a unit multiplies pairs of bf16 (AVX-512's or AMX's, CUDA's), fp32 x and
+    x Aᵀ are rounded to bf16 for it, and on CUDA so is the addend of y; elsewhere nothing is
+    rounded.
+
+    y: [T, sum of d_out], x: [T, d_in]; both of the group's dtype, or both fp32. Rows may be
+        strided, columns not.
+    config: index into `configs("apply", dtype)`, in place of the table's choice.
+    threads: None for torch's number; 1 runs on the calling thread.
+
     Raises ValueError for a segment outside x, an unknown slot, or a shape that does not fit.
     """
     rows = x.shape[0]
@@ -68,10 +74,12 @@ def apply(
         return
     (y_stride, y_column), (x_stride, x_column) = y.stride(), x.stride()
     if (y_column != 1 and width > 1) or (x_column != 1 and group.d_in > 1):
-        raise ValueError("the columns of x and y must lie side by side")
+        raise ValueError("the columns of x and y must be contiguous")
     if chosen == "cuda":
         if config is not None:
-            raise ValueError("config is an index of the CPU's; see vlora.atmm.cuda.choice")
+            raise ValueError(
+                "config is an index of the CPU's tiles; on CUDA see vlora.atmm.cuda.choice"
+            )
         _on_cuda(y, x, segments, group)
         return
     group.native.apply(
@@ -88,12 +96,11 @@ def apply(
 
 
 def bind_epilogue(segments: Sequence[Segment], group: LoraGroup) -> Epilogue | None:
-    """`apply` as the last part of a product (`Matrix`), which has checked its fp32 rows: called
-    with the addresses and strides (elements) of y and x, and the number of rows. None where no
-    backend takes addresses; then `apply` serves.
+    """Return `apply` as the epilogue of a product (`Matrix`) that has checked its fp32 rows, or
+    None if the backend does not take addresses; then `apply` has to be called.
 
-    After a product little of the interpreter is left in the caches: what `apply` checks takes
-    longer there than a row of a small adapter.
+    After a product, little of the interpreter is left in the caches: the checks of `apply` would
+    take longer than a row of a small adapter.
     """
     if backends.backend_of("atmm") != "cpu":
         return None
@@ -107,12 +114,12 @@ def _backend_for(out: torch.Tensor) -> Backend:
 def _on_cuda(
     y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
 ) -> None:
-    """`apply` by kernels that want rows of the group's own type."""
+    """Run `apply` by kernels that need rows of the group's own type."""
     device = operator.current()
-    added = y if y.dtype == group.dtype else torch.zeros_like(y, dtype=group.dtype)
-    device.apply(added, x.to(group.dtype), device.segments(segments), device.group(group))
-    if added is not y:
-        y.add_(added)
+    out = y if y.dtype == group.dtype else torch.zeros_like(y, dtype=group.dtype)
+    device.apply(out, x.to(group.dtype), device.segments(segments), device.group(group))
+    if out is not y:
+        y.add_(out)
 
 
 def heads(
@@ -122,11 +129,15 @@ def heads(
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Scores of vision task heads before the softmax: shrink only.
+    """Return the scores of vision task heads before the softmax; shrink only.
 
-    Semantics: y[R, : classes of slot] = x[R] Wᵀ + bias for every segment; all else is zero.
-    x: [T, d_in] fp32 → y: [T, most classes of a slot]. Raises ValueError as `apply`, and for a
-    slot without a head.
+    Semantics: y[R, : classes of slot] = x[R] Wᵀ + bias for every segment; all other elements are
+    zero.
+
+    x: [T, d_in] fp32.
+
+    Returns y: [T, maximum number of classes of a slot]. Raises ValueError as `apply` does, and for
+    a slot without a head.
     """
     rows = x.shape[0]
     if x.dim() != 2 or x.shape[1] != group.d_in or x.dtype != torch.float32:
@@ -168,18 +179,22 @@ def merge(
     threads: int | None = None,
     backend: Backend | None = None,
 ) -> None:
-    """Merged weights of all layers and targets in one call (§4.4.1).
+    """Compute the merged weights of all layers and targets in one call (§4.4.1).
 
-    Semantics: for every update (offset, (A, B)), W = base[offset : …] viewed [d_out, d_in]:
-    the same place of out becomes W + sign · B A; what `Merges.copied` names is copied. Elements of
-    neither are not written.
+    Semantics: for every update (offset, (A, B)), with W = base[offset : …] viewed as [d_out, d_in],
+    the same elements of out become W + sign · B A; the parts in `Merges.copied` are copied. Other
+    elements are not written.
 
-    out, base: flat slabs of one dtype (fp32, bf16); `out is base` merges in place. A, B: fp32,
-    contiguous. Updates must not overlap. A work list that is used again should be a `Merges`.
-    Raises ValueError for what does not fit.
+    out, base: flat slabs of one dtype (fp32, bf16); `out is base` merges in place.
+    updates: A and B are fp32 and contiguous, and updates must not overlap. A work list that is used
+        repeatedly should be a `Merges`.
+
+    Raises ValueError for arguments that do not fit.
     """
     if out.shape != base.shape or out.dim() != 1 or out.dtype != base.dtype:
-        raise ValueError(f"out {tuple(out.shape)} {out.dtype}, base {tuple(base.shape)}: not alike")
+        raise ValueError(
+            f"out {tuple(out.shape)} {out.dtype}, base {tuple(base.shape)}: they must be equal"
+        )
     if out.dtype not in DTYPES or not (out.is_contiguous() and base.is_contiguous()):
         raise ValueError(f"slabs must be contiguous, {' or '.join(DTYPES.values())}")
     merges = Merges.of(updates)
@@ -205,10 +220,10 @@ def merge(
 
 
 def _on_cpu(*tensors: torch.Tensor) -> None:
-    """The core takes addresses: they must be of this memory."""
+    """Check that the tensors, whose addresses the core takes, are in CPU memory."""
     for tensor in tensors:
         if not tensor.is_cpu:
-            raise ValueError(f"a tensor on {tensor.device}; the CPU's operator cannot read it")
+            raise ValueError(f"a tensor is on {tensor.device}; the CPU operator cannot read it")
 
 
 def _check(rows: int, segments: Sequence[Segment], slots: int) -> None:

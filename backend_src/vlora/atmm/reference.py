@@ -1,4 +1,5 @@
-"""The operator as it reads in the paper (§4.3), in plain torch: the oracle of every fast one."""
+"""Reference of the operator as the paper states it (§4.3), in plain torch: the oracle of the
+compiled backends."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from vlora.atmm.types import Merges, Segment
 
 
 def apply(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
-    """See `vlora.atmm.op.apply`."""
+    """Compute what `vlora.atmm.op.apply` specifies."""
     for part, pairs in zip(torch.split(y, list(group.d_outs), dim=1), group.pairs, strict=True):
         for segment in segments:
             pair = pairs[segment.slot]
@@ -23,7 +24,7 @@ def apply(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
 
 
 def heads(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: HeadGroup) -> None:
-    """See `vlora.atmm.op.heads`."""
+    """Compute what `vlora.atmm.op.heads` specifies."""
     for segment in segments:
         head = group.heads[segment.slot]
         assert head is not None
@@ -32,10 +33,10 @@ def heads(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
 
 
 def merge(out: torch.Tensor, base: torch.Tensor, updates: Merges, sign: int) -> None:
-    """See `vlora.atmm.op.merge`."""
+    """Compute what `vlora.atmm.op.merge` specifies."""
     for offset, size in updates.copied:
         out[offset : offset + size] = base[offset : offset + size]
     for offset, (a, b) in updates:
-        place = slice(offset, offset + b.shape[0] * a.shape[1])
-        weight = base[place].view(b.shape[0], a.shape[1])
-        out[place] = (weight.float() + sign * (b @ a)).to(out.dtype).flatten()
+        elements = slice(offset, offset + b.shape[0] * a.shape[1])
+        weight = base[elements].view(b.shape[0], a.shape[1])
+        out[elements] = (weight.float() + sign * (b @ a)).to(out.dtype).flatten()

@@ -1,4 +1,4 @@
-"""The operator's vocabulary: segments of rows and the weights they go through."""
+"""Types of the operator's arguments: segments of rows, and the weights that they use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from vlora import native
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""Storage types of adapters, and the names that tables and configurations give them."""
+"""Storage types of adapters, with their names in tables and configurations."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows `start … start + length - 1` of one step go through adapter `slot`, times `sign`.
+    """Rows `start … start + length - 1` of a step, which use adapter `slot`, times `sign`.
 
-    sign is +1 (add the row's own adapter) or −1 (take the live one out, deLoRA §4.4.2).
+    sign: +1 adds the rows' own adapter, −1 subtracts the live one (deLoRA, §4.4.2).
     """
 
     start: int
@@ -29,29 +29,37 @@ class Segment:
 
 
 class Segments(tuple[Segment, ...]):
-    """The segments of one step. Every layer of the step uses them, so the compiled core's copy is
-    made once; any other sequence of segments serves as well, copied at each call."""
+    """Segments of one step. All layers of the step use them, so they are converted for the
+    compiled core once; any other sequence of segments is accepted, too, and converted at each
+    call."""
 
     @cached_property
     def native(self) -> Any:
+        """Segments as the compiled core takes them."""
         return native.kernels().atmm.Segments([(s.start, s.length, s.slot, s.sign) for s in self])
 
     @cached_property
     def slots(self) -> frozenset[int]:
+        """All slots that the segments use."""
         return frozenset(segment.slot for segment in self)
 
     @cached_property
     def prepared(self) -> dict[Any, Any]:
-        """Other backends' copies, by whose they are."""
+        """Copies of other backends, by the backend's object."""
         return {}
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Segments:
+        """Return `segments` as `Segments`."""
         return segments if isinstance(segments, cls) else cls(segments)
 
 
 class LoraPair(NamedTuple):
-    """a: [rank, d_in]; b: [d_out, rank] with the LoRA scale folded in. Same dtype and device."""
+    """Factors of one matrix, of one dtype and device.
+
+    a: [rank, d_in].
+    b: [d_out, rank], with the LoRA scale folded in.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -62,52 +70,56 @@ class LoraPair(NamedTuple):
 
 
 class HeadMatrix(NamedTuple):
-    """A linear layer that answers in place of the LM head: weight [classes, d_in], bias
-    [classes]."""
+    """Linear layer that replaces the LM head: weight [classes, d_in], bias [classes]."""
 
     weight: torch.Tensor
     bias: torch.Tensor
 
 
 class MergeUpdate(NamedTuple):
-    """One matrix [d_out, d_in] of a slab, `offset` elements in, and the fp32 pair merged into
-    it."""
+    """Matrix [d_out, d_in] of a slab that starts at element `offset`, and the fp32 pair merged
+    into it."""
 
     offset: int
     pair: LoraPair
 
 
 class CopiedPart(NamedTuple):
-    """Elements of a slab, from `offset` on, that a merge copies as they are."""
+    """Elements of a slab, from `offset` on, that a merge copies unchanged."""
 
     offset: int
     size: int
 
 
 class Merges(tuple[MergeUpdate, ...]):
-    """An adapter's work list: its updates, and what the same call copies. Checked once, as is the
-    compiled core's copy made; any other sequence of updates serves a call as well."""
+    """Work list of an adapter's merge: its updates, and the parts that the same call copies.
+
+    It is checked and converted for the compiled core once; any other sequence of updates is
+    accepted, too.
+    """
 
     copied: tuple[CopiedPart, ...]
 
     def __new__(cls, updates: Iterable[MergeUpdate], copied: Iterable[CopiedPart] = ()) -> Merges:
-        made = super().__new__(cls, updates)
-        made.copied = tuple(copied)
-        return made
+        merges = super().__new__(cls, updates)
+        merges.copied = tuple(copied)
+        return merges
 
     @classmethod
     def of(cls, updates: Sequence[MergeUpdate]) -> Merges:
+        """Return `updates` as `Merges`."""
         return updates if isinstance(updates, cls) else cls(updates)
 
     @cached_property
     def end(self) -> int:
-        """The slab's elements up to the last one needed. ValueError for an update that is none."""
+        """Number of elements that the slab needs. Raises ValueError for an update or part that
+        is invalid."""
         ends = [0]
         for offset, (a, b) in self:
             fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] > 0
             if not fits or offset < 0:
                 shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
-                raise ValueError(f"{shapes} at {offset} do not fit")
+                raise ValueError(f"{shapes} at offset {offset} do not fit")
             if a.dtype != torch.float32 or b.dtype != torch.float32:
                 raise ValueError(f"merging needs fp32 factors, not {a.dtype} and {b.dtype}")
             if not (a.is_contiguous() and b.is_contiguous()):
@@ -115,16 +127,17 @@ class Merges(tuple[MergeUpdate, ...]):
             ends.append(offset + b.shape[0] * a.shape[1])
         for part in self.copied:
             if min(part) < 0:
-                raise ValueError(f"{part} is no part of a slab")
+                raise ValueError(f"{part} is negative; it is no part of a slab")
             ends.append(part.offset + part.size)
         return max(ends)
 
     @cached_property
     def native(self) -> Any:
-        """ValueError for factors that are not in the CPU's memory."""
+        """Work list as the compiled core takes it. Raises ValueError if a factor is not in CPU
+        memory."""
         for _, pair in self:
             if not (pair.a.is_cpu and pair.b.is_cpu):
-                raise ValueError(f"a factor on {pair.a.device}; the CPU's operator cannot read it")
+                raise ValueError(f"a factor is on {pair.a.device}; the CPU operator cannot read it")
         updates = [
             (offset, b.shape[0], a.shape[1], a.shape[0], a.data_ptr(), b.data_ptr())
             for offset, (a, b) in self

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from vlora.cli.common import (
     AdaptersOption,
@@ -15,6 +17,12 @@ from vlora.cli.common import (
 )
 from vlora.config import load_adapter_names
 from vlora.launcher.server import default_repository
+
+if TYPE_CHECKING:
+    from vlora.capacity import Capacity
+
+MIB = 1 << 20
+GIB = 1 << 30
 
 app = typer.Typer(add_completion=False)
 
@@ -29,9 +37,65 @@ def capacity(
 
     The exit status is 1 if the weights alone do not fit.
     """
-    from vlora.capacity_cli import show
+    # Imported here because it imports torch.
+    from vlora.capacity import plan
 
     with report_errors():
         names = load_adapter_names(default_repository() / "lmm" / "1" / "multi_lora.json")
-        if not show(console, load_checked_options(model, adapters), names, memory):
+        result = plan(load_checked_options(model, adapters), names, int(memory * GIB))
+        console.print(_parts_table(result))
+        if not result.pages:
             raise typer.Exit(1)
+        console.print(_adapters_table(result))
+
+
+def _parts_table(result: Capacity) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{result.memory_bytes / GIB:g} GiB")
+    table.add_column("part")
+    table.add_column("MiB", justify="right")
+    table.add_column("contents")
+    pool = result.pages * result.page_bytes
+    adapters = result.adapter_pages * result.page_bytes
+    rows = [
+        ("base weights", result.weights_bytes, "the decoder's weights"),
+        ("merged weights", result.merged_bytes, "second copy of what known adapters change"),
+        (
+            "page pool",
+            pool,
+            f"{result.pages} pages of {result.page_bytes} bytes, {result.block_tokens} tokens",
+        ),
+        (
+            "- known adapters",
+            adapters,
+            f"{len(result.adapters)} adapters, {result.adapter_pages} pages",
+        ),
+        (
+            "- keys and values",
+            pool - adapters,
+            f"{result.token_bytes:.0f} bytes per token;"
+            f" {result.sequences(result.adapter_pages)} sequences of"
+            f" {result.context_tokens} tokens",
+        ),
+    ]
+    for name, size, contents in rows:
+        table.add_row(name, f"{size / MIB:.1f}", contents)
+    if not result.pages:
+        table.caption = "the weights alone do not fit"
+    return table
+
+
+def _adapters_table(result: Capacity) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("adapter")
+    for heading in ("packed MiB", "pages", "host MiB", "replaces tokens", "sequences left by 64"):
+        table.add_column(heading, justify="right")
+    for cost in (*result.examples, *result.adapters):
+        table.add_row(
+            cost.name,
+            f"{cost.packed_bytes / MIB:.2f}",
+            str(cost.pages),
+            f"{cost.host_bytes / MIB:.2f}",
+            str(cost.pages * result.block_tokens),
+            str(result.sequences(64 * cost.pages)),
+        )
+    return table

@@ -97,7 +97,7 @@ def _announce(options: Options, server: TritonServer, seconds: float) -> None:
     if broken := server.broken_adapters():
         names = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
         print_plain(
-            f"{len(broken)} adapters failed to load: {names}"
+            f"{len(broken)} {'adapter' if len(broken) == 1 else 'adapters'} failed to load: {names}"
             " (for the reasons, see the log or run `vlora adapters check`)"
         )
     console.print(f"HTTP      {server.http_url}")

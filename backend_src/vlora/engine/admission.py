@@ -72,7 +72,7 @@ class Admission:
             )
         digests = None
         if self._memory.prefix is not None:
-            digests = BlockDigests(self._memory.block, prompt.feature_row, prompt.features)
+            digests = BlockDigests(self._memory.block_size, prompt.feature_row, prompt.features)
             # Hash the prompt on this thread instead of the engine's.
             digests.up_to(prompt.ids, len(prompt.ids))
         sequence = Sequence(

@@ -199,7 +199,7 @@ class SyntheticSteps:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is to be measured.
+    """The measurement of a profile.
 
     slots: adapters that requests can ask for. mergeable: those of them that may be merged.
     sizes: returns the size of the adapter in a slot.

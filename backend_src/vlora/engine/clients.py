@@ -53,7 +53,7 @@ class Clients:
     def admit(self, request_id: str, client_id: str) -> None:
         """Add a request that is being prepared.
 
-        Raises InvalidArgument if an id is live, and Cancelled if the client has cancelled the
+        Raises InvalidArgument if an id is in use, and Cancelled if the client has cancelled the
         request already.
         """
         if request_id in self._clients:
@@ -85,7 +85,7 @@ class Clients:
                 self._pending_cancels.ended(client.id)
 
     def requests_to_cancel(self, client_id: str) -> list[str]:
-        """Return the live requests of a client id; without any, store the cancellation."""
+        """Return the in-flight requests of a client id; without any, store the cancellation."""
         request_ids = sorted(self._by_client_id.get(client_id, ()))
         if not request_ids:
             self._pending_cancels.add(client_id)

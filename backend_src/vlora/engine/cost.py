@@ -21,7 +21,7 @@ from vlora.ids import BASE
 
 
 class Part(NamedTuple):
-    """What a step computes of one request: `rows` rows after `context` positions.
+    """A step's part of one request: `rows` rows after `context` positions.
 
     answered: whether the step computes the logits of the last row.
     """

@@ -9,7 +9,7 @@ from functools import partial
 
 from vlora.config import Options
 from vlora.engine.calibration import Calibration, SyntheticSteps
-from vlora.engine.live_requests import LiveRequests
+from vlora.engine.in_flight import InFlightRequests
 from vlora.engine.parts import load_parts
 from vlora.engine.plan import StepPlan
 from vlora.engine.request_state import RequestState, rows_of
@@ -61,7 +61,7 @@ class Engine:
         self._merge_is_lossy = parts.merge_is_lossy
         self._max_rows = options.max_num_batched_tokens
         self._clock = clock
-        self._live = LiveRequests()
+        self._requests = InFlightRequests()
         self._statistics = EngineStatistics(self.pool.total, options.block_size)
         self._busy_since: float | None = None
         """End of the last step, if the engine has had work ever since."""
@@ -77,7 +77,7 @@ class Engine:
         """
         assert self.pool.kv == 0, "calibrating writes to pages"
         pages = self.pool.allocate(self.pool.free) or []
-        block = self.memory.block
+        block = self.memory.block_size
         slots = sorted(self.adapters.resident)
         calibration = Calibration(
             SyntheticSteps(self._runner, self.switcher, pages, block, self._max_rows),
@@ -98,16 +98,16 @@ class Engine:
         return self.admission.prepare(request)
 
     def add(self, state: RequestState, arrival: float) -> list[Output]:
-        """Queue a prepared request; raise ValueError if its id is live.
+        """Queue a prepared request; raise ValueError if its id is in use.
 
         Returns the last outputs of older waiting requests of its stream, if it supersedes them.
         """
         sequence = state.sequence
-        if self._live.get(sequence.id) is not None:
-            raise ValueError(f"request id {sequence.id!r} is live already")
+        if self._requests.get(sequence.id) is not None:
+            raise ValueError(f"request id {sequence.id!r} is in use already")
         ended = self._supersede(sequence.request.sampling)
         sequence.arrival = arrival
-        self._live.add(state)
+        self._requests.add(state)
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
             self.adapters.count_request(sequence.adapter)
@@ -119,7 +119,7 @@ class Engine:
 
         An unknown id is no error: the request may just have finished.
         """
-        state = self._live.get(request_id)
+        state = self._requests.get(request_id)
         if state is None:
             return []
         self._forget(state)
@@ -144,7 +144,7 @@ class Engine:
     def _expire(self, now: float) -> list[Output]:
         """End the requests whose deadline is over."""
         outputs: list[Output] = []
-        for state in self._live.expired(now):
+        for state in self._requests.expired(now):
             deadline_ms = state.sequence.request.sampling.deadline_ms
             self._statistics.count(expired=1)
             reason = Cancelled(f"past its deadline: 'deadline_ms' = {deadline_ms:g}")
@@ -156,7 +156,7 @@ class Engine:
         self.scheduler.remove(sequence)
         if sequence.adapter is not None:
             sequence.adapter.last_used = self.pool.tick()
-        self._live.remove(state)
+        self._requests.remove(state)
 
     # -- stepping ----------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class Engine:
         """Compute the plan; return its result and the seconds it took."""
         started = self._clock()
         for chunk in plan.chunks:
-            self._live[chunk.sequence_id].scheduled(plan.mode, started)
+            self._requests[chunk.sequence_id].scheduled(plan.mode, started)
         result = self._runner.forward(plan.chunks)
         seconds = self._clock() - started
         self._statistics.count_mode(plan.mode, seconds)
@@ -220,11 +220,11 @@ class Engine:
         """Advance the sequences by the computed rows, draw tokens, and end finished requests."""
         now = self._clock()
         drawing = [c.sequence_id for c in plan.chunks if c.completes and not c.use_head]
-        rows = iter(rows_of(result.logits, [self._live[request_id] for request_id in drawing]))
+        rows = iter(rows_of(result.logits, [self._requests[request_id] for request_id in drawing]))
         heads = iter(result.heads)
         outputs: list[Output] = []
         for chunk in plan.chunks:
-            state = self._live[chunk.sequence_id]
+            state = self._requests[chunk.sequence_id]
             mode = mode_of(chunk.slot, plan.live, merge_is_lossy=self._merge_is_lossy)
             state.sequence.advance(chunk.length, mode)
             if not chunk.completes:
@@ -272,7 +272,7 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """Whether all live requests wait for adapters, without a notification since."""
+        """True if all in-flight requests wait for adapters, without a notification since."""
         return self._stalled_at == self._notifications
 
     @property
@@ -280,19 +280,19 @@ class Engine:
         return self.scheduler.idle
 
     @property
-    def live_ids(self) -> tuple[str, ...]:
-        return self._live.ids
+    def request_ids(self) -> tuple[str, ...]:
+        return self._requests.ids
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the statistics; safe from any thread."""
         return self._statistics.snapshot(self.scheduler, self.adapters, self.pool, self.costs)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless pages, sequences and live requests agree."""
+        """Raise AssertionError unless pages, sequences and in-flight requests agree."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         self.memory.check_integrity(running)
         assert all(not sequence.table.pages for sequence in waiting)
-        self._live.check_integrity({s.id for s in (*running, *waiting)})
+        self._requests.check_integrity({s.id for s in (*running, *waiting)})
 
 
 def _row_output(state: RequestState, answer: Callable[[], Output], now: float) -> Output:

@@ -33,7 +33,7 @@ FATAL_EXIT = 70
 """Exit code of a process whose engine cannot continue (EX_SOFTWARE of sysexits.h)."""
 
 STALL_SECONDS = 0.05
-"""Interval at which deadlines are checked while all live requests wait for adapters."""
+"""Interval at which deadlines are checked while all requests wait for adapters."""
 
 LAST_OUTPUTS_SECONDS = 5.0
 """Maximum time for sending the last outputs of a failed engine before its process ends."""
@@ -113,7 +113,7 @@ class EngineLoop:
 
         The position is held until the request runs, is refused by `submit`, or is withdrawn.
         Raises Unavailable if the queue is full (with its length) or the server is shutting down,
-        InvalidArgument for an id that is live, and Cancelled if the client has stopped it already.
+        InvalidArgument for an id that is in use, and Cancelled if the client has cancelled it.
         """
         with self._wake:
             if not self._accepting:
@@ -166,14 +166,14 @@ class EngineLoop:
         return Unavailable("the server is shutting down")
 
     def abort(self, request_id: str) -> None:
-        """End a live or admitted request with Cancelled; an unknown id is no error."""
+        """End an in-flight or admitted request with Cancelled; an unknown id is no error."""
         self._abort(request_id, Cancelled("the request was cancelled"))
 
     def stop_client(self, client_id: str) -> None:
         """End the request of this client id with Cancelled.
 
-        If none is live, the cancellation waits a while for the request, whose images may still be
-        being encoded. Raises InvalidArgument for an id that is too short to be unique.
+        If none is in flight, the cancellation waits a while for the request, whose images may still
+        be in the encoder. Raises InvalidArgument for an id that is too short to be unique.
         """
         if len(client_id) < MIN_STOPPABLE_ID:
             raise InvalidArgument(
@@ -219,7 +219,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._run_once()
-            for request_id in self._engine.live_ids:
+            for request_id in self._engine.request_ids:
                 self._outbox.put(self._engine.abort(request_id, self._shutdown_reason()))
         except Exception:
             self._fail("the engine's thread")

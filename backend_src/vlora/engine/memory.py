@@ -47,18 +47,18 @@ class EngineMemory:
         self._version = adapters.version
         self._stuck_steps = 0
         self._stuck: AdapterHandle | None = None
-        self.block = options.block_size
+        self.block_size = options.block_size
         self.arrival_cutoff = math.inf
         """Latest arrival of requests that may begin to run."""
         for matrices in lora_groups(config.layers):
             adapters.group(matrices)
-        layout = config.layers, self.block, config.kv_heads, config.head_dim
+        layout = config.layers, self.block_size, config.kv_heads, config.head_dim
         self._page_bytes = page_bytes(*layout, dtype)
         self._adapter_pages = self._pages_for_adapters(options)
-        kv_pages = options.kv_cache_tokens // self.block
+        kv_pages = options.kv_cache_tokens // self.block_size
         self.pool = PagePool(kv_pages + self._adapter_pages)
-        self.store = KVCache(self.pool.total, *layout, dtype)
-        self.pool.movers.append(self.store.move)
+        self.kv_cache = KVCache(self.pool.total, *layout, dtype)
+        self.pool.movers.append(self.kv_cache.move)
         self.prefix = PrefixCache(self.pool) if options.enable_prefix_caching else None
 
     def _pages_for_adapters(self, options: Options) -> int:
@@ -74,11 +74,11 @@ class EngineMemory:
 
     def attach(self) -> None:
         """Pack the loaded adapters, as many as fit the adapters' pages."""
-        self._adapters.attach(self.pool, self.store, self._adapter_pages)
+        self._adapters.attach(self.pool, self.kv_cache, self._adapter_pages)
 
     def table(self) -> BlockTable:
         """Return a new block table for one sequence."""
-        return BlockTable(self.pool, self.block, self.prefix)
+        return BlockTable(self.pool, self.block_size, self.prefix)
 
     def capacity(self, handle: AdapterHandle | None) -> int:
         """Return the number of tokens that a request of this adapter can have at most.
@@ -93,7 +93,7 @@ class EngineMemory:
                 f"adapter '{name}' needs {pages} pages of {self._page_bytes} bytes;"
                 f" the pool has {self.pool.total}, for keys and values as well"
             )
-        return (self.pool.total - pages) * self.block
+        return (self.pool.total - pages) * self.block_size
 
     # -- between steps -------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     max_model_len = served_context(options, config.context, pool_tokens)
     memory = EngineMemory(options, config, dtype, adapters)
     switcher = Switcher(weights.slab, adapters, options.merging)
-    runner = Runner(config, weights, adapters, switcher, memory.store)
+    runner = Runner(config, weights, adapters, switcher, memory.kv_cache)
     memory.attach()
     _limit_merging(options, switcher, memory)
     sizes = AdapterSizes(adapters)
@@ -125,6 +125,6 @@ def _limit_merging(options: Options, switcher: Switcher, memory: EngineMemory) -
     switcher.memory = options.merged_weights_bytes
     if switcher.memory is None and (left := available_bytes()) is not None:
         # The pages' memory is only taken from the system as the pages are first used.
-        switcher.memory = max(0, left - memory.store.cache.nbytes)
+        switcher.memory = max(0, left - memory.kv_cache.cache.nbytes)
     if options.merging != "off" and (reason := switcher.refusal(0)) is not None:
         log.warning("no adapter is merged: %s ('merged_weights_bytes')", reason)

@@ -22,8 +22,8 @@ MAX_IDS = 4096
 class PendingCancels:
     """Pending cancellations by client id, and the ids of requests that ended recently.
 
-    The latter tell a late cancellation apart from an early one: it must not cancel a new request
-    that reuses the id.
+    The latter identify cancellations that are late: they must not cancel a new request that reuses
+    the id.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +38,7 @@ class PendingCancels:
         _evict_oldest(self._ended)
 
     def add(self, client_id: str) -> None:
-        """Store a cancellation of an id that is not live, unless its request ended recently."""
+        """Store a cancellation of an id that is not in use, unless its request ended recently."""
         if client_id not in self._ended:
             self._pending[client_id] = self._clock()
             _evict_oldest(self._pending)

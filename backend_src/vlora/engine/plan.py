@@ -11,19 +11,19 @@ from vlora.model.chunk import Chunk
 
 
 class Mode(StrEnum):
-    """How the rows of a step get their adapters (§4.4); follows from `live` and the rows."""
+    """Inference mode of a step (§4.4); it follows from `live` and the rows."""
 
     MERGED = "merged"
     """All rows use the live adapter; nothing is added."""
     MIXTURE = "mixture"
     """Some rows do not: the live adapter is subtracted there and their own added (deLoRA)."""
     UNMERGED = "unmerged"
-    """No adapter is live; each row's own adapter is added."""
+    """Each row's own adapter is added, since no adapter is live."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step computes.
+    """The decisions of one step.
 
     chunks: in the order of their rows, which is that of `ids.order_of`.
     preempted: ids of sequences whose pages were taken for older ones.

@@ -1,4 +1,4 @@
-"""The state of one live request: its sequence, its sampler, and its output so far."""
+"""The state of one in-flight request: its sequence, its sampler, and its output so far."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]
 
 
 class RequestState:
-    """Everything about one live request; made once it has passed every check.
+    """Everything about one in-flight request; made once it has passed every check.
 
     Owns the sequence that the scheduler sees, and the text and sampling state, which preemption
     does not change.

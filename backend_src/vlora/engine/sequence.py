@@ -88,12 +88,12 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """Whether a step could compute it: its adapter is resident, or it has none."""
+        """True if a step could compute it: its adapter is resident, or it has none."""
         return self.adapter is None or self.adapter.resident
 
     @property
     def holds_adapter(self) -> bool:
-        """Whether it has started with this version of its adapter, and will end with it."""
+        """True if it has started with this version of its adapter, and will end with it."""
         return self._held is not None
 
     def begin(self, live: int = BASE) -> None:
@@ -178,7 +178,7 @@ class Sequence:
 
     @property
     def started(self) -> bool:
-        """Whether it has ever been scheduled."""
+        """True if it has ever been scheduled."""
         return self._last_scheduled is not None
 
     @property

@@ -1,7 +1,7 @@
-"""Finds a `tritonserver` and what it needs to run our models under this very Python.
+"""Finds a `tritonserver` and the files that it needs to run our models under this Python.
 
-Either the one on PATH (NVIDIA's container), with its own backends; or the one in the
-`nvidia-pytriton` wheel, for which a backend directory is put together from links.
+The server is either the one on PATH (NVIDIA's container), with its own backends, or the one in the
+`nvidia-pytriton` wheel, for which a backend directory is assembled from links.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import vlora
 
 
 class ServerError(Exception):
-    """The server cannot run; the message says why and what mends it."""
+    """The server cannot run; the message says why, and how to correct it."""
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A server binary with the arguments and the environment that make it find its parts."""
+    """A server binary, with the arguments and environment variables for finding its parts."""
 
     binary: Path
     arguments: tuple[str, ...]
@@ -31,9 +31,11 @@ class Assembly:
 
 
 def assemble(folder: Path) -> Assembly:
-    """The server to start; `folder` (existing, owned by the caller) gets the backend links.
+    """Return the server to start.
 
-    Raises ServerError naming what is missing and the command that installs it.
+    folder: an existing folder, owned by the caller, in which the links to the backend are created.
+
+    Raises ServerError with what is missing and the command that installs it.
     """
     on_path = shutil.which("tritonserver")
     if on_path is not None:
@@ -41,7 +43,7 @@ def assemble(folder: Path) -> Assembly:
     spec = find_spec("pytriton")
     if spec is None or spec.origin is None:
         raise ServerError(
-            "no tritonserver: none is on PATH and the wheel is not installed;"
+            "tritonserver was not found on PATH, and the wheel nvidia-pytriton is not installed;"
             " install it with: pip install 'vlora[server]'"
         )
     root = Path(spec.origin).parent / "tritonserver"
@@ -66,36 +68,37 @@ def assemble(folder: Path) -> Assembly:
 
 
 def find_libpython() -> Path:
-    """The shared library of the running Python, which the backend's stub links against."""
+    """Return the path of the running Python's shared library, which the backend's stub links."""
     name = sysconfig.get_config_var("INSTSONAME") or ""
     if not name.startswith("libpython") or ".so" not in name:
         name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     libdir = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
     multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
-    places = [libdir, libdir / multiarch, Path(sys.base_prefix) / "lib"]
-    places += [Path("/usr/lib") / multiarch, Path("/usr/lib64"), Path("/usr/lib")]
-    for place in places:
-        if (place / name).exists():
-            return place / name
+    folders = [libdir, libdir / multiarch, Path(sys.base_prefix) / "lib"]
+    folders += [Path("/usr/lib") / multiarch, Path("/usr/lib64"), Path("/usr/lib")]
+    for folder in folders:
+        if (folder / name).exists():
+            return folder / name
     package = f"libpython{sys.version_info.major}.{sys.version_info.minor}"
     raise ServerError(
-        f"{name} was not found; Triton's Python backend needs it. Install it with:"
+        f"{name}, which Triton's Python backend needs, was not found; install it with:"
         f" apt-get install {package}"
         " (or use a Python that was built with --enable-shared)"
     )
 
 
 def _python_environment(libraries: list[Path]) -> dict[str, str]:
-    """What lets the backend's embedded Python import what this one imports.
+    """Return the variables with which the backend's embedded Python finds the same packages.
 
-    The wheel's stub is isolated: it ignores PYTHONPATH, but takes the packages of the `python3`
-    that is first on PATH, a virtual environment's included. The container's reads PYTHONPATH.
+    The wheel's stub is isolated: it ignores PYTHONPATH, but uses the packages of the first
+    `python3` on PATH, which may belong to a virtual environment. The container's stub reads
+    PYTHONPATH.
     """
     package = Path(vlora.__file__).resolve().parent.parent
-    found = [str(package)] + [entry for entry in sys.path if entry.endswith("-packages")]
+    packages = [str(package)] + [entry for entry in sys.path if entry.endswith("-packages")]
     environment = {
         "PATH": _joined([str(Path(sys.executable).parent)], "PATH"),
-        "PYTHONPATH": _joined(found, "PYTHONPATH"),
+        "PYTHONPATH": _joined(packages, "PYTHONPATH"),
     }
     if libraries:
         environment["LD_LIBRARY_PATH"] = _joined([str(p) for p in libraries], "LD_LIBRARY_PATH")

@@ -1,9 +1,9 @@
-"""How a server's models learn that it begins to stop, and how it learns that they have finished.
+"""Signals between a server that stops and its models, through files of the run's folder.
 
-Through files of the run's folder, since Triton 2.51 tells neither: it goes on handing out requests
-while it waits for idle connections to end. A model that finishes what runs keeps a file in
-`draining/`. `vlora serve` writes `drain`, which holds the moment at which all must be done
-(seconds of CLOCK_MONOTONIC, the same in all processes); each model then removes its file.
+Triton 2.51 has no such signals: it continues to pass requests to the models while it waits for idle
+connections to close. A model that has requests to finish creates a file in `draining/`. To stop,
+`vlora serve` writes the file `drain`, which holds the time by which all models must have finished
+(seconds of CLOCK_MONOTONIC, which is the same in all processes). Each model then removes its file.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from pathlib import Path
 
 
 def register(folder: Path, name: str) -> None:
-    """The model of this name (unique in the run) is to be waited for."""
-    place = folder / "draining"
-    place.mkdir(exist_ok=True)
-    (place / name).touch()
+    """Make the server wait for the model of this name, which is unique in the run."""
+    models = folder / "draining"
+    models.mkdir(exist_ok=True)
+    (models / name).touch()
 
 
 def deregister(folder: Path, name: str) -> None:
-    """It has finished."""
+    """Report that the model of this name has finished."""
     (folder / "draining" / name).unlink(missing_ok=True)
 
 
 def begin(folder: Path, seconds: float) -> None:
-    """Tell all models to be done in so many seconds."""
-    written = folder / "drain.new"
-    written.write_text(str(time.monotonic() + seconds))
-    written.replace(folder / "drain")
+    """Ask all models to finish within this many seconds."""
+    temporary = folder / "drain.new"
+    temporary.write_text(str(time.monotonic() + seconds))
+    temporary.replace(folder / "drain")
 
 
 def seconds_left(folder: Path) -> float | None:
-    """What is left of the time to finish, 0 at its end; None while the server does not stop."""
+    """Return the seconds left to finish, at least 0, or None if the server is not stopping."""
     try:
         deadline = float((folder / "drain").read_text())
     except FileNotFoundError:
@@ -41,5 +41,5 @@ def seconds_left(folder: Path) -> float | None:
 
 
 def unfinished(folder: Path) -> list[str]:
-    """The models that have something to finish still."""
+    """Return the names of the models that have not finished."""
     return sorted(path.name for path in (folder / "draining").glob("*"))

@@ -51,8 +51,8 @@ class Health(IntEnum):
     READY = 0
     """The server answers requests."""
     DEAD = 1
-    """No server listens, a model's process has ended, or no answer came within the deadline and no
-    forward pass was made."""
+    """There is no server, a model's process has ended, or the deadline passed without an answer and
+    without a forward pass."""
     ALIVE = 3
     """The server runs but accepts no requests now: it starts, drains, or its queue is full."""
 

@@ -1,4 +1,7 @@
-"""Processes started, watched and ended; psutil tells one from a later one that got its id."""
+"""Starting, watching and ending processes.
+
+Processes are psutil objects, which recognize a later process with a reused id.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,22 @@ import psutil
 from vlora.launcher import tether
 
 KILL_SECONDS = 5.0
-"""What a killed process may take to be gone; more only where it hangs in the kernel."""
+"""Seconds within which a killed process ends, unless it hangs in the kernel."""
 
 
 def start_tied(
     command: list[str], environment: Mapping[str, str], log: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """A process that ends when this one does, in a session of its own; what it says goes to `log`
-    or, without, where this one's output goes.
+    """Start a process that ends with this one, in a new session.
 
-    The kernel ties it to the very thread that makes it, so a thread is made for it that lives as
-    long as it does.
+    log: file for its output, None to share this process's output.
+
+    The kernel ends it with the thread that started it, so it is started by a new thread that lives
+    as long as the process.
     """
-    made: Future[subprocess.Popen[bytes]] = Future()
+    started: Future[subprocess.Popen[bytes]] = Future()
 
-    def keep() -> None:
+    def start_and_wait() -> None:
         tied = [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command]
         try:
             process = subprocess.Popen(
@@ -45,18 +49,19 @@ def start_tied(
                 start_new_session=True,
             )
         except OSError as error:
-            made.set_exception(error)
+            started.set_exception(error)
             return
-        made.set_result(process)
-        with suppress(ChildProcessError):  # collected elsewhere
+        started.set_result(process)
+        # Another thread may have collected the process already.
+        with suppress(ChildProcessError):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-    threading.Thread(target=keep, name="tritonserver", daemon=True).start()
-    return made.result()
+    threading.Thread(target=start_and_wait, name="tritonserver", daemon=True).start()
+    return started.result()
 
 
 def children(pid: int) -> set[psutil.Process]:
-    """The direct children of `pid`; empty when it is gone."""
+    """Return the direct children of process `pid`, none if it has ended."""
     try:
         return set(psutil.Process(pid).children())
     except psutil.NoSuchProcess:
@@ -64,8 +69,11 @@ def children(pid: int) -> set[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether this very process runs: not one that took its id, nor one that has ended and that
-    its parent has not collected, as Triton does not collect its models'."""
+    """Return whether this process runs.
+
+    A process that reuses its id does not count, nor does a zombie: Triton does not collect the
+    processes of its models.
+    """
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -73,8 +81,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def end(processes: Iterable[psutil.Process], grace_seconds: float = 2.0) -> None:
-    """Give the processes a moment to leave by themselves, then kill those still alive; returns
-    when they are gone."""
+    """Wait for the processes to end, kill those that have not, and return when all have ended."""
     for process in _still_alive(processes, grace_seconds):
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -82,23 +89,28 @@ def end(processes: Iterable[psutil.Process], grace_seconds: float = 2.0) -> None
 
 
 def _still_alive(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that have not ended after so long (psutil's own wait takes an uncollected one for
-    alive)."""
+    """Return the processes that have not ended after this many seconds.
+
+    psutil's own wait counts a zombie as alive.
+    """
     deadline = time.monotonic() + seconds
-    while (alive := [one for one in processes if is_alive(one)]) and time.monotonic() < deadline:
+    while True:
+        alive = [process for process in processes if is_alive(process)]
+        if not alive or time.monotonic() >= deadline:
+            return alive
         time.sleep(0.02)
-    return alive
 
 
 def how_it_ended(process: psutil.Process) -> str:
-    """`signal SIGKILL`, `status 3`, or empty where the system no longer tells."""
+    """Return `signal SIGKILL`, `status 3`, or "" if the system no longer has the status."""
     with suppress(OSError, psutil.NoSuchProcess):
-        if process.is_running():  # uncollected, so its line is still there and its own
+        # A zombie is "running" for psutil; its status is in the file until it is collected.
+        if process.is_running():
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
             return ended_with(os.waitstatus_to_exitcode(int(fields[49])))
     return ""
 
 
 def ended_with(code: int) -> str:
-    """An exit code as subprocess has it, in words."""
+    """Return an exit code of `subprocess` in words."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"

@@ -1,33 +1,57 @@
-"""A model repository of one's own: a copy of ours to mount, change and serve anywhere."""
+"""Copies of the model repository: for the user to change, or with overrides for one run."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from vlora.config import load_adapter_names
 from vlora.errors import InvalidArgument
 from vlora.paths import model_repository
 
-LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.pyc")
+IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
 def write_repository(folder: Path, model: Path | None = None, adapters: Path | None = None) -> Path:
-    """Copies the model repository to `folder`, which may exist but must be empty; returns it.
+    """Copy the model repository to `folder`, which must be new or empty, and return it.
 
-    model, adapters: what its `model.json` names, as given (a container's paths need not exist
-    here); by default the demo's, as absolute paths. Raises InvalidArgument where `folder` holds
-    anything or is no folder.
+    model, adapters: paths for its `model.json`, written as they are: a container's paths need not
+        exist here. Default: absolute paths of the demo's.
+
+    Raises InvalidArgument if `folder` is a file or not empty.
     """
     if folder.exists() and not folder.is_dir():
-        raise InvalidArgument(f"{folder} is a file; name a folder, new or empty")
+        raise InvalidArgument(f"{folder} is a file; choose a new or empty folder")
     if folder.is_dir() and any(folder.iterdir()):
-        raise InvalidArgument(f"{folder} is not empty; name a new folder, or empty this one")
+        raise InvalidArgument(f"{folder} is not empty; choose a new or empty folder")
     source = model_repository()
-    shutil.copytree(source, folder, ignore=LEFT_BEHIND, dirs_exist_ok=True)
+    shutil.copytree(source, folder, ignore=IGNORED, dirs_exist_ok=True)
     original = source / "lmm" / "1" / "model.json"
     options = json.loads(original.read_text())
-    for key, given in (("model", model), ("adapters", adapters)):
-        options[key] = str(given or (original.parent / options[key]).resolve())
+    for key, path in (("model", model), ("adapters", adapters)):
+        options[key] = str(path or (original.parent / options[key]).resolve())
     (folder / "lmm" / "1" / "model.json").write_text(json.dumps(options, indent=2) + "\n")
     return folder
+
+
+def copy_with_overrides(
+    source: Path, copy: Path, model_json: Mapping[str, Any], multi_lora: Mapping[str, str]
+) -> None:
+    """Copy the repository `source` to `copy`, a new folder, with these keys replaced.
+
+    model_json: keys that replace those of `model.json`. Relative folders in it stay the same ones.
+    multi_lora: entries that are added to `multi_lora.json`.
+    """
+    shutil.copytree(source, copy, ignore=IGNORED)
+    original = source / "lmm" / "1" / "model.json"
+    keys = json.loads(original.read_text())
+    for key in ("model", "adapters"):
+        if keys.get(key):
+            keys[key] = str((original.parent / keys[key]).resolve())
+    version = copy / "lmm" / "1"
+    (version / "model.json").write_text(json.dumps(keys | dict(model_json)))
+    names = load_adapter_names(version / "multi_lora.json") | dict(multi_lora)
+    (version / "multi_lora.json").write_text(json.dumps(names))

@@ -1,9 +1,9 @@
-"""The folder of one run of a server, and the clearing of what runs that were killed have left.
+"""The folder of one run of a server, and the removal of what killed runs have left.
 
-A run owns `<temporary>/vlora-<user id>/<token>/` while it holds the lock of the file `lock` in it;
-the kernel takes that away when the holder ends, however it ends. The token is random, and all of
-a run's shared memory is named after it (`/dev/shm/vlora_<token>_…`), as the command lines of its
-server and its models tell. That is how what a dead run left is known to be its own.
+A run owns `<temporary>/vlora-<user id>/<token>/` while it holds the lock of the file `lock` in it.
+The kernel releases the lock when the process ends, in whatever way. The token is random, and the
+names of a run's shared memory (`/dev/shm/vlora_<token>_…`) and the command lines of its server and
+models contain it. This identifies everything that a dead run left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vlora.launcher.assembly import ServerError
 from vlora.launcher.processes import end
 
 RUN_VARIABLE = "VLORA_RUN"
-"""Environment variable that names the folder to the server and its models."""
+"""Environment variable with the folder's path, for the server and its models."""
 
 PROGRAMS = ("tritonserver", "triton_python_backend_stub")
 SHARED_MEMORY = Path("/dev/shm")
@@ -33,28 +33,31 @@ TOKEN = re.compile(r"[0-9a-f]{16}")
 
 
 def root_of_runs() -> Path:
-    """The folder of all runs of this user."""
+    """Return the folder of all runs of this user."""
     return Path(tempfile.gettempdir()) / f"vlora-{os.getuid()}"
 
 
 def starting_file(folder: Path, grpc_port: int) -> Path:
-    """There while the run's server starts: Triton opens no port before its models are loaded."""
+    """Return the path of a file that exists while the run's server starts.
+
+    Triton opens no port before its models are loaded.
+    """
     return folder / f"starting-{grpc_port}"
 
 
 def is_starting(grpc_port: int) -> bool:
-    """Whether a living run of this user, on this machine, is starting a server on that port."""
-    marks = root_of_runs().glob(starting_file(Path("*"), grpc_port).as_posix())
-    return any(_is_owned(mark.parent / "lock") for mark in marks)
+    """Return whether a run of this user on this machine is starting a server on that port."""
+    starting = root_of_runs().glob(starting_file(Path("*"), grpc_port).as_posix())
+    return any(_is_owned(mark.parent / "lock") for mark in starting)
 
 
 def shared_memory_prefix(folder: Path) -> str:
-    """How the names of the run's shared memory begin."""
+    """Return the prefix of the names of the run's shared memory."""
     return f"vlora_{folder.name}_"
 
 
 def release_shared_memory(folder: Path) -> int:
-    """Unlink the run's shared memory, once nothing uses it any more; how many files that were."""
+    """Unlink the run's shared memory, which must not be in use, and return the number of files."""
     regions = list(SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"))
     for region in regions:
         region.unlink(missing_ok=True)
@@ -62,31 +65,32 @@ def release_shared_memory(folder: Path) -> int:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """The run's server and models, whoever their parent is by now."""
+    """Return the processes of the run's server and models, even if they have other parents now."""
     prefix = shared_memory_prefix(folder)
-    found = []
+    processes = []
     for process in psutil.process_iter(["cmdline"]):
         program, *arguments = process.info["cmdline"] or [""]
-        if Path(program).name in PROGRAMS and any(prefix in each for each in arguments):
-            found.append(process)
-    return found
+        if Path(program).name in PROGRAMS and any(prefix in argument for argument in arguments):
+            processes.append(process)
+    return processes
 
 
 @contextmanager
 def run_folder(root: Path | None = None) -> Iterator[Path]:
-    """A new folder, owned and locked until the end of the block and gone then.
+    """Yield a new folder, locked until the end of the block and removed then.
 
-    What dead runs of the same user left is cleared first. Raises ServerError where the folder of
-    all runs, `root`, is not ours alone.
+    Remainders of dead runs of the same user are removed first.
+
+    root: the folder of all runs. Raises ServerError if other users can write to it.
     """
     root = root or root_of_runs()
     _make_private(root)
-    # Under the lock of all runs, so that nobody clears a folder not locked yet, or half gone.
+    # The lock of all runs keeps other runs from removing the folder before it is locked.
     with _locked(root / "lock"):
         _clear_dead(root)
         folder = root / secrets.token_hex(8)
         folder.mkdir()
-        lock = _take(folder / "lock")
+        lock = _try_lock(folder / "lock")
     assert lock is not None, folder
     with lock:
         try:
@@ -99,7 +103,7 @@ def run_folder(root: Path | None = None) -> Iterator[Path]:
 def _clear_dead(root: Path) -> None:
     for folder in root.iterdir():
         if TOKEN.fullmatch(folder.name):
-            lock = _take(folder / "lock")
+            lock = _try_lock(folder / "lock")
             if lock is not None:
                 with lock:
                     end(processes_of(folder), grace_seconds=0)
@@ -112,8 +116,8 @@ def _make_private(root: Path) -> None:
     status = root.lstat()
     if root.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ServerError(
-            f"{root} must be a folder that only you can write to; remove it, or name another place"
-            " for temporary files with TMPDIR"
+            f"other users can write to {root}, or it is not a folder; remove it, or set TMPDIR to"
+            " another folder for temporary files"
         )
 
 
@@ -124,8 +128,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _take(path: Path) -> IO[str] | None:
-    """The file, locked until it is closed; None while another process has it."""
+def _try_lock(path: Path) -> IO[str] | None:
+    """Return the file, locked until it is closed, or None if another process has the lock."""
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,12 +140,13 @@ def _take(path: Path) -> IO[str] | None:
 
 
 def _is_owned(path: Path) -> bool:
-    """Whether another process has the lock of this file."""
+    """Return whether another process has the lock of this file."""
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:  # the run has just ended
+    except FileNotFoundError:
+        # The run has just ended.
         return False
     return False

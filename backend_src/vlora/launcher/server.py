@@ -1,12 +1,12 @@
 """Starts, watches, drains and ends a Triton server with our model repository.
 
-`TritonServer` is a context manager: `vlora serve`, the tests and the benches use the same one.
-Ready means that every model folder is READY in the repository index, since a model whose
-`config.pbtxt` has an unknown field vanishes with only a log line.
+`TritonServer` is a context manager; `vlora serve`, the tests and the benchmarks use the same one. A
+server is ready when all models are READY in the repository index: Triton ignores a model whose
+`config.pbtxt` has an unknown field, and only logs it.
 
-**Invariant:** whatever was started is ended, the models' processes included, which can outlive a
-crashed server: by this object; where its process is killed, by the kernel (`tether.py`) and by the
-models themselves (`lifeline.py`); and what is left of its files by the next start.
+**Invariant:** all processes that were started are ended, including the models' processes, which can
+outlive a crashed server: by this object or, if this process is killed, by the kernel (`tether.py`)
+and by the models themselves (`lifeline.py`). Remaining files are removed by the next start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import time
 import urllib.error
@@ -28,11 +27,12 @@ from typing import Any
 
 import psutil
 
-from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE, load_adapter_names
+from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
 from vlora.launcher import draining, server_log
 from vlora.launcher.assembly import Assembly, ServerError, assemble
 from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive, start_tied
+from vlora.launcher.repository import copy_with_overrides
 from vlora.launcher.run_folder import (
     RUN_VARIABLE,
     processes_of,
@@ -44,38 +44,50 @@ from vlora.launcher.run_folder import (
 from vlora.paths import model_repository
 
 START_SECONDS = 180.0
+"""Seconds within which a server must be ready."""
+
 GRACE_SECONDS = 30.0
+"""Default of the seconds that running requests get to finish when the server stops."""
+
 CANCEL_SECONDS = 5.0
-"""What ending the requests that are left after the grace may take."""
+"""Seconds for cancelling the requests that are left after the grace period."""
+
 EXIT_SECONDS = 5.0
-"""What Triton gets to unload its models once nothing runs any more. It waits that long for idle
-HTTP connections too, however long they have been idle: no option of 2.51 closes them."""
+"""Seconds that Triton gets to unload its models when no request runs.
+
+It also waits for idle HTTP connections that long: no option of Triton 2.51 closes them.
+"""
+
 STANDARD_OUTPUT = Path("-")
+"""Value of `ServerOptions.log` for no file."""
+
 PYTHON_BACKEND = {
-    # A 7B checkpoint takes longer to load than the default 30 s.
+    # Loading a 7B checkpoint takes longer than the default of 30 s.
     "stub-timeout-seconds": "600",
-    # Blocking calls between models (at most 128) each hold one; sending answers needs more.
+    # Each blocking call between models (at most 128) holds a thread; sending answers needs more.
     "thread-pool-size": "160",
 }
 
 
 def default_repository() -> Path:
-    """The repository of this source tree, or the one that the installed package carries."""
+    """Return the repository of the source tree, or of the installed package."""
     folder = model_repository()
     if not folder.is_dir():
-        raise ServerError(f"no model repository at {folder}; install vlora again")
+        raise ServerError(f"no model repository at {folder}; reinstall vlora")
     return folder
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What to serve and where. Ports of 0 mean any free one.
+    """Options of a server. A port of 0 means a free one.
 
-    model, adapters: override `model.json`. model_json: keys that replace those of `model.json`,
-    multi_lora: entries added to `multi_lora.json`, both in a copy of the repository made for this
-    run. environment: added to the server's. log: a file, or `STANDARD_OUTPUT`. grace_seconds: what
-    running requests get to finish when the server stops. triton_arguments:
-    further ones of tritonserver itself.
+    model, adapters: folders that override those of `model.json`.
+    model_json: keys that replace those of `model.json`, in a copy of the repository.
+    multi_lora: entries that are added to `multi_lora.json`, in a copy of the repository.
+    environment: variables that are added to the server's environment.
+    log: a file, or `STANDARD_OUTPUT`.
+    grace_seconds: seconds that running requests get to finish when the server stops.
+    triton_arguments: additional arguments of tritonserver.
     """
 
     repository: Path = field(default_factory=default_repository)
@@ -93,9 +105,9 @@ class ServerOptions:
 
 
 class TritonServer:
-    """A running server; `with TritonServer(options) as server:` starts it and waits until ready.
+    """A server; `with TritonServer(options) as server:` starts it and waits until it is ready.
 
-    Raises ServerError when a port is taken, a library is missing or a model does not load.
+    Raises ServerError if a port is in use, a library is missing or a model fails to load.
     """
 
     def __init__(self, options: ServerOptions | None = None) -> None:
@@ -109,7 +121,7 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._models: dict[psutil.Process, str] = {}
         self._ready_at: int | None = None
-        """Bytes of the log when every model was READY."""
+        """Size of the log in bytes when all models were READY."""
 
     @property
     def http_url(self) -> str:
@@ -133,7 +145,7 @@ class TritonServer:
 
     @property
     def models(self) -> dict[str, int]:
-        """The process id of every model that has a process, by its name."""
+        """The process ids of the models that have a process, by name."""
         return {name: process.pid for process, name in self._models.items()}
 
     @property
@@ -160,7 +172,7 @@ class TritonServer:
         self.stop()
 
     def start(self) -> None:
-        """Start the process; it is not ready yet."""
+        """Start the process, without waiting until it is ready."""
         self._folder = self._stack.enter_context(run_folder())
         assembly = assemble(self._folder)
         repository = self._repository(self._folder)
@@ -174,7 +186,7 @@ class TritonServer:
         self._process = start_tied(command, self._environment(assembly), log)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
-        """Return once every model is READY; raise ServerError with the reason otherwise."""
+        """Wait until all models are READY. Raises ServerError with the reason if they are not."""
         expected = {folder.parent.name for folder in self.options.repository.glob("*/config.pbtxt")}
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -187,41 +199,44 @@ class TritonServer:
                 break
             time.sleep(0.1)
         else:
-            raise ServerError(f"the server was not ready in {seconds:.0f} s\n{self.explain()}")
-        found = children(self._running.pid)
-        self._models = {one: _model_of(one) for one in found if is_alive(one)}
+            raise ServerError(f"the server was not ready within {seconds:.0f} s\n{self.explain()}")
+        self._models = {
+            process: _model_of(process)
+            for process in children(self._running.pid)
+            if is_alive(process)
+        }
         states = self.index()
         missing = {name: states.get(name, "absent") for name in expected}
         missing = {name: state for name, state in missing.items() if state != "READY"}
         if missing:
-            raise ServerError(f"not every model is READY: {missing}\n{self.explain()}")
+            raise ServerError(f"some models are not READY: {missing}\n{self.explain()}")
         starting_file(self._folder, self.options.grpc_port).unlink()
         self._ready_at = self.log.stat().st_size if self.log.is_file() else 0
 
     def index(self) -> dict[str, str]:
-        """State of every model, from the repository index."""
+        """Return the state of every model from the repository index."""
         body = self._get("/v2/repository/index", post=True)
         if body is None:
             return {}
         return {entry["name"]: entry.get("state", "absent") for entry in json.loads(body)}
 
     def wait(self) -> int:
-        """Block until the server process ends; its exit status."""
+        """Wait until the server process ends, and return its exit status."""
         return self._running.wait()
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
+        """Return the exit status, or None while the process runs."""
         return self._running.poll()
 
     def failure(self) -> str | None:
-        """What ended that should run, in a sentence; None while all is well.
+        """Return which process has ended, in a sentence, or None while all of them run.
 
-        Triton neither restarts a model whose process has ended nor says so: it goes on calling
-        itself live and ready.
+        Triton neither restarts a model whose process has ended nor reports it: it continues to
+        report itself as live and ready.
         """
         status = self.poll()
         if status is not None:
-            return f"the server ended by itself with {ended_with(status)}"
+            return f"the server ended unexpectedly with {ended_with(status)}"
         for process, model in self._models.items():
             if not is_alive(process):
                 how = how_it_ended(process)
@@ -229,8 +244,10 @@ class TritonServer:
         return None
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Refuse new requests, let running ones finish for so long (by default as the options
-        say), cancel the rest, then end the server. Safe to call twice."""
+        """Reject new requests, let running ones finish, cancel the rest, and end the server.
+
+        grace_seconds: seconds to finish; default: those of the options. Safe to call twice.
+        """
         if self._process is not None and self.is_running:
             grace = self.options.grace_seconds if grace_seconds is None else grace_seconds
             if self.failure() is None:
@@ -241,7 +258,7 @@ class TritonServer:
         self.kill()
 
     def kill(self) -> None:
-        """End everything at once. Safe to call twice."""
+        """End all processes at once. Safe to call twice."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -250,7 +267,7 @@ class TritonServer:
         self._stack.close()
 
     def _drain(self, seconds: float) -> None:
-        """Has the models refuse what comes and finish what runs; returns when they have."""
+        """Make the models reject new requests and finish running ones; wait until they have."""
         deadline = time.monotonic() + seconds + CANCEL_SECONDS
         draining.begin(self._folder, seconds)
         while draining.unfinished(self._folder) and time.monotonic() < deadline:
@@ -259,34 +276,26 @@ class TritonServer:
             time.sleep(0.02)
 
     def explain(self) -> str:
-        """What the log says went wrong: while it started, or since it was ready; "" if nothing."""
+        """Return the errors in the log, since the start or since the server was ready, or ""."""
         if self._ready_at is None:
-            return server_log.why_not_started(self._said())
-        return server_log.why_it_went_down(self._said(self._ready_at))
+            return server_log.why_it_did_not_start(self._read_log())
+        return server_log.why_it_failed(self._read_log(self._ready_at))
 
     def broken_adapters(self) -> list[str]:
-        """Names of adapters that the log says do not load."""
-        return server_log.broken_adapters(self._said())
+        """Return the names of the adapters that failed to load, according to the log."""
+        return server_log.broken_adapters(self._read_log())
 
-    def _said(self, start: int = 0) -> str:
-        """The log from this byte on; "" where it is no file."""
+    def _read_log(self, start: int = 0) -> str:
+        """Return the log from this byte on, or "" if the log is not a file."""
         return self.log.read_bytes()[start:].decode(errors="replace") if self.log.is_file() else ""
 
     def _repository(self, folder: Path) -> Path:
-        """The repository to serve: the given one, or a copy under `folder` with the overrides."""
-        if not (self.options.model_json or self.options.multi_lora):
-            return self.options.repository
+        """Return the repository to serve: the configured one, or a copy with the overrides."""
+        options = self.options
+        if not (options.model_json or options.multi_lora):
+            return options.repository
         copy = folder / "model_repository"
-        shutil.copytree(self.options.repository, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        original = self.options.repository / "lmm" / "1" / "model.json"
-        keys = json.loads(original.read_text())
-        for key in ("model", "adapters"):
-            if keys.get(key):
-                keys[key] = str((original.parent / keys[key]).resolve())
-        version = copy / "lmm" / "1"
-        (version / "model.json").write_text(json.dumps(keys | dict(self.options.model_json)))
-        names = load_adapter_names(version / "multi_lora.json") | dict(self.options.multi_lora)
-        (version / "multi_lora.json").write_text(json.dumps(names))
+        copy_with_overrides(options.repository, copy, options.model_json, options.multi_lora)
         return copy
 
     def _arguments(self, repository: Path) -> list[str]:
@@ -300,7 +309,7 @@ class TritonServer:
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
-            # Of a SIGTERM to Triton itself, which passes us by; ours comes when nothing runs.
+            # For a SIGTERM sent to Triton directly. Ours is sent when no request runs.
             f"--exit-timeout-secs={math.ceil(self.options.grace_seconds)}",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
             *self.options.triton_arguments,
@@ -329,7 +338,7 @@ class TritonServer:
 
 
 def _model_of(process: psutil.Process) -> str:
-    """The model that a stub serves: its first argument is `…/<model>/<version>/model.py`."""
+    """Return the model of a stub, whose first argument is `…/<model>/<version>/model.py`."""
     try:
         return Path(process.cmdline()[1]).parent.parent.name
     except (IndexError, psutil.Error):

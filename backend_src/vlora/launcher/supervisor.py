@@ -1,6 +1,6 @@
-"""`vlora serve`: a server in the foreground, watched, stopped by signals, and started again.
+"""Runs a server in the foreground: watches it, stops it on signals, and restarts it.
 
-Told what to say through `say`, so that it knows nothing of terminals.
+Messages for the user go to a callback, so this is independent of terminals.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ from vlora.launcher.assembly import ServerError
 from vlora.launcher.server import ServerOptions, TritonServer
 
 WATCH_SECONDS = 0.5
+"""Interval at which the server is checked."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a server that went down is started again.
+    """The conditions and delays for restarting a server that failed.
 
-    A failure within `quick_seconds` of the start counts; after `most` of them in a row there is
-    none any more. Before the n-th in a row it waits first_wait · 2ⁿ⁻¹ seconds, at most
-    `longest_wait`.
+    Failures within `quick_seconds` after the start are counted; after `max_failures` of them in a
+    row the server is not restarted. Before the n-th restart in a row, the supervisor waits
+    first_wait · 2ⁿ⁻¹ seconds, at most `max_wait`.
     """
 
-    most: int = 5
+    max_failures: int = 5
     quick_seconds: float = 60.0
     first_wait: float = 1.0
-    longest_wait: float = 30.0
+    max_wait: float = 30.0
 
     def wait(self, failures: int) -> float:
-        return min(self.first_wait * 2.0 ** (failures - 1), self.longest_wait)
+        """Return the seconds to wait after this many failures in a row."""
+        return min(self.first_wait * 2.0 ** (failures - 1), self.max_wait)
 
 
 Announce = Callable[[TritonServer, float], None]
-"""Told of a server whenever it is ready, with the seconds that took."""
+"""Called with a server whenever it becomes ready, and with the seconds that this took."""
 
 
 class Supervisor:
     """Serves with these options until a signal or a failure ends it.
 
-    restart: when to start again; None ends with the first server that goes down. make: makes a
-    server that has not started, as `TritonServer` does.
+    say: prints a message for the user.
+    restart: when to restart a server that failed; None never restarts one.
+    make: creates a server that has not been started.
     """
 
     def __init__(
@@ -62,11 +65,11 @@ class Supervisor:
         self._ready = False
 
     def run(self, announce: Announce) -> None:
-        """Serve.
+        """Serve until a signal or a failure.
 
-        Returns after SIGINT, SIGTERM or SIGHUP, when running requests have ended; a second signal
-        ends them at once. Raises ServerError when the first server does not come up, and when one
-        goes down and is not to be started again.
+        Returns after SIGINT, SIGTERM or SIGHUP, when the running requests have ended; a second
+        signal ends them at once. Raises ServerError if the first server does not start, or if a
+        server fails and is not restarted.
         """
         failures = 0
         with _signals_interrupt():
@@ -80,33 +83,35 @@ class Supervisor:
                         raise
                     quick = time.monotonic() - started < self._restart.quick_seconds
                     failures = failures + 1 if quick else 1
-                    if failures >= self._restart.most:
-                        each = f"{self._restart.quick_seconds:.0f} s after its start"
+                    if failures >= self._restart.max_failures:
+                        seconds = self._restart.quick_seconds
                         raise ServerError(
-                            f"{error}\ngiving up: it went down {failures} times, each within {each}"
+                            f"{error}\ngiving up: the server failed {failures} times in a row,"
+                            f" each time within {seconds:.0f} s after its start"
                         ) from None
                     wait = self._restart.wait(failures)
-                    self._say(f"{error}\nstarting again in {wait:.0f} s")
+                    self._say(f"{error}\nrestarting in {wait:.0f} s")
                 try:
                     time.sleep(wait)
                 except KeyboardInterrupt:
                     return
 
     def _serve(self, announce: Announce) -> None:
-        """Until a signal; raises ServerError when the server goes down before."""
+        """Run one server until a signal. Raises ServerError if it fails before that."""
         server = self._make(self._options)
         self._say("starting the server …")
         started = time.monotonic()
         try:
             server.__enter__()
-            self._options = server.options  # with the ports that were chosen
+            # A restarted server gets the same ports, also those that were chosen.
+            self._options = server.options
             self._ready = True
             announce(server, time.monotonic() - started)
             while (failure := server.failure()) is None:
                 time.sleep(WATCH_SECONDS)
             explained = server.explain()
             server.kill()
-            log = f"its log is {self._log_of(server)}"
+            log = f"the server's log is {self._log_of(server)}"
             lines = (f"{failure}; the server is down", explained, log)
             raise ServerError("\n".join(line for line in lines if line))
         except KeyboardInterrupt:
@@ -116,20 +121,20 @@ class Supervisor:
         if server.is_running:
             grace = server.options.grace_seconds
             self._say(
-                f"stopping: new requests are refused, running ones get {grace:g} s to finish"
-                " (Ctrl-C again: at once)"
+                f"stopping: new requests are rejected, running ones get {grace:g} s to finish"
+                " (press Ctrl-C again to stop at once)"
             )
         else:
             self._say("stopping: the server was not ready yet")
         try:
             server.stop()
         except KeyboardInterrupt:
-            self._say("ending at once")
+            self._say("stopping at once")
             server.kill()
         self._say("stopped")
 
     def _log_of(self, server: TritonServer) -> Path:
-        """Where the log is now: put aside where a next server would begin it anew."""
+        """Return the log's path; rename it first if a restarted server would overwrite it."""
         if self._restart is None or not server.log.is_file():
             return server.log
         return server.log.replace(server.log.with_name(f"{server.log.name}.before"))
@@ -137,11 +142,11 @@ class Supervisor:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """The first and the second signal interrupt; later ones are ignored, so that what the second
-    began is finished.
+    """Raise KeyboardInterrupt on the first and the second signal within the block.
 
-    SIGINT needs a handler of ours too: a script's `vlora serve &` inherits it as ignored. SIGHUP
-    stays ignored where it was (nohup).
+    Later signals are ignored, so that what the second one started can finish. SIGINT needs a
+    handler too: `vlora serve &` in a script inherits it as ignored. SIGHUP stays ignored if it was
+    (nohup).
     """
     left = 2
 
@@ -154,9 +159,9 @@ def _signals_interrupt() -> Iterator[None]:
     signals = {signal.SIGINT, signal.SIGTERM}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signals.add(signal.SIGHUP)
-    before = {each: signal.signal(each, interrupt) for each in signals}
+    before = {number: signal.signal(number, interrupt) for number in signals}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,8 +1,8 @@
-"""`python tether.py PARENT PROGRAM …`: becomes PROGRAM, which the kernel ends with its parent.
+"""`python tether.py PARENT PROGRAM …`: replaces itself by PROGRAM, which ends with its parent.
 
-A script of its own, and Python without site packages, because the request has to be made in the
-new process and because nothing but `exec` is safe between a fork and it. It reaches only this
-process: the models of the server watch it by themselves (`lifeline.py`).
+This is a separate script because only the new process can ask the kernel for this, and because
+between a fork and `exec` no other code is safe. It runs without site packages. It affects only this
+process: the server's models watch the server themselves (`lifeline.py`).
 """
 
 import ctypes
@@ -16,6 +16,7 @@ SERVER_VARIABLE = "VLORA_SERVER"
 if __name__ == "__main__":
     parent, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == int(parent):  # else it ended before it could be asked for
+    # Otherwise the parent ended before the kernel was asked.
+    if os.getppid() == int(parent):
         os.environ[SERVER_VARIABLE] = str(os.getpid())
         os.execv(command[0], command)

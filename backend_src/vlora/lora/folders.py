@@ -186,7 +186,7 @@ class FolderWatch:
         self._paths: list[bytes] = []
         self._stamps: list[Stamp] = []
         self._settled = False
-        """Whether the last look found all folders settled."""
+        """True if the last look found all folders settled."""
         self._closed = threading.Event()
         self._pause = LOOK_SECONDS
         self._thread: threading.Thread | None = None

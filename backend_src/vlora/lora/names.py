@@ -28,8 +28,8 @@ def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgume
     """Return `error` as one that names the adapter; log it with its traceback if it is untyped."""
     if isinstance(error, InvalidArgument):
         return error
-    log.error("adapter '%s' does not load", as_text(name), exc_info=error)
-    return ErrorFactory(name, str(folder))(f"does not load: {error!r}")
+    log.error("adapter '%s' failed to load", as_text(name), exc_info=error)
+    return ErrorFactory(name, str(folder))(f"failed to load: {error!r}")
 
 
 class AdapterNames:

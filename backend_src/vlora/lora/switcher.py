@@ -154,27 +154,27 @@ class Switcher:
         else:
             self.active = self._merge(self._ready(slot))
 
-    def _merge(self, wanted: _Prepared) -> Active:
-        if self._in_slab is not wanted:
+    def _merge(self, prepared: _Prepared) -> Active:
+        if self._in_slab is not prepared:
             if self._merged is None:
                 self._merged = self._slab.reserve()
             self.active, self._in_slab = self._base, None
-            op.merge(self._merged, self._slab.base, wanted.merges)
-            self._in_slab = wanted
-        return wanted.active
+            op.merge(self._merged, self._slab.base, prepared.merges)
+            self._in_slab = prepared
+        return prepared.active
 
     def _switch_in_place(self, slot: int) -> None:
-        wanted = None if slot == BASE else self._ready(slot)
-        if wanted is self._in_slab:
+        prepared = None if slot == BASE else self._ready(slot)
+        if prepared is self._in_slab:
             return
         base, previous = self._slab.base, self._in_slab
         self.active = Active(self.live, ())  # The weights are invalid while they are changed.
         if previous is not None:
             op.merge(base, base, previous.merges, -1)
-        if wanted is not None:
-            op.merge(base, base, wanted.merges)
-        self._in_slab = wanted
-        self.active = self._base if wanted is None else wanted.active
+        if prepared is not None:
+            op.merge(base, base, prepared.merges)
+        self._in_slab = prepared
+        self.active = self._base if prepared is None else prepared.active
 
     def _ready(self, slot: int) -> _Prepared:
         """Return the adapter's prepared merge, made when it is first merged."""

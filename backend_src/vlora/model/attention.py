@@ -13,7 +13,7 @@ from vlora.atmm.types import DTYPES
 from vlora.backends import Backend
 from vlora.kernels import ops
 from vlora.memory.kv_cache import KVCache
-from vlora.model import attention_reference
+from vlora.model.attention_reference import ReferencePlan
 from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
@@ -31,13 +31,13 @@ class AttentionPlan:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        store: KVCache,
+        kv_cache: KVCache,
         heads: int,
         *,
         backend: Backend | None = None,
     ) -> None:
         self._chunks = chunks
-        self._store = store
+        self._kv_cache = kv_cache
         self._heads = heads
         self._backend = backend or backends.backend_of("kernels")
         self.positions = torch.tensor(
@@ -45,33 +45,33 @@ class AttentionPlan:
         )
         # Read once per step: reading them from a tensor in every layer would cost a tenth of the
         # attention of a row with a short context.
-        self._shape = len(self.positions), (heads + 2 * store.kv_heads) * store.head_dim
-        self._layer_bytes = store.cache.stride(1) * store.cache.itemsize
+        self._shape = len(self.positions), (heads + 2 * kv_cache.kv_heads) * kv_cache.head_dim
+        self._layer_bytes = kv_cache.cache.stride(1) * kv_cache.cache.itemsize
 
     @cached_property
     def _native(self) -> Any:
-        store = self._store
+        kv_cache = self._kv_cache
         chunks: list[tuple[int, int, int, int]] = []
         pages: list[int] = []
         for chunk in self._chunks:
             chunks.append((chunk.row, chunk.length, chunk.start, len(pages)))
-            pages += chunk.pages[: -(-chunk.end // store.block)]
+            pages += chunk.pages[: -(-chunk.end // kv_cache.block)]
         return native.kernels().attention.Plan(
-            DTYPES[store.cache.dtype],
-            store.block,
+            DTYPES[kv_cache.cache.dtype],
+            kv_cache.block,
             self._heads,
-            store.kv_heads,
-            store.head_dim,
-            store.cache.stride(0),
-            store.cache.shape[0],
+            kv_cache.kv_heads,
+            kv_cache.head_dim,
+            kv_cache.cache.stride(0),
+            kv_cache.cache.shape[0],
             chunks,
             pages,
             torch.get_num_threads(),
         )
 
     @cached_property
-    def _reference(self) -> attention_reference.Plan:
-        return attention_reference.Plan(self._chunks, self._store)
+    def _reference(self) -> ReferencePlan:
+        return ReferencePlan(self._chunks, self._kv_cache)
 
     def attend(
         self, layer: int, qkv: torch.Tensor, rotary: Rotary, out: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class AttentionPlan:
         qkv: [T, (heads + 2 kv_heads) · dim] fp32, contiguous, not yet rotated.
         out: [T, heads · dim] fp32 for the result; None allocates it.
         """
-        store = self._store
+        kv_cache = self._kv_cache
         if qkv.shape != self._shape or not qkv.is_contiguous():
             rows, width = self._shape
             raise ValueError(
@@ -93,14 +93,14 @@ class AttentionPlan:
         if self._backend == "reference":
             attended = self._reference.attend(layer, self._heads, qkv, rotary)
             return ops.copy_out(attended, out)
-        out = ops.alloc_out(out, self._shape[0], self._heads * store.head_dim)
+        out = ops.alloc_out(out, self._shape[0], self._heads * kv_cache.head_dim)
         self._native.attend(
-            store.cache.data_ptr() + layer * self._layer_bytes,
+            kv_cache.cache.data_ptr() + layer * self._layer_bytes,
             out.data_ptr(),
             qkv.data_ptr(),
             rotary.cosines.data_ptr(),
             rotary.sines.data_ptr(),
-            store.head_dim**-0.5,
+            kv_cache.head_dim**-0.5,
             torch.get_num_threads(),
         )
         return out

@@ -13,22 +13,22 @@ from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
 
-class Plan:
+class ReferencePlan:
     """Indices of the pages that the rows of a step write and read.
 
     Chunks of one row are attended together, padded to the longest context; others one by one.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], store: KVCache) -> None:
-        self._store = store
-        block = store.block
+    def __init__(self, chunks: Sequence[Chunk], kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
+        block = kv_cache.block
         rows = [
             (chunk.pages[position // block], position % block)
             for chunk in chunks
             for position in range(chunk.start, chunk.end)
         ]
-        self._page, slots = torch.tensor(rows).unbind(1)
-        self._panel, self._lane = slots // LANES, slots % LANES
+        self._page, offsets = torch.tensor(rows).unbind(1)
+        self._panel, self._lane = offsets // LANES, offsets % LANES
         self._long_chunks = [
             (chunk, torch.tensor(chunk.pages[: -(-chunk.end // block)]), _causal(chunk))
             for chunk in chunks
@@ -57,13 +57,15 @@ class Plan:
         rotary: Rotary,
     ) -> torch.Tensor:
         """Do what `AttentionPlan.attend` does."""
-        store = self._store
+        kv_cache = self._kv_cache
         query, key, value = torch.split(
-            qkv.view(len(qkv), -1, store.head_dim), [heads, store.kv_heads, store.kv_heads], dim=1
+            qkv.view(len(qkv), -1, kv_cache.head_dim),
+            [heads, kv_cache.kv_heads, kv_cache.kv_heads],
+            dim=1,
         )
         query = reference.rotate(query, rotary.cosines, rotary.sines)
         key = reference.rotate(key, rotary.cosines, rotary.sines)
-        keys, values = store.keys(layer), store.values(layer)
+        keys, values = kv_cache.keys(layer), kv_cache.values(layer)
         pairs = key.reshape(*key.shape[:-1], -1, 2).to(keys.dtype)
         keys[self._page, :, self._panel, :, :, self._lane] = pairs
         values[self._page, :, self._panel, self._lane // 2, self._lane % 2] = value.to(values.dtype)
@@ -97,10 +99,10 @@ class Plan:
             lane.
         pages: [batch, n] page indices of each sequence.
         """
-        store = self._store
+        kv_cache = self._kv_cache
         gathered = view[pages].transpose(1, 2)
-        gathered = gathered.reshape(*gathered.shape[:3], -1, store.head_dim)
-        return gathered[:, :, :, : store.block].flatten(2, 3)[:, :, :length].float()
+        gathered = gathered.reshape(*gathered.shape[:3], -1, kv_cache.head_dim)
+        return gathered[:, :, :, : kv_cache.block].flatten(2, 3)[:, :, :length].float()
 
 
 def _causal(chunk: Chunk) -> torch.Tensor | None:

@@ -40,7 +40,7 @@ class ChoiceSet:
     """
 
     def __init__(self, choices: Sequence[str], vocabulary: Vocabulary) -> None:
-        """Raises InvalidArgument for a choice that no tokens spell."""
+        """Compute all spellings. Raises InvalidArgument for a choice that no tokens spell."""
         self._vocabulary = vocabulary
         self.required_tokens = 0
         needed: dict[bytes, list[int]] = {}

@@ -51,5 +51,5 @@ class Chunk:
 
     @property
     def decodes(self) -> bool:
-        """Whether the chunk computes tokens that the model has generated."""
+        """True if the chunk computes tokens that the model has generated."""
         return self.start >= len(self.prompt.ids)

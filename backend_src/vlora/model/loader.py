@@ -193,7 +193,7 @@ def _find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, 
     weight that is missing or stored twice.
     """
     names = config.names
-    found: dict[str, tuple[Path, str]] = {}
+    locations: dict[str, tuple[Path, str]] = {}
     files, index = _weight_files(folder)
     for file in files:
         with _open(file) as opened:
@@ -201,21 +201,21 @@ def _find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, 
         for key in keys:
             if (name := names.without_prefix(key)) is None:
                 continue
-            if name in found:
-                first_file, first_key = found[name]
+            if name in locations:
+                first_file, first_key = locations[name]
                 raise InvalidArgument(
                     f"model: {file} holds '{key}', which is '{first_key}' of {first_file}"
                 )
-            found[name] = (file, key)
-    if config.tied and names.embedding not in found and names.lm_head in found:
-        found[names.embedding] = found.pop(names.lm_head)
+            locations[name] = (file, key)
+    if config.tied and names.embedding not in locations and names.lm_head in locations:
+        locations[names.embedding] = locations.pop(names.lm_head)
     for name in config.weight_shapes:
-        if name not in found:
+        if name not in locations:
             untied = " (config.json does not tie it to the embeddings)" * (name == names.lm_head)
             listed = (file for key, file in index.items() if names.without_prefix(key) == name)
             where = next(listed, files[0] if len(files) == 1 else folder)
             raise InvalidArgument(f"model: {where} lacks {name}{untied}")
-    return found
+    return locations
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:

@@ -43,14 +43,14 @@ class Runner:
         weights: DecoderWeights,
         adapters: AdapterStore,
         switcher: Switcher,
-        store: KVCache,
+        kv_cache: KVCache,
     ) -> None:
-        """store: the KV pages, which the engine owns."""
+        """kv_cache: the KV pages, which the engine owns."""
         self._decoder = Decoder(config, weights, adapters, switcher)
         self._switcher = switcher
         self._adapters = adapters
         self._query_heads = config.heads
-        self._store = store
+        self._kv_cache = kv_cache
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> StepResult:
@@ -58,7 +58,7 @@ class Runner:
 
         chunks: in the order of their rows. Sorted by `ids.order_of`, they make the fewest segments.
         """
-        attention = AttentionPlan(chunks, self._store, self._query_heads)
+        attention = AttentionPlan(chunks, self._kv_cache, self._query_heads)
         live = self._switcher.live
         segments = signed_segments(((chunk.slot, chunk.length) for chunk in chunks), live)
         sampled = [chunk for chunk in chunks if chunk.completes and not chunk.use_head]

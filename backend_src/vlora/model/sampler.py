@@ -69,7 +69,7 @@ class TokenSampler:
 
     @cached_property
     def batchable(self) -> bool:
-        """Whether the next token depends on the logits alone, so that rows can be drawn together.
+        """True if the next token depends on the logits alone, so that rows can be drawn together.
 
         Penalties, `min_tokens`, `choices` and `logprobs` need a separate call of `draw`.
         """
@@ -85,7 +85,7 @@ class TokenSampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether the next token is the one with the largest score among those allowed."""
+        """True if the next token is the one with the largest score among those allowed."""
         return self._params.greedy
 
     def draw(

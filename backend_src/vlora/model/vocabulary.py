@@ -67,7 +67,7 @@ class Vocabulary:
         for token_bytes in self.tokens_of:
             if len(token_bytes) > 1:
                 lengths.setdefault(token_bytes[:2], {1}).add(len(token_bytes))
-        return {prefix: tuple(sorted(found)) for prefix, found in lengths.items()}
+        return {prefix: tuple(sorted(values)) for prefix, values in lengths.items()}
 
     def text(self, token: int) -> str:
         """Return a token's text on its own, with U+FFFD for incomplete characters."""

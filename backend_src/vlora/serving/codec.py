@@ -70,7 +70,7 @@ class OutputOptions:
     logprobs: bool
     cumulative_logprob: bool
     everything: bool
-    """Whether every response has every output: a step of an ensemble must not omit one."""
+    """True if every response has all outputs: a step of an ensemble must not omit one."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Call:
     images: features that the request brought; None if it has no images, or if `raw_images` have
         not been encoded yet.
     counts: number of images and of frames.
-    ensemble: whether the request came through an ensemble.
+    ensemble: True if the request came through an ensemble.
     """
 
     text: str

@@ -1,10 +1,10 @@
-"""Counters and gauges of engine and encoder as Prometheus metrics, refreshed once a second.
+"""Statistics of the engine and the encoder as Prometheus metrics, refreshed once a second.
 
-Names are those that the ecosystem reads (the vLLM backend's, TRT-LLM's cache blocks for the ORCA
-header, the Gateway API's LoRA metric); what has no name there begins with `vlora:`. Nothing here is
-called on the engine's thread.
+Metrics have the names that other tools read (those of the vLLM backend, TRT-LLM's cache blocks for
+the ORCA header, the LoRA metric of the Gateway API) or a name that starts with `vlora:`. Nothing
+here is called on the engine's thread.
 
-**Invariant:** the number of label sets is bounded, since the server never forgets one.
+**Invariant:** the number of label sets is bounded, because the server stores each one forever.
 """
 
 from __future__ import annotations
@@ -21,20 +21,30 @@ from vlora.serving.registry import Exporter, Level, Metric, Registry
 from vlora.vision.features import EncoderCounters
 
 CATCH_UP_SECONDS = 0.1
+"""Age of the written statistics from which `catch_up` writes them again."""
+
 MAX_LORA_LABEL_SETS = 128
+"""Maximum number of series of `vllm:lora_requests_info`."""
+
 MAX_OBSERVED = 65536
-"""Observations kept while the server takes none; the oldest go first."""
+"""Maximum number of stored observations; the oldest are dropped."""
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Bounds of the histogram buckets of a request's latencies."""
+
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
+"""Bounds of the histogram buckets of the time per output token."""
 
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
 """Kinds of `nv_trt_llm_kv_cache_block_metrics`, with the attribute of `EngineStats`."""
 
 
 class EngineExporter(Exporter):
-    """Metrics of the engine: brought up to date between rounds of answers, once a second, and
-    before an answer's last response is sent, so that who has the answer finds it counted."""
+    """Exports the metrics of the engine.
+
+    Metrics are written between rounds of answers, once a second, and before the last response of an
+    answer is sent, so that a client with an answer finds it counted.
+    """
 
     def __init__(
         self,
@@ -45,13 +55,17 @@ class EngineExporter(Exporter):
         max_tokens: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """max_tokens: the context, the end of the histograms of tokens."""
+        """Create all metrics.
+
+        max_lora: number of known adapters, a label of `vllm:lora_requests_info`.
+        max_tokens: maximum length of a sequence, the last bound of the histograms of tokens.
+        """
         super().__init__()
         self._stats = stats
         self._clock = clock
         self._observed: deque[tuple[Metric, float]] = deque(maxlen=MAX_OBSERVED)
         self._written = -math.inf
-        self._told = False
+        self._stats_written = False
         self._lora = _LoraInfo(registry, max_lora)
         exports = exported_stats()
         self._gauges = {
@@ -80,19 +94,31 @@ class EngineExporter(Exporter):
             return registry.histogram(f"vllm:{name}", text, labels, buckets)
 
         tokens = _one_two_five(max_tokens)
-        self.first_token = histogram("time_to_first_token_seconds", "From acceptance.", SECONDS)
+        self.first_token = histogram(
+            "time_to_first_token_seconds",
+            "Seconds from acceptance of a request to its first token.",
+            SECONDS,
+        )
         self.per_token = histogram(
-            "time_per_output_token_seconds", "Between tokens, a response each.", TOKEN_SECONDS
+            "time_per_output_token_seconds", "Seconds between output tokens.", TOKEN_SECONDS
         )
-        self.whole = histogram(
-            "e2e_request_latency_seconds", "From acceptance to the end.", SECONDS
+        self.latency = histogram(
+            "e2e_request_latency_seconds",
+            "Seconds from acceptance of a request to its end.",
+            SECONDS,
         )
-        self.prompt = histogram("request_prompt_tokens", "Of a request answered.", tokens)
-        self.generation = histogram("request_generation_tokens", "Of a request answered.", tokens)
-        self.n = histogram("request_params_n", "Answers asked for; always 1.", (1, 2, 5, 10, 20))
+        self.prompt = histogram(
+            "request_prompt_tokens", "Prompt tokens of an answered request.", tokens
+        )
+        self.generation = histogram(
+            "request_generation_tokens", "Output tokens of an answered request.", tokens
+        )
+        self.n = histogram(
+            "request_params_n", "Requested number of answers; always 1.", (1, 2, 5, 10, 20)
+        )
 
     def request(self) -> Callable[[Output], None]:
-        """The observer of one request, to be told its outputs in order; it never raises."""
+        """Return an observer to call with each output of one request, in order; it never raises."""
         last: float | None = None
 
         def observe(output: Output) -> None:
@@ -100,28 +126,31 @@ class EngineExporter(Exporter):
             total = output.timings.total
             if output.token_ids:
                 if last is None:
-                    self._note(self.first_token, output.timings.first_token)
+                    self._observe(self.first_token, output.timings.first_token)
                 else:
-                    self._note(self.per_token, (total - last) / len(output.token_ids))
+                    self._observe(self.per_token, (total - last) / len(output.token_ids))
                 last = total
             if output.finish_reason is not None:
-                self._note(self.whole, total)
-                self._note(self.prompt, output.num_input_tokens)
-                self._note(self.generation, output.num_output_tokens)
-                self._note(self.n, 1)
+                self._observe(self.latency, total)
+                self._observe(self.prompt, output.num_input_tokens)
+                self._observe(self.generation, output.num_output_tokens)
+                self._observe(self.n, 1)
             if output.finished:
-                self._safely(self._write_observed if self._told else self._tell)
+                self._safely(self._write_observed if self._stats_written else self._write_once)
 
         return observe
 
     def catch_up(self) -> None:
-        """Between two rounds of answers: what was observed, lest it become many at once, and all
-        else if it is a tenth of a second old. Every value told costs the server's attention."""
+        """Write metrics between two rounds of answers.
+
+        Observations are always written, so that they do not accumulate. Statistics are written only
+        if the last ones are older than `CATCH_UP_SECONDS`: each value is a message to the server.
+        """
         fresh = time.monotonic() < self._written + CATCH_UP_SECONDS
         self._safely(self._write_observed if fresh else self._write)
-        self._told = False
+        self._stats_written = False
 
-    def _note(self, metric: Metric, value: float) -> None:
+    def _observe(self, metric: Metric, value: float) -> None:
         self._observed.append((metric, value))
 
     def _write(self) -> None:
@@ -131,15 +160,15 @@ class EngineExporter(Exporter):
         for field, counter in self._counters.items():
             counter.raise_to(getattr(stats, field))
         for mode, levels in self._modes.items():
-            levels.set(mode, stats)
+            levels.write(mode, stats)
         self._lora.update(stats.running_adapters, stats.waiting_adapters, self._clock())
         self._written = time.monotonic()
         self._write_observed()
 
-    def _tell(self) -> None:
-        """Once a round: all that end in it are in the engine's totals by now."""
+    def _write_once(self) -> None:
+        """Write all metrics once per round: all requests that end in it are already counted."""
         self._write()
-        self._told = True
+        self._stats_written = True
 
     def _write_observed(self) -> None:
         while self._observed:
@@ -148,38 +177,45 @@ class EngineExporter(Exporter):
 
 
 class _ModeLevels:
-    """How much of the engine's time one inference mode takes."""
+    """The metrics of one inference mode."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str]) -> None:
-        self._now = Level(registry.gauge("vlora:mode", "1 for the last step's mode.", labels))
+        self._now = Level(
+            registry.gauge(
+                "vlora:mode", "1 for the mode of the last step, 0 for the others.", labels
+            )
+        )
         self._steps = Level(
             registry.counter("vlora:mode_steps_total", "Forward passes by mode.", labels)
         )
         self._seconds = Level(
-            registry.counter("vlora:mode_seconds_total", "Of forward passes, by mode.", labels)
+            registry.counter(
+                "vlora:mode_seconds_total", "Seconds of forward passes by mode.", labels
+            )
         )
 
-    def set(self, mode: Mode, stats: EngineStats) -> None:
+    def write(self, mode: Mode, stats: EngineStats) -> None:
         self._now.set(stats.mode == mode)
         self._steps.raise_to(stats.mode_steps.get(mode, 0))
         self._seconds.raise_to(stats.mode_seconds.get(mode, 0.0))
 
 
-def _one_two_five(most: int) -> list[float]:
-    """1, 2, 5, 10, … up to `most`."""
-    steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
-    return [float(step) for step in steps if step <= most]
+def _one_two_five(limit: int) -> list[float]:
+    """Return 1, 2, 5, 10, … up to `limit`."""
+    steps = (digit * 10**power for power in range(len(str(limit))) for digit in (1, 2, 5))
+    return [float(step) for step in steps if step <= limit]
 
 
 class _LoraInfo:
-    """`vllm:lora_requests_info`: which adapters run and wait, the time as its value.
+    """The metric `vllm:lora_requests_info`: adapters of running and waiting requests as labels.
 
-    Readers take the series with the latest time. Every combination of adapters is a label set,
-    so beyond the bound the known combination that is nearest to the true one is told instead.
+    Its value is the time; readers use the series with the latest time. Every combination of
+    adapters is a label set. Once there are `MAX_LORA_LABEL_SETS`, the existing combination that
+    differs least from the present one is used.
     """
 
     NAME = "vllm:lora_requests_info"
-    HELP = "Adapters of running and waiting requests; the value is the time of the news."
+    HELP = "Adapters of running and waiting requests; the value is the time of the last change."
 
     def __init__(self, registry: Registry, max_lora: int) -> None:
         self._registry = registry
@@ -192,7 +228,10 @@ class _LoraInfo:
             if len(self._known) < MAX_LORA_LABEL_SETS:
                 self._known[key] = self._make(*key)
             else:
-                key = min(self._known, key=lambda one: len(one[0] ^ key[0]) + len(one[1] ^ key[1]))
+                key = min(
+                    self._known,
+                    key=lambda known: len(known[0] ^ key[0]) + len(known[1] ^ key[1]),
+                )
         self._known[key].set(now)
 
     def _make(self, running: frozenset[str], waiting: frozenset[str]) -> Metric:
@@ -205,11 +244,12 @@ class _LoraInfo:
 
 
 def _named(adapters: Mapping[str, int]) -> frozenset[str]:
+    """Return the names with requests, without the base model's."""
     return frozenset(name for name, count in adapters.items() if name and count)
 
 
 class EncoderExporter(Exporter):
-    """Metrics of the vision encoder and its feature cache."""
+    """Exports the metrics of the vision encoder and its feature cache."""
 
     def __init__(
         self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], EncoderCounters]
@@ -217,11 +257,11 @@ class EncoderExporter(Exporter):
         super().__init__()
         self._read = counters
         families = {
-            "vlora:encoder_images_total": ("images", "Images and frames asked for."),
+            "vlora:encoder_images_total": ("images", "Images and frames requested."),
             "vlora:encoder_batches_total": ("batches", "Calls of the vision tower."),
-            "vlora:feature_cache_hits_total": ("hits", "Images whose features were known."),
-            "vlora:feature_cache_misses_total": ("misses", "Images given to the tower."),
-            "vlora:feature_cache_evictions_total": ("evictions", "Entries dropped to make room."),
+            "vlora:feature_cache_hits_total": ("hits", "Images whose features were cached."),
+            "vlora:feature_cache_misses_total": ("misses", "Images encoded by the tower."),
+            "vlora:feature_cache_evictions_total": ("evictions", "Cache entries evicted."),
         }
         self._counters = {
             field: Level(registry.counter(name, text, labels))
@@ -229,7 +269,7 @@ class EncoderExporter(Exporter):
         }
 
         self._bytes = Level(
-            registry.gauge("vlora:feature_cache_bytes", "Of image features held.", labels)
+            registry.gauge("vlora:feature_cache_bytes", "Bytes of cached image features.", labels)
         )
 
     def _write(self) -> None:

@@ -40,7 +40,7 @@ class Lifeline:
 
     @property
     def draining(self) -> bool:
-        """Whether the server has started to stop, so that new requests must be rejected."""
+        """True once the server has started to stop: new requests must then be rejected."""
         return self._draining.is_set()
 
     def on_drain(self, drain: Drain) -> None:

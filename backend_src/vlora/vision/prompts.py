@@ -38,13 +38,13 @@ class TaskSpec:
 
 
 TASKS: dict[str, TaskSpec] = {
-    "vqa": TaskSpec(16, "{text}", "the question"),
+    "vqa": TaskSpec(16, "{text}", required_text="the question"),
     "caption": TaskSpec(48, "Generate the caption in English:"),
-    "refer": TaskSpec(32, "Circle the {text} on the picture.", "the thing to circle"),
+    "refer": TaskSpec(32, "Circle the {text} on the picture.", required_text="the thing to circle"),
     "detect": TaskSpec(
         64,
         "Please box all the objects in the picture that you think are {text}.",
-        "the things to box",
+        required_text="the things to box",
     ),
     "classify": TaskSpec(8, "What is the category of the picture?"),
     "video": TaskSpec(
@@ -53,7 +53,7 @@ TASKS: dict[str, TaskSpec] = {
         "in the video.",
         separator=" ",
     ),
-    "raw": TaskSpec(16, None, "the prompt"),
+    "raw": TaskSpec(16, None, required_text="the prompt"),
 }
 
 _SENTINEL = "VLORA-USER-TEXT"

@@ -11,7 +11,8 @@ namespace vlora::atmm::VLORA_ISA {
 // lanes.
 struct AddedDeinterleaved : Added<uint16_t, false> {
   template <int M, int N>
-  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,
+                                                        int64_t group) {
     const uint16_t* in = static_cast<const uint16_t*>(t.in) + group * t.group_columns;
     uint16_t* out = static_cast<uint16_t*>(t.out) + group * t.group_columns;
     const V::Scalar sign = V::broadcast(&t.sign);

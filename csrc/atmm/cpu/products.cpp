@@ -111,25 +111,27 @@ void expand_by_tiles(const Call& c, const Segment& s, int output, int64_t row, i
   const ptrdiff_t size = ptrdiff_t(size_of(c.p.rows_dtype));
   alignas(64) float sums[runtime::kAmxBlockRows][runtime::kAmxBlockPanels * kPanel];
   char* const y = static_cast<char*>(c.p.y) + (row * c.p.y_stride + out.column) * size;
-  over_tiles(panels, first, last, 0, rows, [&](runtime::TileProduct t, int64_t from, int64_t panel) {
-    t.left_bytes = kScratchStride * 4;
-    t.out = &sums[0][0];
-    t.out_stride = runtime::kAmxBlockPanels * kPanel;
-    const char* const right = static_cast<const char*>(t.right);
-    const int64_t bundle_bytes = panels.steps * t.step_bytes;
-    if (reads_once(rows) && panel % panels.bundle == 0) prefetch(right + bundle_bytes, bundle_bytes);
-    for (int64_t block = 0; block < rank_blocks(pair); ++block) {
-      const int64_t rank = block * kRankBlock;
-      t.left = low + (block * rows + from) * kScratchStride;
-      t.right = right + c.steps(rank) * t.step_bytes;
-      t.steps = c.steps(std::min<int64_t>(kRankBlock, pair.rank - rank));
-      t.first = block == 0;
-      c.kernels.tiles->multiply(t);
-    }
-    const int64_t columns = std::min<int64_t>(t.panels * kPanel, out.d_out - panel * kPanel);
-    c.kernels.add_sums(c.p.rows_dtype, y + (from * c.p.y_stride + panel * kPanel) * size,
-                       c.p.y_stride, t.out, t.out_stride, t.rows, columns, float(s.sign));
-  });
+  over_tiles(
+      panels, first, last, 0, rows, [&](runtime::TileProduct t, int64_t from, int64_t panel) {
+        t.left_bytes = kScratchStride * 4;
+        t.out = &sums[0][0];
+        t.out_stride = runtime::kAmxBlockPanels * kPanel;
+        const char* const right = static_cast<const char*>(t.right);
+        const int64_t bundle_bytes = panels.steps * t.step_bytes;
+        if (reads_once(rows) && panel % panels.bundle == 0)
+          prefetch(right + bundle_bytes, bundle_bytes);
+        for (int64_t block = 0; block < rank_blocks(pair); ++block) {
+          const int64_t rank = block * kRankBlock;
+          t.left = low + (block * rows + from) * kScratchStride;
+          t.right = right + c.steps(rank) * t.step_bytes;
+          t.steps = c.steps(std::min<int64_t>(kRankBlock, pair.rank - rank));
+          t.first = block == 0;
+          c.kernels.tiles->multiply(t);
+        }
+        const int64_t columns = std::min<int64_t>(t.panels * kPanel, out.d_out - panel * kPanel);
+        c.kernels.add_sums(c.p.rows_dtype, y + (from * c.p.y_stride + panel * kPanel) * size,
+                           c.p.y_stride, t.out, t.out_stride, t.rows, columns, float(s.sign));
+      });
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The register tile: one template for every instruction set, product and storage type.
 //
-// Each generated translation unit includes it once, after the instruction set's vector type. The units
-// are compiled with different flags, so they must not share code: everything here is in the
+// Each generated translation unit includes it once, after the instruction set's vector type. The
+// units are compiled with different flags, so they must not share code: everything here is in the
 // instruction set's namespace (VLORA_ISA), and no standard container is used.
 #pragma once
 
@@ -30,7 +30,7 @@ struct Fp32 {
   }
 };
 
-// fp32 rows times bf16 panels, which are converted to fp32 in registers: two values of depth a step.
+// fp32 rows times bf16 panels converted to fp32 in registers: two values of depth a step.
 struct Bf16Widened {
   static constexpr int kWords = 2;
   static constexpr bool kTwoStepLines = false;
@@ -73,9 +73,9 @@ struct Bf16Pairs {
 };
 #endif
 
-// Narrow panels: eight columns, with two steps interleaved in a line. A register then holds two sums
-// for each column, over the even and over the odd steps. So does scratch until the last part of the
-// depth adds them.
+// Narrow panels: eight columns, with two steps interleaved in a line. A register then holds two
+// sums for each column, over the even and over the odd steps. So does scratch until the last part
+// of the depth adds them.
 struct NarrowFp32 {
   static constexpr int kWords = 2;
   static constexpr bool kTwoStepLines = true;
@@ -123,7 +123,8 @@ struct NarrowPairs {
 // Epilogue of the first product: stores the tile to scratch.
 struct ToScratch {
   template <int M, int N>
-  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t,
+                                                          int64_t group) {
     const float* out = static_cast<const float*>(t.out) + group * t.group_columns;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
@@ -132,7 +133,8 @@ struct ToScratch {
         acc[m][n] = t.first_part ? V::zero() : V::load(out + m * kScratchStride + n * kPanel);
   }
   template <int M, int N>
-  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,
+                                                        int64_t group) {
     float* out = static_cast<float*>(t.out) + group * t.group_columns;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
@@ -144,7 +146,8 @@ struct ToScratch {
 // The same for a narrow panel: the last part of the depth adds the sums over even and odd steps.
 struct NarrowToScratch : ToScratch {
   template <int M, int N>
-  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,
+                                                        int64_t group) {
     if (!t.last_part) return ToScratch::end<M, N>(acc, t, group);
     float* out = static_cast<float*>(t.out);
 #pragma GCC unroll 24
@@ -157,7 +160,8 @@ struct NarrowToScratch : ToScratch {
 template <class T, bool kBypass>
 struct Added {
   template <int M, int N>
-  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t,
+                                                          int64_t group) {
     const T* in = static_cast<const T*>(t.in) + group * t.group_columns;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
@@ -169,7 +173,8 @@ struct Added {
     }
   }
   template <int M, int N>
-  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,
+                                                        int64_t group) {
     const T* in = static_cast<const T*>(t.in) + group * t.group_columns;
     T* out = static_cast<T*>(t.out) + group * t.group_columns;
     const V::Scalar sign = V::broadcast(&t.sign);
@@ -210,8 +215,8 @@ struct Added {
 };
 
 // Computes M rows by N panels with kChains partial sums over the depth: where M * N is small, one
-// chain of dependent multiply-adds per accumulator does not fill the pipeline. kStride: words between
-// rows, or 0 for t.x_stride. kPrefetch: whether panels are prefetched.
+// chain of dependent multiply-adds per accumulator does not fill the pipeline. kStride: words
+// between rows, or 0 for t.x_stride. kPrefetch: whether panels are prefetched.
 template <class Product, class End, int M, int N, int kChains, int kStride, bool kPrefetch>
 void tile(const Tile& t) {
   const char* panels = t.panels;

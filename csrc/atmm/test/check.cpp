@@ -1,6 +1,6 @@
-// Runs random problems on every instruction set of this CPU against double precision, and the thread
-// pool. Meant for builds with sanitizers (sanitize.py): every buffer is exactly as large as its
-// contents.
+// Runs random problems on every instruction set of this CPU against double precision, and the
+// thread pool. Meant for builds with sanitizers (sanitize.py): every buffer is exactly as large as
+// its contents.
 //
 //     check [rounds] [own | openmp]
 #include <atomic>
@@ -117,6 +117,7 @@ int main(int argc, char** argv) {
         }
     };
     std::thread(run).join();  // a thread's scratch must be freed with it, or the leak check fails
-    std::printf("%s: %d rounds on %s threads\n", current.name, rounds, uses_openmp ? "OpenMP's" : "own");
+    std::printf("%s: %d rounds on %s threads\n", current.name, rounds,
+                uses_openmp ? "OpenMP's" : "own");
   }
 }

@@ -1,4 +1,4 @@
-"""What every test of the operator has: each implementation in turn, and fresh numbers."""
+"""Fixtures of the operator's tests: each implementation, and fresh random numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def emulated() -> Operator:
 
 @pytest.fixture(params=implementations())
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Every implementation in turn (`implementations`); on a GPU, new tensors lie there."""
+    """Yield each implementation (`implementations`); new tensors are on the GPU for that of a
+    GPU."""
     if request.param == "reference":
         yield "reference"
     elif request.param == EMULATED:

@@ -26,7 +26,7 @@ from vlora.backends import Backend
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[int, list[int], list[int | None], list[Segment], int, int]:
-    """(d_in, d_outs, ranks, segments, rows, padding of the rows)."""
+    """Draw (d_in, d_outs, ranks, segments, rows, padding of the rows)."""
     d_in = draw(st.sampled_from([1, 2, 7, 16, 33, 100, 257, 513, 1024]))
     widths = st.sampled_from([1, 5, 15, 16, 17, 48, 63, 64, 130, 512])
     d_outs = draw(st.lists(widths, min_size=1, max_size=3))
@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn) -> tuple[int, list[int], list[int | None], list[Se
     for _ in range(draw(st.integers(0, 6))):
         rows = draw(length)
         segments.append(Segment(row, rows, draw(slot), draw(st.sampled_from([1, -1]))))
-        if draw(st.booleans()):  # own and -live
+        if draw(st.booleans()):  # own and −live segments
             segments.append(Segment(row, rows, draw(slot), -1))
         row += rows + draw(st.sampled_from([0, 0, 1]))
     return d_in, d_outs, ranks, segments, row, draw(st.sampled_from([0, 1, 3, 16]))
@@ -69,8 +69,8 @@ def test_long_and_short_steps_equal_float64(
     rows: int, backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype
 ) -> None:
     group = group_of(96, [64, 32], [16, 33], dtype)
-    half = rows // 2
-    segments = [Segment(0, half, 0), Segment(half, rows - half, 1), Segment(0, rows, 0, -1)]
+    middle = rows // 2
+    segments = [Segment(0, middle, 0), Segment(middle, rows - middle, 1), Segment(0, rows, 0, -1)]
     x, y = torch.randn(rows, 96).to(rows_dtype), torch.randn(rows, 96).to(rows_dtype)
     check(y, x, segments, group, backend, threads=2)
 
@@ -121,7 +121,7 @@ def test_every_configuration_equals_float64(
                 check(y, x, segments, group, "cpu", config=index)
 
 
-def test_an_adapter_with_nan_leaves_other_rows_alone(backend: Backend) -> None:
+def test_nan_in_an_adapter_does_not_affect_other_rows(backend: Backend) -> None:
     for dtype, rows_dtype in FORMS:
         group = group_of(64, [48], [20, 8, 33], dtype)
         bad = group.pairs[0][1]
@@ -136,15 +136,17 @@ def test_an_adapter_with_nan_leaves_other_rows_alone(backend: Backend) -> None:
         segments = [Segment(0, 5, 0), Segment(5, 1, 1), Segment(6, 30, 2), Segment(36, 9, 1)]
         x, y = torch.randn(45, 64).to(rows_dtype), torch.randn(45, 48).to(rows_dtype)
         x[40] = torch.nan
-        got = y.clone()
-        op.apply(got, x, segments, broken, backend=backend)
-        assert got[5].isnan().all()
-        assert got[36:].isnan().all()
+        actual = y.clone()
+        op.apply(actual, x, segments, broken, backend=backend)
+        assert actual[5].isnan().all()
+        assert actual[36:].isnan().all()
         sound = [Segment(0, 5, 0), Segment(6, 30, 2)]
         rows = [*range(5), *range(6, 36)]
-        want = expected(y, x, sound, group)
+        desired = expected(y, x, sound, group)
         tolerance = tolerance_of(backend, dtype, rows_dtype)
-        torch.testing.assert_close(got[rows].double(), want[rows], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            actual[rows].double(), desired[rows], rtol=tolerance, atol=tolerance
+        )
 
 
 def test_unaligned_addresses_are_served(backend: Backend) -> None:
@@ -166,7 +168,7 @@ def test_unaligned_addresses_are_served(backend: Backend) -> None:
         (Segment(0, 1, 0, 2), "sign"),
     ],
 )
-def test_a_wrong_segment_is_refused(segment: Segment, reason: str, backend: Backend) -> None:
+def test_a_wrong_segment_is_rejected(segment: Segment, reason: str, backend: Backend) -> None:
     group = group_of(16, [8], [4, 4])
     y = torch.zeros(4, 8)
     with pytest.raises(ValueError, match=reason):
@@ -184,7 +186,7 @@ def test_a_wrong_segment_is_refused(segment: Segment, reason: str, backend: Back
         (torch.zeros(4, 16), torch.zeros(4, 8).bfloat16(), "bfloat16"),
     ],
 )
-def test_a_wrong_shape_is_refused(
+def test_a_wrong_shape_is_rejected(
     x: torch.Tensor, y: torch.Tensor, reason: str, backend: Backend
 ) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -192,13 +194,13 @@ def test_a_wrong_shape_is_refused(
 
 
 @compiled
-def test_columns_that_do_not_lie_side_by_side_are_refused() -> None:
+def test_columns_that_are_not_contiguous_are_rejected() -> None:
     group = group_of(16, [8], [4])
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="must be contiguous"):
         op.apply(torch.zeros(8, 4).T, torch.zeros(4, 16), [], group, backend="cpu")
 
 
-def test_a_pair_that_does_not_fit_its_group_is_refused() -> None:
+def test_a_pair_that_does_not_fit_its_group_is_rejected() -> None:
     group = LoraGroup(16, [8])
     with pytest.raises(ValueError, match="do not fit a projection"):
         group.append([LoraPair(torch.zeros(4, 16), torch.zeros(8, 5))])
@@ -208,13 +210,13 @@ def test_a_pair_that_does_not_fit_its_group_is_refused() -> None:
         LoraGroup(16, [8], torch.float16)
 
 
-def test_what_lies_below_bf16_reaches_rows_in_fp32(backend: Backend) -> None:
+def test_fp32_rows_keep_values_below_bf16_precision(backend: Backend) -> None:
     group = group_of(64, [48], [16], BF16)
     x, y = torch.randn(6, 64) * 2**-13, torch.ones(6, 48)
     segments = [Segment(1, 3, 0), Segment(4, 1, 0, -1)]
-    want = expected(y, x, segments, group) - 1
+    desired = expected(y, x, segments, group) - 1
     op.apply(y, x, segments, group, backend=backend)
-    assert want[1:5].abs().max() < 2**-8
-    torch.testing.assert_close(y.double() - 1, want, rtol=4e-2, atol=2**-16)
+    assert desired[1:5].abs().max() < 2**-8
+    torch.testing.assert_close(y.double() - 1, desired, rtol=4e-2, atol=2**-16)
     with pytest.raises(ValueError, match="the group is"):
         op.apply(y.to(BF16), x, [Segment(1, 3, 0)], group, backend=backend)

@@ -1,4 +1,4 @@
-"""What must not reach a kernel, and what may change while one runs."""
+"""Invalid arguments of the operator, and changes of groups while calls run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from benchmarks.step.parts import LORA, PRODUCTS, clocked
-from tests.support.atmm_problems import FP32, check, compiled, expected, group_of
+from benchmarks.step.parts import LORA, PRODUCTS, timed_parts
+from tests.support.atmm_problems import FP32, check, compiled, expected, group_of, pinned
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup, LoraGroup, factors
@@ -29,7 +29,7 @@ pytestmark = compiled
     ],
 )
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_segment_that_ends_beyond_any_row_is_refused(
+def test_a_segment_that_ends_beyond_any_row_is_rejected(
     segments: list[Segment], backend: str
 ) -> None:
     group = group_of(16, [8], [4])
@@ -37,7 +37,7 @@ def test_a_segment_that_ends_beyond_any_row_is_refused(
         op.apply(torch.zeros(4, 8), torch.randn(4, 16), segments, group, backend=backend)  # type: ignore[arg-type]
 
 
-def test_tensors_of_another_memory_are_refused() -> None:
+def test_tensors_on_another_device_are_rejected() -> None:
     group, segments = group_of(16, [8], [4]), [Segment(0, 4, 0)]
     y, x = torch.zeros(4, 8), torch.randn(4, 16)
     with pytest.raises(ValueError, match="on meta"):
@@ -59,7 +59,7 @@ def test_tensors_of_another_memory_are_refused() -> None:
         op.heads(x.to("meta"), segments, heads, backend="cpu")
 
 
-def test_slots_are_set_and_cleared_for_the_calls_that_follow() -> None:
+def test_setting_and_clearing_a_slot_affects_later_calls() -> None:
     group, other = group_of(64, [32, 48], [8, 16]), group_of(64, [32, 48], [40])
     x, segments = torch.randn(9, 64), [Segment(0, 4, 0), Segment(4, 5, 1)]
     group.put(0, [column[0] for column in other.pairs])
@@ -68,10 +68,10 @@ def test_slots_are_set_and_cleared_for_the_calls_that_follow() -> None:
     y = torch.randn(9, 80)
     check(y, x, segments, group, "cpu")
     for backend in ("cpu", "reference"):
-        got = y.clone()
-        op.apply(got, x, segments, group, backend=backend)  # type: ignore[arg-type]
-        assert torch.equal(got[4:], y[4:])
-    with pytest.raises(ValueError, match="slot 3 is neither one of the 2 nor the next"):
+        actual = y.clone()
+        op.apply(actual, x, segments, group, backend=backend)  # type: ignore[arg-type]
+        assert torch.equal(actual[4:], y[4:])
+    with pytest.raises(ValueError, match="slot 3 is neither one of the 2 slots nor the next"):
         group.put(3, [None, None])
     heads = HeadGroup(64)
     for classes in (3, 5):
@@ -98,14 +98,14 @@ def test_a_slot_is_packed_into_the_callers_memory(dtype: torch.dtype) -> None:
     assert bool((memory[:start] == 77).all())
     assert bool((memory[start + needed :] == 77).all())
     x, segments = torch.randn(6, 70).to(dtype), [Segment(0, 6, 0)]
-    got, want = torch.zeros(6, 74, dtype=dtype), torch.zeros(6, 74, dtype=dtype)
-    op.apply(got, x, segments, group, backend="cpu")
-    op.apply(want, x, segments, own, backend="cpu")
-    assert torch.equal(got, want)
-    assert bool(want.any())
-    memory.zero_()  # it is read where it lies
-    op.apply(got.zero_(), x, segments, group, backend="cpu")
-    assert not bool(got.any())
+    actual, desired = torch.zeros(6, 74, dtype=dtype), torch.zeros(6, 74, dtype=dtype)
+    op.apply(actual, x, segments, group, backend="cpu")
+    op.apply(desired, x, segments, own, backend="cpu")
+    assert torch.equal(actual, desired)
+    assert bool(desired.any())
+    memory.zero_()  # The packed copies are read in place.
+    op.apply(actual.zero_(), x, segments, group, backend="cpu")
+    assert not bool(actual.any())
     assert group.slot_bytes([0, 0]) == 0
     assert needed > group.slot_bytes([0, 19]) > 0
     for into in [(memory.data_ptr() + start, needed - 1), (memory.data_ptr() + start + 4, needed)]:
@@ -113,16 +113,16 @@ def test_a_slot_is_packed_into_the_callers_memory(dtype: torch.dtype) -> None:
             group.put(0, pairs, into)
 
 
-def test_a_group_changes_while_calls_run() -> None:
+def test_a_group_may_change_while_calls_run() -> None:
     group = group_of(256, [192], [16, 32])
     replacements = [group_of(256, [192], [rank]).pairs[0][0] for rank in (8, 24, 64)]
     x = torch.randn(24, 256)
     segments = [Segment(0, 12, 0), Segment(12, 12, 1)]
     zero = torch.zeros(24, 192)
-    wanted = [expected(zero, x, segments, group)[12:]]
+    desired = [expected(zero, x, segments, group)[12:]]
     for pair in replacements:
         group.put(1, [pair])
-        wanted.append(expected(zero, x, segments, group)[12:])
+        desired.append(expected(zero, x, segments, group)[12:])
     first = expected(zero, x, segments, group)[:12]
     over, wrong = threading.Event(), []
 
@@ -130,53 +130,53 @@ def test_a_group_changes_while_calls_run() -> None:
         while not over.is_set():
             y = zero.clone()
             op.apply(y, x, segments, group, backend="cpu", threads=1)
-            fits = [torch.allclose(y[12:].double(), want, atol=1e-3) for want in wanted]
+            fits = [torch.allclose(y[12:].double(), values, atol=1e-3) for values in desired]
             if not any(fits) or not torch.allclose(y[:12].double(), first, atol=1e-3):
                 wrong.append(y)
 
     callers = [threading.Thread(target=call) for _ in range(2)]
     for caller in callers:
         caller.start()
-    for turn in range(150):
-        group.put(1, [replacements[turn % 3]])
-        group.append([replacements[turn % 3]])
+    for iteration in range(150):
+        group.put(1, [replacements[iteration % 3]])
+        group.append([replacements[iteration % 3]])
     over.set()
     for caller in callers:
         caller.join()
     assert not wrong
 
 
-def test_packing_leaves_the_interpreter_to_others() -> None:
-    """A thread that counts goes on counting while a large adapter is packed."""
+def test_packing_releases_the_interpreter_lock() -> None:
+    """A counting thread continues to count while a large adapter is packed."""
     group = LoraGroup(4096, [4096])
     pair = LoraPair(torch.randn(256, 4096), torch.randn(4096, 256))
     group.append([None])
-    counted, over, begun = [0], threading.Event(), threading.Event()
+    counted, over, started = [0], threading.Event(), threading.Event()
 
     def count() -> None:
         while not over.is_set():
             counted[0] += 1
-            begun.set()
+            started.set()
 
     other = threading.Thread(target=count)
     other.start()
-    begun.wait()
-    given = factors(*pair)
+    started.wait()
+    operands = factors(*pair)
     packed = group.native
     during = 0
-    for _ in range(50):  # a neighbour may keep the other thread from the cores for a while
+    for _ in range(50):  # Other processes may keep the second thread from running.
         before = counted[0]
-        packed.set_slot(0, [given])
+        packed.set_slot(0, [operands])
         during = max(during, counted[0] - before)
         if during > 10:
             break
     over.set()
     other.join()
-    # With the lock held throughout, at most one switch between two lines here.
+    # With the lock held, at most one switch of threads could happen between two lines.
     assert during > 10
 
 
-def test_packed_adapters_share_large_pages_and_give_them_back() -> None:
+def test_packed_adapters_share_huge_pages_and_return_them() -> None:
     large_pages = native.kernels().runtime.large_pages
     gc.collect()
     regions, pieces = large_pages()
@@ -206,32 +206,32 @@ def test_nested_pins_end_in_their_order() -> None:
         assert torch.equal(alone[0], y[0])
         return y
 
-    with tiles.pinned(names[-1]):
+    with pinned(names[-1]):
         outer = row()
-        with tiles.pinned(names[0]):
+        with pinned(names[0]):
             row()
         assert torch.equal(row(), outer)
-        with pytest.raises(ValueError, match="none such"), tiles.pinned("none such"):
+        with pytest.raises(ValueError, match="none such"), pinned("none such"):
             pass
         assert torch.equal(row(), outer)
     tiles.reset_counters()
     op.apply(torch.zeros(40, 130), x, [Segment(0, 40, 0)], group, backend="cpu")
-    assert sum(tiles.counters().values()) == 1  # adaptive again
+    assert sum(tiles.counters().values()) == 1  # The choice is adaptive again.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_what_a_product_adds_is_what_apply_adds_to_it(dtype: torch.dtype, backend: Backend) -> None:
+def test_an_epilogue_adds_what_apply_adds(dtype: torch.dtype, backend: Backend) -> None:
     pairs = [LoraPair(torch.randn(r, 96).to(dtype), torch.randn(80, r).to(dtype)) for r in (8, 40)]
     group = LoraGroup.of(96, pairs)
     matrix = ops.Matrix(torch.randn(80, 96))
     segments = [Segment(0, 1, 1), Segment(2, 9, 0, sign=-1)]
     x = torch.randn(12, 192)[:, :96]
-    want = matrix(x, backend=backend)
-    op.apply(want, x, segments, group)
-    with clocked() as spent:
-        got = matrix(x, epilogue=op.bind_epilogue(segments, group), backend=backend)
-    assert torch.equal(got, want)
+    desired = matrix(x, backend=backend)
+    op.apply(desired, x, segments, group)
+    with timed_parts() as spent:
+        actual = matrix(x, epilogue=op.bind_epilogue(segments, group), backend=backend)
+    assert torch.equal(actual, desired)
     assert spent[LORA] > 0
     assert spent[PRODUCTS] > 0
     with pytest.raises(ValueError, match="outside"):

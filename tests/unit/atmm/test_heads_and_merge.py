@@ -21,15 +21,15 @@ def test_heads_of_many_classes_equal_float64(backend: Backend) -> None:
     group.append(None)
     x = torch.randn(40, 200)
     segments = [Segment(0, 1, 0), Segment(1, 9, 1), Segment(12, 20, 2), Segment(39, 1, 3)]
-    got = op.heads(x, segments, group, backend=backend)
-    assert got.shape == (40, 300)
-    want = torch.zeros(40, 300, dtype=torch.float64)
+    actual = op.heads(x, segments, group, backend=backend)
+    assert actual.shape == (40, 300)
+    desired = torch.zeros(40, 300, dtype=torch.float64)
     for segment in segments:
         head = group.heads[segment.slot]
         assert head is not None
         rows = slice(segment.start, segment.start + segment.length)
-        want[rows, : len(head.bias)] = x[rows].double() @ head.weight.double().T + head.bias
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        desired[rows, : len(head.bias)] = x[rows].double() @ head.weight.double().T + head.bias
+    torch.testing.assert_close(actual.double(), desired, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="no head"):
         op.heads(x, [Segment(0, 1, 4)], group, backend=backend)
 
@@ -44,12 +44,12 @@ def test_merged_slabs_equal_float64_within_one_rounding(
     copied = [CopiedPart(131401, 0), CopiedPart(131401, 5003), CopiedPart(136500, 64)]
     base = torch.randn(136600).to(dtype)
     updates, offset = [], 3
-    want = base.double().clone()
+    desired = base.double().clone()
     for d_out, d_in, rank in shapes:
         pair = LoraPair(torch.randn(rank, d_in) / rank**0.5, torch.randn(d_out, rank))
         updates.append(MergeUpdate(offset, pair))
         delta = pair.b.double() @ pair.a.double()
-        want[offset : offset + d_out * d_in] += sign * delta.flatten()
+        desired[offset : offset + d_out * d_in] += sign * delta.flatten()
         offset += d_out * d_in
     assert offset <= copied[0].offset
     out = base.clone() if in_place else torch.full_like(base, 7.0)
@@ -57,26 +57,28 @@ def test_merged_slabs_equal_float64_within_one_rounding(
     op.merge(out, out if in_place else base, merges, sign, threads=2, backend=backend)
     inside = slice(3, offset)
     if dtype == FP32:
-        torch.testing.assert_close(out[inside].double(), want[inside], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[inside].double(), desired[inside], rtol=1e-5, atol=1e-5)
     else:
         # round(fp32(base) + B A), within one unit in the last place.
-        torch.testing.assert_close(out[inside].double(), want[inside], rtol=2**-8, atol=1e-5)
+        torch.testing.assert_close(out[inside].double(), desired[inside], rtol=2**-8, atol=1e-5)
     left = torch.ones(len(out), dtype=torch.bool)
     left[inside] = False
     for part in copied:
-        place = slice(part.offset, part.offset + part.size)
-        assert torch.equal(out[place], base[place])
-        left[place] = False
+        elements = slice(part.offset, part.offset + part.size)
+        assert torch.equal(out[elements], base[elements])
+        left[elements] = False
     assert torch.equal(out[left], base[left] if in_place else base[left] * 0 + 7)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_what_is_not_finite_stays_so_where_it_is(backend: Backend, dtype: torch.dtype) -> None:
+def test_values_that_are_not_finite_stay_where_they_are(
+    backend: Backend, dtype: torch.dtype
+) -> None:
     d_out, d_in = 13, 608
     integers = torch.int32 if dtype == FP32 else torch.int16
     odd = torch.randperm(d_out * d_in)[:300]
     base = torch.randn(d_out * d_in).to(dtype)
-    # NaN of any sign and payload, quiet or signalling: all bits of the exponent set, then some.
+    # NaN of any sign and payload, quiet or signalling: all bits of the exponent and some others.
     low = 1 << (23 if dtype == FP32 else 7)
     top = 255 * low - (torch.rand(200) < 0.5) * 256 * low
     base.view(integers)[odd[:200]] = (top + torch.randint(1, low, (200,))).to(integers)
@@ -92,7 +94,7 @@ def test_what_is_not_finite_stays_so_where_it_is(backend: Backend, dtype: torch.
 
 @pytest.mark.parametrize("rank", [16, 17, 70])
 def test_a_merge_loses_no_bits_of_its_factors(backend: Backend, rank: int) -> None:
-    # Where factors go as three numbers of bf16 each: two of them would not do.
+    # Where factors are split into three bf16 numbers each, two of them would lose bits.
     d_out, d_in = 70, 200
     spread = 2.0 ** torch.randint(-20, 20, (rank, 1))
     signs = torch.randint(0, 2, (rank, d_in)) * 2 - 1
@@ -110,20 +112,20 @@ def test_a_merge_loses_no_bits_of_its_factors(backend: Backend, rank: int) -> No
 def test_every_merge_configuration_equals_the_reference(size: int) -> None:
     base = torch.randn(96 * size)
     update = MergeUpdate(0, LoraPair(torch.randn(20, size), torch.randn(96, 20)))
-    want, got = torch.empty_like(base), torch.empty_like(base)
-    op.merge(want, base, [update], backend="reference")
+    desired, actual = torch.empty_like(base), torch.empty_like(base)
+    op.merge(desired, base, [update], backend="reference")
     for index, _ in enumerate(tiles.configs("merge", "fp32")):
-        got.zero_()
-        op.merge(got, base, [update], backend="cpu", config=index)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        actual.zero_()
+        op.merge(actual, base, [update], backend="cpu", config=index)
+        torch.testing.assert_close(actual, desired, rtol=1e-4, atol=1e-4)
 
 
-def test_wrong_merges_are_refused(backend: Backend) -> None:
+def test_wrong_merges_are_rejected(backend: Backend) -> None:
     slab = torch.zeros(100)
     pair = LoraPair(torch.zeros(2, 10), torch.zeros(10, 2))
     wrong: list[tuple[Callable[[], None], str]] = [
         (lambda: op.merge(slab, slab, [MergeUpdate(1, pair)], backend=backend), "do not fit"),
-        (lambda: op.merge(slab, slab[1:], [], backend=backend), "not alike"),
+        (lambda: op.merge(slab, slab[1:], [], backend=backend), "must be equal"),
         (
             lambda: op.merge(
                 slab, slab, [MergeUpdate(0, LoraPair(pair.a.bfloat16(), pair.b))], backend=backend

@@ -1,4 +1,4 @@
-"""Which instruction set serves: ordered by what it reaches, forced by name, AMX by its twin."""
+"""Instruction sets: ordered by their measured peaks, forced by name, and AMX by its twin."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from vlora import native
 from vlora.atmm import tiles
 from vlora.atmm.device import Device
 
-WORTH = 1.1
-"""kRequiredSpeedup of csrc/runtime/dispatch.cpp."""
+MIN_GAIN = 1.1
+"""Factor by which a peak must exceed another to be ordered before it: kRequiredSpeedup of
+csrc/runtime/dispatch.cpp."""
 
 
 @compiled
@@ -24,14 +25,14 @@ def test_instruction_sets_are_ordered_by_their_measured_peak(dtype: str) -> None
     core, isas = native.kernels().runtime, tiles.isas(dtype)
     peaks = [core.core_peak(isa, dtype) for isa in isas]
     assert isas[-1] == "scalar"
-    assert all(first * WORTH >= second > 0 for first, second in itertools.pairwise(peaks))
+    assert all(first * MIN_GAIN >= second > 0 for first, second in itertools.pairwise(peaks))
     assert core.core_peak(isas[0], dtype) == peaks[0], "measured once"
     with pytest.raises(ValueError, match="'none' does not run here"):
         core.core_peak("none", dtype)
 
 
 @compiled
-def test_a_forced_instruction_set_serves_both_types_until_it_is_given_back() -> None:
+def test_a_forced_instruction_set_serves_both_types_until_the_context_ends() -> None:
     before = [tiles.current_isa(dtype) for dtype in tiles.DTYPE_NAMES]
     with tiles.isa("twin"):
         with tiles.isa("scalar"):
@@ -44,9 +45,9 @@ def test_a_forced_instruction_set_serves_both_types_until_it_is_given_back() -> 
 
 @compiled
 @pytest.mark.parametrize(
-    ("name", "told"), [("scalar", "scalar scalar"), ("sse", "ValueError: instruction set 'sse'")]
+    ("name", "output"), [("scalar", "scalar scalar"), ("sse", "ValueError: instruction set 'sse'")]
 )
-def test_the_environment_forces_an_instruction_set(name: str, told: str) -> None:
+def test_the_environment_forces_an_instruction_set(name: str, output: str) -> None:
     code = (
         "from vlora import native; cpu = native.kernels().runtime;"
         "print(cpu.isa('fp32'), cpu.isa('bf16'))"
@@ -58,12 +59,12 @@ def test_the_environment_forces_an_instruction_set(name: str, told: str) -> None
         text=True,
         check=False,
     )
-    assert told in done.stdout + done.stderr
+    assert output in done.stdout + done.stderr
 
 
 @compiled
 def test_the_core_sees_the_caches_that_tables_are_named_after() -> None:
     machine, device = native.kernels().runtime.machine(), Device.here()
-    found = tuple(machine[level] >> 10 for level in ("l1", "l2", "l3"))
-    assert found == (device.l1, device.l2, device.l3)
+    sizes = tuple(machine[level] >> 10 for level in ("l1", "l2", "l3"))
+    assert sizes == (device.l1, device.l2, device.l3)
     assert machine["memory"] > 0

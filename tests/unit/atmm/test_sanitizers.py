@@ -1,4 +1,4 @@
-"""The compiled core under the address and undefined-behaviour sanitizers, leaks included."""
+"""The compiled core under the address and undefined-behaviour sanitizers, including leaks."""
 
 from __future__ import annotations
 

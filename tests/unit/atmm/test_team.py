@@ -1,4 +1,4 @@
-"""The one team of threads that all kernels share: sizes, meetings, failures, forked children."""
+"""The team of threads that all kernels share: sizes, barriers, failures, forked children."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = compiled
 
 @pytest.fixture(params=["own", "openmp"])
 def cpu(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The shared part of the kernels, on each kind of threads."""
+    """Return the kernels' shared runtime, with each kind of threads."""
     core = native.kernels().runtime
     if not core.set_thread_source(request.param):
         pytest.skip("this process has no OpenMP")
@@ -28,12 +28,12 @@ def cpu(request: pytest.FixtureRequest) -> Iterator[Any]:
     core.set_thread_source("auto")
 
 
-def test_every_thread_of_a_region_takes_part_in_its_meetings(cpu: Any) -> None:
+def test_every_thread_of_a_region_reaches_its_barriers(cpu: Any) -> None:
     for threads in (1, 2, 5, 3, 2, 4):
         assert cpu.count_barriers(threads, 20, -1) == 20 * threads
 
 
-def test_every_piece_is_taken_once(cpu: Any) -> None:
+def test_every_piece_is_computed_once(cpu: Any) -> None:
     for threads in (1, 2, 7, 3):
         for pieces in (0, 1, 2, 1000):
             assert cpu.sum_pieces(threads, pieces) == pieces * (pieces - 1) // 2
@@ -87,7 +87,7 @@ else:
 
 @pytest.mark.parametrize("kind", ["own", "openmp"])
 def test_a_forked_child_has_a_team_of_its_own(kind: str) -> None:
-    # torch itself, with more than one thread, does not survive a fork: the child keeps to one.
+    # torch with several threads does not survive a fork, so the child uses one.
     script = CHILD.replace("child = os.fork()", "torch.set_num_threads(1); child = os.fork()")
     done = subprocess.run(
         [sys.executable, "-c", script, kind], capture_output=True, text=True, timeout=120

@@ -1,4 +1,4 @@
-"""Work large enough to be shared by threads: by blocks of rows, and inside segments."""
+"""Division of work among threads: by blocks of rows, and within segments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vlora.backends import Backend
         ([8, 128, None, 16], [2, 1, 4, 9]),
     ],
 )
-def test_few_rows_are_shared_inside_their_segments(
+def test_threads_divide_few_rows_within_their_segments(
     ranks: list[int | None],
     lengths: list[int],
     threads: int,
@@ -45,7 +45,7 @@ def test_few_rows_are_shared_inside_their_segments(
 
 @each_form
 @pytest.mark.parametrize("threads", [2, 4])
-def test_uneven_adapters_are_shared_by_rows(
+def test_threads_divide_uneven_adapters_by_rows(
     threads: int, backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype
 ) -> None:
     group = group_of(512, [300], [8, 128, 16, 32], dtype)

@@ -1,4 +1,4 @@
-"""Which tile a shape gets: pinned, from a table, or built in."""
+"""Choice of a shape's tile: pinned, from a table, or built in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.atmm_problems import BF16, FP32, compiled, each_form, group_of
+from tests.support.atmm_problems import BF16, FP32, compiled, each_form, group_of, pinned
+from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.device import Device
 from vlora.atmm.types import Segment
@@ -30,14 +31,14 @@ def test_with_pinned_tiles_a_rows_output_is_the_same_in_any_batch(
         return part
 
     for isa in tiles.isas():
-        for pinned in (None, tiles.configs("apply", "fp32")[0]["name"]):
-            with tiles.isa(isa), tiles.pinned(pinned):
+        for tile in (None, tiles.configs("apply", "fp32")[0]["name"]):
+            with tiles.isa(isa), pinned(tile):
                 together = run(
                     [Segment(0, 40, 0), Segment(40, 20, 1), Segment(60, 30, 2)], slice(0, 90), 2
                 )
                 for row, slot in ((0, 0), (17, 0), (39, 0), (40, 1), (59, 1), (60, 2), (89, 2)):
                     alone = run([Segment(0, 1, slot)], slice(row, row + 1), 1)
-                    assert torch.equal(alone[0], together[row]), (isa, pinned, row)
+                    assert torch.equal(alone[0], together[row]), (isa, tile, row)
                 some = run([Segment(0, 13, 0)], slice(20, 33), 1)
                 assert torch.equal(some, together[20:33])
 
@@ -87,7 +88,7 @@ def test_keys_have_128_bits_and_differ_by_bucket_only() -> None:
 
 
 @compiled
-def test_a_table_of_one_thread_serves_two_and_says_so_in_its_counts() -> None:
+def test_a_table_for_one_thread_serves_two_and_counts_misses() -> None:
     names = [config["name"] for config in tiles.configs("apply", "fp32")]
     shape = {"rows": 64, "d_in": 512, "d_out": 512, "rank": 64, "segments": 1}
     assert tiles.key("apply", "fp32", **shape) == tiles.key("apply", "fp32", **shape, threads=1)
@@ -113,14 +114,12 @@ def test_a_table_of_one_thread_serves_two_and_says_so_in_its_counts() -> None:
         (48, 2048, 13e9, False, "p24", "r96-s64-e64-d1024-p0", "c2048-p0"),  # Sapphire Rapids
     ],
 )
-def test_built_in_tiles_come_from_the_machines_caches_and_its_memorys_rate(
+def test_built_in_tiles_depend_on_cache_sizes_and_memory_bandwidth(
     l1: int, l2: int, memory: float, widening: bool, few: str, many: str, merge: str
 ) -> None:
     def choice(operation: tiles.Operation, rows: int) -> str:
-        return tiles.built_in_on(
-            operation, "bf16", rows=rows, rank=64, l1=l1 << 10, l2=l2 << 10, memory=memory,
-            widening=widening, multiplies_tiles=tiled,
-        )  # fmt: skip
+        machine = l1 << 10, l2 << 10, memory, widening, tiled
+        return str(native.kernels().atmm.built_in_on(operation, "bf16", rows, 64, *machine))
 
     tiled = False
     assert choice("apply", 4) == f"r8-s64-e64-d0-{few}"
@@ -130,7 +129,7 @@ def test_built_in_tiles_come_from_the_machines_caches_and_its_memorys_rate(
     assert {choice("apply", 4), choice("apply", 64), choice("merge", 1024)} <= names
     tiled = True
     assert choice("apply", 4) == f"r8-s64-e64-d0-{few}"
-    assert choice("apply", l2 // 8 - 1) == many  # a row moves 4 KiB: less than half of L2
+    assert choice("apply", l2 // 8 - 1) == many  # A row moves 4 KiB: less than half of L2.
     assert choice("apply", l2 // 8) == many.replace("r192", "r32").replace("r96", "r32")
     assert choice("apply", l2 // 8) in names
 
@@ -145,7 +144,7 @@ def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
 
 
 @compiled
-def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_left_out(tmp_path: Path) -> None:
+def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_path: Path) -> None:
     name = tiles.configs("apply", "fp32")[0]["name"]
     shape = {"rows": 1, "d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
     start = f"{Device.here().name}-{tiles.isas()[0]}-"

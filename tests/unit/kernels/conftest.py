@@ -1,4 +1,4 @@
-"""Each implementation of the step's kernels in turn."""
+"""The fixture that runs a test with each implementation of the step's kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from vlora.backends import Backend
 
 
 def implementations() -> list[str]:
-    """The twins in plain torch, every instruction set of this CPU, and AMX in plain C++."""
+    """Return the names of the implementations: the reference in plain torch, every instruction set
+    of this CPU, and "twin", AMX emulated in plain C++.
+    """
     try:
         return ["reference", *native.kernels().runtime.isas(), "twin"]
     except ImportError:
@@ -21,6 +23,7 @@ def implementations() -> list[str]:
 
 @pytest.fixture(params=implementations())
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Yield the backend of each implementation, with its instruction set in use."""
     if request.param == "reference":
         yield "reference"
         return

@@ -1,4 +1,4 @@
-"""Attention over pages against double precision, for every instruction set and the twin."""
+"""Paged attention, compared with double precision for every implementation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _chunk(index: int, row: int, start: int, end: int, pages: tuple[int, ...]) -
 
 @dataclass
 class Case:
-    """Random sequences, their pages in random order, and what attention should say."""
+    """Random sequences, their pages in random order, and the expected attention."""
 
     heads: int
     kv_heads: int
@@ -44,17 +44,17 @@ class Case:
     lengths: Sequence[tuple[int, int]]
 
     def __post_init__(self) -> None:
-        counts = [-(-sum(one) // self.block) for one in self.lengths]
+        counts = [-(-sum(length) // self.block) for length in self.lengths]
         self.store = KVCache(
             sum(counts) + 2, LAYERS, self.block, self.kv_heads, self.dim, self.dtype
         )
         pages = torch.randperm(sum(counts) + 2).tolist()
         self.pages = [tuple(pages.pop() for _ in range(count)) for count in counts]
         width = (self.heads + 2 * self.kv_heads) * self.dim
-        self.rows = [torch.randn(sum(one), width) for one in self.lengths]
+        self.rows = [torch.randn(sum(length), width) for length in self.lengths]
 
     def step(self, ranges: Sequence[tuple[int, int, int]], backend: Backend) -> torch.Tensor:
-        """Attends to (sequence, from, to), each a chunk, in layer 1."""
+        """Return the attention of the chunks (sequence, start, end), in layer 1."""
         chunks, row = [], 0
         for index, start, end in ranges:
             chunks.append(_chunk(index, row, start, end, self.pages[index]))
@@ -67,7 +67,8 @@ class Case:
         frequencies = 10.0 ** -torch.linspace(0, 3, self.dim // 2)
         return Rotary.from_angles(positions[:, None] * frequencies, 1.0)
 
-    def wanted(self, index: int, start: int) -> torch.Tensor:
+    def expected(self, index: int, start: int) -> torch.Tensor:
+        """Return the attention of a sequence's rows from `start`, in double precision."""
         rows = self.rows[index]
         rotary = self.rotary(torch.arange(len(rows)))
         query, key, value = rows.unflatten(1, (-1, self.dim)).split(
@@ -75,35 +76,36 @@ class Case:
         )
         query = reference.rotate(query, rotary.cosines, rotary.sines)[start:]
         key = reference.rotate(key, rotary.cosines, rotary.sines)
-        seen = torch.arange(len(rows))[None] <= torch.arange(start, len(rows))[:, None]
-        found = F.scaled_dot_product_attention(
+        mask = torch.arange(len(rows))[None] <= torch.arange(start, len(rows))[:, None]
+        attended = F.scaled_dot_product_attention(
             query.transpose(0, 1).double(),
             key.to(self.dtype).transpose(0, 1).double(),
             value.to(self.dtype).transpose(0, 1).double(),
-            attn_mask=seen,
+            attn_mask=mask,
             enable_gqa=True,
         )
-        return found.transpose(0, 1).flatten(1)
+        return attended.transpose(0, 1).flatten(1)
 
     def check(self, backend: Backend) -> None:
+        """Compute the earlier positions in one step and compare those of the next."""
         before = [(i, 0, start) for i, (_, start) in enumerate(self.lengths) if start]
         if before:
             self.step(before, backend)
         now = [(i, start, start + rows) for i, (rows, start) in enumerate(self.lengths)]
-        found = self.step(now, backend)
-        wanted = torch.cat([self.wanted(i, start) for i, start, _ in now])
-        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=3e-5)
+        attended = self.step(now, backend)
+        expected = torch.cat([self.expected(i, start) for i, start, _ in now])
+        torch.testing.assert_close(attended.double(), expected, rtol=0, atol=3e-5)
 
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [1, 3, 16, 48])
-def test_chunks_of_very_different_lengths_in_one_call(
+def test_chunks_of_very_different_lengths_are_attended_in_one_call(
     backend: Backend, block: int, dtype: torch.dtype
 ) -> None:
     case = Case(8, 2, 16, block, dtype, MIXED)
     if backend == "cpu":
-        # What pages hold before they are written is their last owner's: never looked at.
+        # Pages hold values of their previous owner until they are written; none may be read.
         case.store.cache.fill_(float("nan"))
     case.check(backend)
 
@@ -112,13 +114,13 @@ def test_chunks_of_very_different_lengths_in_one_call(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(4, 4, 64), (6, 6, 8), (8, 1, 48), (6, 2, 80), (8, 4, 24)]
 )
-def test_heads_shared_or_not_of_any_width(
+def test_query_heads_may_share_kv_heads_and_have_any_width(
     backend: Backend, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
     Case(heads, kv_heads, dim, 16, dtype, MIXED).check(backend)
 
 
-def test_scores_that_grow_and_fall_by_much(backend: Backend) -> None:
+def test_scores_may_grow_and_fall_along_a_sequence(backend: Backend) -> None:
     case = Case(4, 2, 32, 16, torch.float32, ((1, 400), (1, 37)))
     for rows in case.rows:
         keys = rows.unflatten(1, (-1, 32))[:, 4:6]
@@ -127,32 +129,34 @@ def test_scores_that_grow_and_fall_by_much(backend: Backend) -> None:
 
 
 @pytest.mark.usefixtures("_threads")
-def test_a_long_context_is_shared_out(backend: Backend) -> None:
+def test_a_long_context_is_split_among_threads(backend: Backend) -> None:
     Case(4, 2, 32, 16, torch.float32, ((1, 3000),)).check(backend)
 
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_a_part_of_their_keys_comes_after(backend: Backend, dtype: torch.dtype) -> None:
+def test_rows_do_not_see_later_keys_of_their_tile(backend: Backend, dtype: torch.dtype) -> None:
     Case(1, 1, 512, 16, dtype, ((60, 104),)).check(backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_long_prompt_in_pieces_of_all_sizes(backend: Backend, dtype: torch.dtype) -> None:
+def test_a_long_prompt_may_be_split_into_chunks_of_any_size(
+    backend: Backend, dtype: torch.dtype
+) -> None:
     Case(4, 2, 64, 16, dtype, ((300, 0), (3, 200), (20, 129))).check(backend)
 
 
-def test_a_sequence_that_is_not_finite_spoils_itself_alone(backend: Backend) -> None:
+def test_a_nan_affects_only_its_sequence(backend: Backend) -> None:
     case = Case(4, 2, 32, 16, torch.float32, ((1, 40), (20, 10), (1, 5)))
     case.rows[1][12] = float("nan")
     case.step([(0, 0, 40), (1, 0, 10), (2, 0, 5)], backend)
-    found = case.step([(0, 40, 41), (1, 10, 30), (2, 5, 6)], backend)
-    assert found[0].isfinite().all()
-    assert found[-1].isfinite().all()
-    assert found[3:21].isnan().any()
+    attended = case.step([(0, 40, 41), (1, 10, 30), (2, 5, 6)], backend)
+    assert attended[0].isfinite().all()
+    assert attended[-1].isfinite().all()
+    assert attended[3:21].isnan().any()
 
 
-def test_chunks_that_do_not_fit_are_refused() -> None:
+def test_pages_and_rows_that_do_not_fit_are_refused() -> None:
     case = Case(4, 2, 32, 16, torch.float32, ((1, 40),))
     case.pages[0] = (999,) * 3
     with pytest.raises(ValueError, match="page 999 of"):

@@ -1,4 +1,4 @@
-"""Products and what lies between them against double precision, and against their twins."""
+"""The step's kernels, compared with double precision for every implementation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vlora.engine.engine import Engine
 from vlora.kernels import ops
 from vlora.vision.encoder import VisionEncoder
 
-ROUNDED = ("avx512_bf16", "amx", "twin")
-"""The instruction sets that round the rows of a bf16 product."""
+ROUNDING_ISAS = ("avx512_bf16", "amx", "twin")
+"""Instruction sets that round x to bf16 for a product with a bf16 weight."""
 
 
 def _isa() -> str:
@@ -26,59 +26,61 @@ def _isa() -> str:
 
 
 def _tolerance(dtype: torch.dtype, backend: Backend) -> float:
-    """Of values of about 1."""
-    rounded = dtype == torch.bfloat16 and backend == "cpu" and _isa() in ROUNDED
+    """Return the absolute tolerance for values of about 1."""
+    rounded = dtype == torch.bfloat16 and backend == "cpu" and _isa() in ROUNDING_ISAS
     return 2e-2 if rounded else 5e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 12, 13, 16, 17, 24, 40, 64, 65, 130, 270])
-def test_a_product_is_the_double_precision_one(
+def test_a_product_equals_the_double_precision_one(
     backend: Backend, rows: int, dtype: torch.dtype
 ) -> None:
     for width, depth in ((1, 1), (5, 3), (48, 64), (50, 100), (131, 257), (158, 600)):
         x = torch.randn(rows, depth)
         weight = (torch.randn(width, depth) / depth**0.5).to(dtype)
         bias = torch.randn(width) if width % 2 else None
-        found = ops.linear(x, weight, bias, backend=backend)
-        wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        assert found.dtype == torch.float32
-        allowed = torch.full_like(wanted, _tolerance(dtype, backend))
+        product = ops.linear(x, weight, bias, backend=backend)
+        expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert product.dtype == torch.float32
+        allowed = torch.full_like(expected, _tolerance(dtype, backend))
         if dtype == torch.bfloat16 and depth < 32:
-            # Few products do not level their roundings out: one of 6 may be off by 0.02.
+            # The rounding errors of a few terms do not average out: 6 terms may be off by 0.02.
             allowed += 2**-8 * (x.abs().double() @ weight.abs().double().T)
-        assert ((found - wanted).abs() <= allowed).all()
+        assert ((product - expected).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape", [(250, 70, 3330), (600, 1040, 65), (530, 1040, 96), (135, 33, 6000)]
 )
-def test_a_product_larger_than_a_cache_is_the_double_precision_one(
+def test_a_product_larger_than_a_cache_equals_the_double_precision_one(
     backend: Backend, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """Its depth is cut, its rows go in parts, and its result past the caches."""
+    """Depth and rows of the product are split, and its result bypasses the caches."""
     rows, width, depth = shape
     x, bias = torch.randn(rows, depth), torch.randn(width)
     weight = (torch.randn(width, depth) / depth**0.5).to(dtype)
-    found = ops.linear(x, weight, bias, backend=backend)
-    wanted = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=_tolerance(dtype, backend))
+    product = ops.linear(x, weight, bias, backend=backend).double()
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(product, expected, rtol=0, atol=_tolerance(dtype, backend))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 13, 40, 64, 100, 300])
-def test_a_product_of_fp32_keeps_all_bits_of_both_sides(backend: Backend, rows: int) -> None:
-    """Also where bf16 is multiplied for it: without any of its six products it would err by 2^-16
-    of the largest terms."""
+def test_a_product_of_fp32_uses_all_bits_of_both_operands(backend: Backend, rows: int) -> None:
+    """Some instruction sets split fp32 into bf16 parts and compute six products of them.
+
+    Without any one of these the error would be 2^-16 of the largest terms.
+    """
     for width, depth in ((64, 1), (50, 32), (130, 100)):
         x, weight = (
             torch.randn(size, depth) * torch.randn(size, depth).exp() for size in (rows, width)
         )
-        found = ops.linear(x, weight, backend=backend).double()
+        product = ops.linear(x, weight, backend=backend).double()
         x, weight = x.double(), weight.double()
-        # 2^-21 of a product are left out; roundings of fp32 sums level out for the most part.
-        lost = (2**3 + 1 + 2 * depth**0.5) * 2**-24 * (x.abs() @ weight.abs().T)
-        assert ((found - x @ weight.T).abs() <= lost).all()
+        # 2^-21 of each term is omitted; the roundings of fp32 sums mostly average out.
+        allowed = (2**3 + 1 + 2 * depth**0.5) * 2**-24 * (x.abs() @ weight.abs().T)
+        assert ((product - x @ weight.T).abs() <= allowed).all()
 
 
 def test_a_product_of_the_largest_values_of_fp32_is_finite(backend: Backend) -> None:
@@ -86,8 +88,8 @@ def test_a_product_of_the_largest_values_of_fp32_is_finite(backend: Backend) -> 
     x = torch.zeros(70, 64)
     x[:, 5] = largest
     weight = torch.full((40, 64), 0.5)
-    found = ops.linear(x, weight, backend=backend)
-    torch.testing.assert_close(found, torch.full((70, 40), largest / 2), rtol=1e-6, atol=0)
+    product = ops.linear(x, weight, backend=backend)
+    torch.testing.assert_close(product, torch.full((70, 40), largest / 2), rtol=1e-6, atol=0)
 
 
 def test_rows_of_a_product_may_be_strided(backend: Backend) -> None:
@@ -99,8 +101,8 @@ def test_rows_of_a_product_may_be_strided(backend: Backend) -> None:
         )
 
 
-def test_nothing_is_read_beyond_the_last_row_of_a_matrix(backend: Backend) -> None:
-    """What follows is not finite: one value of it would spoil a sum."""
+def test_no_memory_after_a_matrix_is_read(backend: Backend) -> None:
+    """The memory after it holds NaN, one of which would make a sum NaN."""
     for dtype, depth, rows in (
         (torch.float32, 37, 2),
         (torch.bfloat16, 37, 2),
@@ -108,38 +110,40 @@ def test_nothing_is_read_beyond_the_last_row_of_a_matrix(backend: Backend) -> No
         (torch.float32, 37, 20),
         (torch.float32, 37, 70),
     ):
-        around = torch.full((11 * depth + 64,), float("nan"), dtype=dtype)
-        weight = around[: 11 * depth].view(11, depth)
+        memory = torch.full((11 * depth + 64,), float("nan"), dtype=dtype)
+        weight = memory[: 11 * depth].view(11, depth)
         weight.copy_(torch.randn(11, depth))
         x = torch.full((rows * depth + 64,), float("nan"))
         x[: rows * depth] = torch.randn(rows * depth)
-        found = ops.linear(x[: rows * depth].view(rows, depth), weight, backend=backend)
-        assert found.isfinite().all()
+        product = ops.linear(x[: rows * depth].view(rows, depth), weight, backend=backend)
+        assert product.isfinite().all()
 
 
-def test_a_value_that_is_not_finite_stays_in_its_row(backend: Backend) -> None:
+def test_a_nan_affects_only_its_row(backend: Backend) -> None:
     for rows in (5, 40):
         x = torch.randn(rows, 64)
         x[2, 10] = float("nan")
-        found = ops.linear(x, torch.randn(50, 64), backend=backend)
-        spoilt = found.isnan().any(dim=1)
-        assert spoilt.nonzero().flatten().tolist() == [2]
+        product = ops.linear(x, torch.randn(50, 64), backend=backend)
+        nan_rows = product.isnan().any(dim=1)
+        assert nan_rows.nonzero().flatten().tolist() == [2]
 
 
-def test_the_largest_of_each_row_is_the_first_and_odd_rows_are_told(backend: Backend) -> None:
+def test_argmax_is_the_first_largest_value_and_rows_with_nan_or_infinity_are_reported(
+    backend: Backend,
+) -> None:
     for width in (1, 7, 64, 1000, 5003):
         x = torch.randn(40, width)
         x[1] = x[1, 0]
         x[2, -1] = x[3, 0] = x[4, width // 2] = 9.0
-        odd = {5: float("nan"), 6: float("inf"), 7: -float("inf")}
-        for row, value in odd.items():
+        not_finite = {5: float("nan"), 6: float("inf"), 7: -float("inf")}
+        for row, value in not_finite.items():
             x[row, row * 131 % width] = value
-        found, finite = ops.argmax(x, backend=backend)
-        assert finite.tolist() == [row not in odd for row in range(40)]
-        assert found[finite].tolist() == x.argmax(dim=1)[finite].tolist()
+        indices, finite = ops.argmax(x, backend=backend)
+        assert finite.tolist() == [row not in not_finite for row in range(40)]
+        assert indices[finite].tolist() == x.argmax(dim=1)[finite].tolist()
 
 
-def test_what_does_not_fit_a_product_is_refused() -> None:
+def test_wrong_operands_of_a_product_are_refused() -> None:
     with pytest.raises(ValueError, match=r"x \(3, 4\) does not fit weight \(5, 6\)"):
         ops.linear(torch.randn(3, 4), torch.randn(5, 6))
     with pytest.raises(ValueError, match="float16"):
@@ -152,44 +156,48 @@ def test_what_does_not_fit_a_product_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 5, 64, 1000])
-def test_a_row_is_its_tokens_or_an_images(backend: Backend, width: int, dtype: torch.dtype) -> None:
-    """To the bit. Where an image's row stands, the token may be none of the table's."""
+def test_a_row_is_its_tokens_embedding_or_an_image_feature(
+    backend: Backend, width: int, dtype: torch.dtype
+) -> None:
+    """Rows are equal bitwise. A token that an image feature replaces may lie outside the table."""
     table, features = torch.randn(37, width).to(dtype), torch.randn(9, width)
     for rows in (0, 1, 70):
         tokens = torch.randint(0, 37, (rows,))
-        wanted = table[tokens].float()
-        assert torch.equal(ops.embed(tokens, table, backend=backend), wanted)
+        expected = table[tokens].float()
+        assert torch.equal(ops.embed(tokens, table, backend=backend), expected)
         if rows < 70:
             continue
-        which = torch.tensor([-1, 3, 4, 5, -1, 0])
         tokens[[6, 8]] = 37
-        images = [(5, which, features), (64, torch.tensor([8, -1, 7, 7, -1, 1]), features)]
-        for first, at, _ in images:
-            for row, feature in enumerate(at.tolist()):
-                if feature >= 0:
-                    wanted[first + row] = features[feature]
-        place = torch.full((rows, width), torch.nan)
-        assert ops.embed(tokens, table, images, out=place, backend=backend) is place
-        assert torch.equal(place, wanted)
+        images = [
+            (5, torch.tensor([-1, 3, 4, 5, -1, 0]), features),
+            (64, torch.tensor([8, -1, 7, 7, -1, 1]), features),
+        ]
+        for first_row, feature_rows, _ in images:
+            for index, feature_row in enumerate(feature_rows.tolist()):
+                if feature_row >= 0:
+                    expected[first_row + index] = features[feature_row]
+        out = torch.full((rows, width), torch.nan)
+        assert ops.embed(tokens, table, images, out=out, backend=backend) is out
+        assert torch.equal(out, expected)
 
 
-def test_what_has_no_row_is_refused(backend: Backend) -> None:
+def test_a_token_or_feature_row_out_of_range_is_refused(backend: Backend) -> None:
     table, features = torch.randn(37, 8), torch.randn(9, 8)
     tokens = torch.randint(0, 37, (6,))
-    for odd in (37, -1):
+    for token in (37, -1):
         with pytest.raises(IndexError):
-            ops.embed(torch.tensor([1, odd, 2]), table, backend=backend)
+            ops.embed(torch.tensor([1, token, 2]), table, backend=backend)
     with pytest.raises(IndexError):
         ops.embed(tokens, table, [(0, torch.tensor([0, 9]), features)], backend=backend)
 
 
-def test_what_does_not_fit_a_table_is_refused() -> None:
+def test_wrong_arguments_of_embed_are_refused() -> None:
     table, tokens = torch.randn(37, 8), torch.zeros(6, dtype=torch.int64)
-    which = torch.tensor([0, 1])
+    rows = torch.tensor([0, 1])
     for images, match in (
-        ([(0, which, torch.randn(9, 7))], r"features \(9, 7\)"),
-        ([(0, which, torch.randn(9, 8).bfloat16())], "bfloat16 for 2 rows"),
-        ([(5, which, torch.randn(9, 8))], "2 rows from 5"),
+        ([(0, rows, torch.randn(9, 7))], r"features \(9, 7\)"),
+        ([(0, rows, torch.randn(9, 8).bfloat16())], "bfloat16 for 2 rows"),
+        ([(5, rows, torch.randn(9, 8))], "2 rows from 5"),
     ):
         with pytest.raises(ValueError, match=match):
             ops.embed(tokens, table, images, backend="cpu")
@@ -201,34 +209,34 @@ def test_what_does_not_fit_a_table_is_refused() -> None:
 
 @pytest.mark.parametrize("width", [1, 5, 64, 1000])
 @pytest.mark.parametrize("rows", [0, 1, 70])
-def test_add_and_norm_are_those_of_double_precision(
+def test_add_and_norm_equal_those_of_double_precision(
     backend: Backend, rows: int, width: int
 ) -> None:
     for with_delta in (True, False):
         hidden, weight = torch.randn(rows, width), torch.randn(width)
         delta = torch.randn(rows, width) if with_delta else None
-        wanted = hidden.double() + (0 if delta is None else delta.double())
+        expected = hidden.double() + (0 if delta is None else delta.double())
         out = ops.add_norm(hidden, delta, weight, 1e-5, backend=backend)
-        torch.testing.assert_close(hidden.double(), wanted, rtol=0, atol=1e-6)
-        mean = wanted.square().mean(1, keepdim=True)
-        wanted = wanted / (mean + 1e-5).sqrt() * weight
-        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(hidden.double(), expected, rtol=0, atol=1e-6)
+        mean = expected.square().mean(1, keepdim=True)
+        expected = expected / (mean + 1e-5).sqrt() * weight
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_gate_is_that_of_double_precision(backend: Backend) -> None:
+def test_the_gate_equals_that_of_double_precision(backend: Backend) -> None:
     for rows, width in ((1, 1), (3, 37), (90, 700)):
         x = 20 * torch.randn(rows, 2 * width)
-        x[0, 0], x[-1, width - 1] = 100, -100  # past what an exponential function holds
+        x[0, 0], x[-1, width - 1] = 100, -100  # exp(100) overflows fp32
         gates, ups = x.double().chunk(2, dim=1)
-        wanted = gates * torch.sigmoid(gates) * ups
+        expected = gates * torch.sigmoid(gates) * ups
         torch.testing.assert_close(
-            ops.gate(x, backend=backend).double(), wanted, rtol=1e-5, atol=1e-6
+            ops.gate(x, backend=backend).double(), expected, rtol=1e-5, atol=1e-6
         )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 16, 17, 33, 70, 270, 530])
-def test_a_gated_product_is_the_gate_of_the_product(
+def test_a_gated_product_equals_the_gate_of_the_product(
     backend: Backend, rows: int, dtype: torch.dtype
 ) -> None:
     for inner, depth in ((1, 1), (5, 32), (16, 64), (37, 100), (100, 128), (150, 600)):
@@ -238,22 +246,22 @@ def test_a_gated_product_is_the_gate_of_the_product(
         matrix = ops.Matrix(weight, bias)
         product = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         gates, ups = product.chunk(2, dim=1)
-        wanted = gates * torch.sigmoid(gates) * ups
-        found = matrix.gated(x, backend=backend)
-        size = _tolerance(dtype, backend)
-        # Both factors err by their roundings, so their product by its own size as well.
-        torch.testing.assert_close(found.double(), wanted, rtol=size, atol=4 * size)
+        expected = gates * torch.sigmoid(gates) * ups
+        gated = matrix.gated(x, backend=backend)
+        tolerance = _tolerance(dtype, backend)
+        # Both factors have rounding errors, so that of their product grows with its size.
+        torch.testing.assert_close(gated.double(), expected, rtol=tolerance, atol=4 * tolerance)
         scratch, out = torch.empty(rows, 2 * inner), torch.empty(rows, inner)
         assert matrix.gated(x, scratch=scratch, out=out, backend=backend) is out
-        assert torch.equal(out, found)
+        assert torch.equal(out, gated)
 
 
-def test_a_matrix_without_two_halves_is_not_gated(backend: Backend) -> None:
+def test_a_matrix_with_an_odd_number_of_rows_cannot_be_gated(backend: Backend) -> None:
     with pytest.raises(ValueError, match="even number of rows"):
         ops.Matrix(torch.randn(3, 4)).gated(torch.randn(2, 4), backend=backend)
 
 
-def test_a_gate_or_norm_of_nan_is_nan(backend: Backend) -> None:
+def test_the_gate_and_norm_of_nan_are_nan(backend: Backend) -> None:
     x = torch.randn(2, 64)
     x[1, 3] = float("nan")
     assert ops.gate(x, backend=backend).isnan().sum() == 1
@@ -263,18 +271,18 @@ def test_a_gate_or_norm_of_nan_is_nan(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("named", ["cpu", "reference"])
-def test_a_variable_names_the_backend_which_is_logged(named: str) -> None:
-    done = _backend_with(named)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == named
-    assert "kernels:" in done.stderr
+def test_the_environment_variable_sets_the_backend_which_is_logged(named: str) -> None:
+    result = _backend_with(named)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == named
+    assert "kernels:" in result.stderr
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     assert "it must be 'cpu' or 'reference'" in _backend_with("fast").stderr
 
 
-def test_an_unknown_backend_ends_the_start_and_not_each_step(
+def test_an_unknown_backend_fails_at_the_start_and_not_in_each_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VLORA_KERNELS", "fast")
@@ -286,6 +294,7 @@ def test_an_unknown_backend_ends_the_start_and_not_each_step(
 
 
 def _backend_with(named: str) -> subprocess.CompletedProcess[str]:
+    """Run a process with this backend in its environment; it prints the backend that it uses."""
     code = (
         "import logging; logging.basicConfig(level='INFO');"
         "from vlora import backends; print(backends.backend_of('kernels'))"
@@ -301,21 +310,20 @@ def _backend_with(named: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 33])
 @pytest.mark.parametrize("depth", [64, 65, 90])
-def test_a_unit_that_multiplies_tiles_takes_bf16_from_two_rows_on(rows: int, depth: int) -> None:
-    """It rounds x, which plain C++ without it does not; an odd depth is filled up."""
+def test_a_tile_unit_multiplies_bf16_from_two_rows_on(rows: int, depth: int) -> None:
+    """The unit rounds x to bf16, which plain C++ does not; an odd depth is padded."""
     if backends.backend_of("kernels") != "cpu":
         pytest.skip("the kernels are not compiled here")
     x, weight = torch.randn(rows, depth), torch.randn(40, depth).bfloat16()
-    rounds = rows >= 2
-    seen = x.bfloat16() if rounds else x
+    rounded = x.bfloat16() if rows >= 2 else x
     with tiles.isa("twin"):
-        found = ops.linear(x, weight)
-    wanted = seen.double() @ weight.double().T
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-4)
+        product = ops.linear(x, weight)
+    expected = rounded.double() @ weight.double().T
+    torch.testing.assert_close(product.double(), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_numbers_too_small_to_be_normal_are_zero_in_a_kernel_and_only_there(threads: int) -> None:
+def test_subnormal_numbers_are_flushed_to_zero_only_inside_a_kernel(threads: int) -> None:
     tiny = torch.full((40, 64), 1e-40)
     assert (tiny * 0.5 > 0).all()
     before = torch.get_num_threads()

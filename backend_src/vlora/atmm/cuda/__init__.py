@@ -1,6 +1,6 @@
-"""ATMM on CUDA: the compiled library (csrc/atmm/cuda) as one more backend of `vlora.atmm.op`.
+"""ATMM on CUDA: the compiled library (csrc/atmm/cuda) as another backend of `vlora.atmm.op`.
 
-`library` mirrors the C interface, `choice` says which kernels a shape gets, `tables` is what the
-kernels read of a device, `operator` the calls. Importing it needs torch alone; a library is looked
-for when tensors on a device first ask for it.
+`library` mirrors the C interface, `choice` selects the kernels of a shape, `tables` holds the
+arguments that the kernels read from device memory, and `operator` makes the calls. Importing this
+package needs torch only; a library is searched for when tensors on a device first need it.
 """

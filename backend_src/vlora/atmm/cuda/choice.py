@@ -1,7 +1,7 @@
-"""Which kernels a shape gets: the table's choice, or one by arithmetic.
+"""Choice of the kernels of a shape: from a table, or by a cost estimate.
 
-Algorithm 2's hash table (§4.3.2) for CUDA. Keys are spelled out, since the compiled CPU core that
-packs them for the CPU may be missing here. Knows tiles and shapes; nothing of torch.
+This is Algorithm 2's hash table (§4.3.2) for CUDA. Its keys are text, since the compiled CPU core
+that packs the CPU's keys may be missing here. This module knows tiles and shapes, but no torch.
 """
 
 from __future__ import annotations
@@ -15,23 +15,31 @@ from vlora.atmm.cuda.library import MAX_SLICES, ROWS, Library, LoadedTile, Tiles
 
 TABLE_VERSION = 2
 FEW_ROWS = 8
-"""Up to here a tile of 16 rows is half padding or more, and bytes decide: the row kernels."""
+"""Number of rows up to which the row kernels are used: a tile of 16 rows would be half padding
+or more, and bytes decide."""
 RANKS_PER_BLOCK = 16
-"""Of the row kernels' shrink (kRanksPerBlock)."""
-LEAST_DEPTH = 512
-"""A slice's, for 16-byte loads of a warp two deep; thinner ones are all start and end."""
+"""Ranks per block of the row kernels' shrink (kRanksPerBlock)."""
+MIN_DEPTH = 512
+"""Minimum depth of a slice, for 16-byte loads of a warp two deep; thinner slices are mostly
+start and end."""
 BLOCKS_PER_SM = 2
 SLICES = (1, 2, 4, 8, 16, 32)
 
-# Of one multiprocessor of an A100 or H100, for the order of tiles only: bytes it draws from memory
-# and L2 while it does 16-bit multiply-adds, and what a block costs before its first result.
+# These two rank tiles; they are those of one multiprocessor of an A100 or H100.
 MULTIPLY_ADDS_PER_BYTE = 32.0
+"""16-bit multiply-adds done in the time in which a byte arrives from memory or L2."""
 STEPS_TO_FILL = 3.0
+"""Cost of a block before its first result, in steps of its loop over the depth."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one call: rows of its longest segment, d_out of all its projections, the largest rank."""
+    """Shape of a call.
+
+    rows: of its longest segment.
+    d_out: of all its projections together.
+    rank: the largest one.
+    """
 
     dtype: str
     rows: int
@@ -43,7 +51,8 @@ class Shape:
 
     @property
     def key(self) -> str:
-        """Buckets are powers of two, each named by its upper end, as the CPU's."""
+        """Key of the shape's bucket. Buckets are powers of two, named by their upper ends, as
+        for the CPU."""
         rows, rank = _bucket(self.rows, 1, 8192), _bucket(self.rank, 8, 1024)
         segments = _bucket(self.segments, 1, 256)
         return f"{self.dtype} n{rows} i{self.d_in} o{self.d_out} r{rank} s{segments}"
@@ -51,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Choice:
-    """Tiles by name (None: the row kernels), and how both kinds are cut."""
+    """Tiles by name (None for the row kernels), and how both kinds are sliced."""
 
     shrink: str | None = None
     expand: str | None = None
@@ -69,18 +78,18 @@ class Choice:
 
     @classmethod
     def parse(cls, name: str) -> Choice:
-        """Of `name`. Raises ValueError."""
+        """Return the choice with this name. Raise ValueError for an invalid name."""
         tiles, _, rows = name.rpartition("; up to ")
         try:
             *up_to, word, block, row_slices = rows.split()
             if word != "rows" or block[0] != "b" or row_slices[0] != "s":
                 raise ValueError(rows)
-            of_rows = cls(row_block=int(block[1:]), row_slices=int(row_slices[1:]))
+            row_kernels = cls(row_block=int(block[1:]), row_slices=int(row_slices[1:]))
             if not tiles:
-                return of_rows
+                return row_kernels
             shrink, expand, slices = tiles.split()
             return replace(
-                of_rows,
+                row_kernels,
                 shrink=shrink,
                 expand=expand,
                 slices=int(slices.removeprefix("s")),
@@ -90,7 +99,8 @@ class Choice:
             raise ValueError(f"{name!r} is no configuration of ATMM for CUDA") from None
 
     def on(self, library: Library, dtype: str) -> TilesStruct:
-        """Raises ValueError for a tile that the library lacks."""
+        """Return the library's structure for this choice. Raise ValueError for a tile that it
+        lacks."""
         return TilesStruct(
             _index(library, "shrink", dtype, self.shrink),
             _index(library, "expand", dtype, self.expand),
@@ -104,23 +114,25 @@ class Choice:
 def _index(library: Library, kind: str, dtype: str, name: str | None) -> int:
     if name is None:
         return ROWS
-    found = library.tiles_of(kind, dtype).get(name)
-    if found is None:
+    tile = library.tiles_of(kind, dtype).get(name)
+    if tile is None:
         raise ValueError(f"{library.path.name} has no {kind} tile {name} for {dtype}")
-    return found.index
+    return tile.index
 
 
 def by_rows(shape: Shape, multiprocessors: int) -> Choice:
-    """The row kernels: as many depth slices as leave no multiprocessor without blocks."""
+    """Return the row kernels, with as many depth slices as leave no multiprocessor without
+    blocks."""
     blocks = shape.segments * shape.projections * -(-shape.rank // RANKS_PER_BLOCK)
     wanted = BLOCKS_PER_SM * multiprocessors / blocks
-    most = max(1, shape.d_in // LEAST_DEPTH)
-    slices = max(s for s in SLICES if s == 1 or s <= min(most, max(1.0, wanted)))
+    max_slices = max(1, shape.d_in // MIN_DEPTH)
+    slices = max(s for s in SLICES if s == 1 or s <= min(max_slices, max(1.0, wanted)))
     return Choice(row_block=1 if shape.rows < 3 else 4, row_slices=slices)
 
 
 def built_in(shape: Shape, library: Library, multiprocessors: int, *, tensor_cores: bool) -> Choice:
-    """The choice without a table. tensor_cores: 16-bit, everything on 16 bytes."""
+    """Return the choice without a table. tensor_cores: whether they can be used, with 16-bit
+    types and all rows 16-byte aligned."""
     rows = by_rows(shape, multiprocessors)
     if not tensor_cores or shape.rows <= FEW_ROWS:
         return rows
@@ -132,20 +144,20 @@ def built_in(shape: Shape, library: Library, multiprocessors: int, *, tensor_cor
         (shrink_cost(shape, tile, slices, multiprocessors), slices, tile.name)
         for tile in shrinks
         for slices in SLICES
-        if slices == 1 or shape.d_in // slices >= LEAST_DEPTH // 2
+        if slices == 1 or shape.d_in // slices >= MIN_DEPTH // 2
     )
     expand = min(expands, key=lambda tile: (expand_cost(shape, tile, multiprocessors), tile.name))
     return replace(rows, shrink=shrink, expand=expand.name, slices=min(slices, MAX_SLICES))
 
 
 def shrink_cost(shape: Shape, tile: LoadedTile, slices: int, multiprocessors: int) -> float:
-    """In units of one multiply-add of a multiprocessor's tensor cores."""
+    """Return the cost in multiply-adds of one multiprocessor's tensor cores."""
     depth = -(-shape.d_in // slices)
     blocks = _blocks(shape.rows, shape.rank, tile) * slices * shape.projections
-    # Every slice is written and read once more in fp32.
+    # Each slice is written and read again in fp32.
     reduced = slices * shape.rows * shape.rank * shape.segments * shape.projections * 8
     return (
-        _turns(blocks * shape.segments, multiprocessors) * _block_cost(tile, depth)
+        _waves(blocks * shape.segments, multiprocessors) * _block_cost(tile, depth)
         + reduced * MULTIPLY_ADDS_PER_BYTE / multiprocessors
     )
 
@@ -153,26 +165,26 @@ def shrink_cost(shape: Shape, tile: LoadedTile, slices: int, multiprocessors: in
 def expand_cost(shape: Shape, tile: LoadedTile, multiprocessors: int) -> float:
     blocks = _blocks(shape.rows, shape.d_out, tile) * shape.segments
     written = tile.block[0] * tile.block[1] * 4 * MULTIPLY_ADDS_PER_BYTE
-    return _turns(blocks, multiprocessors) * (_block_cost(tile, shape.rank) + written)
+    return _waves(blocks, multiprocessors) * (_block_cost(tile, shape.rank) + written)
 
 
 def _blocks(rows: int, columns: int, tile: LoadedTile) -> int:
     return -(-rows // tile.block[0]) * -(-columns // tile.block[1])
 
 
-def _turns(blocks: int, multiprocessors: int) -> int:
+def _waves(blocks: int, multiprocessors: int) -> int:
     return -(-blocks // multiprocessors)
 
 
 def _block_cost(tile: LoadedTile, depth: int) -> float:
     rows, columns, step = tile.block
     steps = -(-depth // step) + STEPS_TO_FILL
-    moved = (rows + columns) * step * 2 * MULTIPLY_ADDS_PER_BYTE
-    return steps * max(rows * columns * step, moved)
+    bytes_cost = (rows + columns) * step * 2 * MULTIPLY_ADDS_PER_BYTE
+    return steps * max(rows * columns * step, bytes_cost)
 
 
 class Table:
-    """Choices by key, of one device. An entry whose tiles this build lacks is passed over."""
+    """Choices of one device by key. An entry whose tiles this build lacks is skipped."""
 
     def __init__(self, entries: Mapping[str, Choice]) -> None:
         self._entries = dict(entries)
@@ -185,18 +197,18 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, library: Library) -> Table:
-        """Raises ValueError for another version."""
+        """Read a table. Raise ValueError for another version."""
         table = json.loads(path.read_text())
         if table.get("version") != TABLE_VERSION:
             raise ValueError(f"{path} has version {table.get('version')}, not {TABLE_VERSION}")
-        known: dict[str, Choice] = {}
+        choices: dict[str, Choice] = {}
         for key, entry in table["entries"].items():
             choice, dtype = Choice.parse(entry["config"]), key.split()[0]
             tiles = {None, *library.tiles_of("shrink", dtype), *library.tiles_of("expand", dtype)}
             if {choice.shrink, choice.expand} <= tiles:
-                known[key] = choice
-        return cls(known)
+                choices[key] = choice
+        return cls(choices)
 
 
-def _bucket(value: int, least: int, most: int) -> int:
-    return min(most, max(least, 1 << (max(1, value) - 1).bit_length()))
+def _bucket(value: int, minimum: int, maximum: int) -> int:
+    return min(maximum, max(minimum, 1 << (max(1, value) - 1).bit_length()))

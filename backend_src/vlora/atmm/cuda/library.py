@@ -1,8 +1,8 @@
-"""The CUDA library through ctypes: raw pointers in, no torch.
+"""The CUDA library through ctypes: raw pointers, no torch.
 
-Mirrors csrc/atmm/cuda/atmm_cuda.h. Loading works on a machine without a GPU (the CUDA runtime is
-linked in); calling anything that launches needs one, unless the library is the emulation, whose
-kernels run on the host.
+It mirrors csrc/atmm/cuda/atmm_cuda.h. It can be loaded on a machine without a GPU (the CUDA runtime
+is linked in); calling a function that launches kernels needs one, unless the library is the
+emulation, whose kernels run on the host.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 VERSION = 2
 ROWS = -1
-"""As a tile index: the row kernels."""
+"""Tile index that stands for the row kernels."""
 TYPES = {"fp16": 0, "bf16": 1, "fp32": 2}
 MAX_PROJECTIONS = 8
 MAX_WAVES = 8
 MAX_SLICES = 32
 RANK_STEP = 8
-"""Tensor cores read 16 bytes at a time; ranks are padded to this with zero rows."""
+"""Multiple to which ranks are padded with zero rows: tensor cores read 16 bytes at a time."""
 ALIGNMENT = 16
 ROW_BLOCKS = (1, 4)
 
 NAME = "libvlora_atmm_cuda.so"
 EMULATED = "libvlora_atmm_emulated.so"
 VARIABLE = "VLORA_ATMM_CUDA"
-"""Environment variable that names the library."""
+"""Environment variable with the library's path."""
 
 
 class SegmentStruct(ctypes.Structure):
@@ -118,12 +118,12 @@ STRUCTURES = (
     SegmentStruct, AdapterStruct, ProjectionStruct, CallStruct, TilesStruct, TileStruct,
     MergeStruct, MergeCallStruct,
 )  # fmt: skip
-"""In the order of vlora_cuda_size_of."""
+"""Structures in the order of vlora_cuda_size_of."""
 
 
 @dataclass(frozen=True)
 class LoadedTile:
-    """One instance of the built library."""
+    """Tile instance of the built library."""
 
     index: int
     kind: str
@@ -141,11 +141,12 @@ class LoadedTile:
 
 
 class CudaError(RuntimeError):
-    """The library refused a call, or CUDA failed; in the library's words."""
+    """A call that the library rejected, or a failure of CUDA, in the library's words."""
 
 
 class Library:
-    """Raises OSError if the library cannot be loaded, CudaError if it is of another version."""
+    """Loaded library. Raises OSError if it cannot be loaded, and CudaError if its version is
+    another."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -156,19 +157,21 @@ class Library:
         lib.vlora_cuda_last_error.restype = ctypes.c_char_p
         lib.vlora_cuda_fault.restype = ctypes.c_char_p
         lib.vlora_cuda_fault.argtypes = (ctypes.c_uint64,)
-        if (found := lib.vlora_cuda_version()) != VERSION:
-            raise CudaError(f"{path} has interface {found}, not {VERSION}: run `make cuda`")
+        if (version := lib.vlora_cuda_version()) != VERSION:
+            raise CudaError(
+                f"{path} has interface version {version}, not {VERSION}: run `make cuda`"
+            )
         sizes = [lib.vlora_cuda_size_of(i) for i in range(len(STRUCTURES))]
-        if sizes != [ctypes.sizeof(one) for one in STRUCTURES]:
+        if sizes != [ctypes.sizeof(structure) for structure in STRUCTURES]:
             raise CudaError(f"{path} has structures of {sizes} bytes: run `make cuda`")
 
     @cached_property
     def tiles(self) -> tuple[LoadedTile, ...]:
-        found = []
+        tiles = []
         for index in range(self._lib.vlora_cuda_tiles()):
             tile = TileStruct()
             self._check(self._lib.vlora_cuda_tile(index, ctypes.byref(tile)))
-            found.append(
+            tiles.append(
                 LoadedTile(
                     index,
                     "expand" if tile.expand else "shrink",
@@ -180,49 +183,52 @@ class Library:
                     tile.shared_bytes,
                 )
             )
-        return tuple(found)
+        return tuple(tiles)
 
     def tiles_of(self, kind: str, dtype: str) -> dict[str, LoadedTile]:
-        """By name."""
+        """Return the tiles of this kind and type by name."""
         return {t.name: t for t in self.tiles if (t.kind, t.dtype) == (kind, dtype)}
 
     def warm_up(self) -> None:
-        """Load every kernel of the current device; once per device, before anything is captured."""
+        """Load all kernels of the current device; once per device, before a capture."""
         self._check(self._lib.vlora_cuda_warm_up())
 
     def arrange(
         self, segments: Sequence[tuple[int, int, int, int]]
     ) -> tuple[ctypes.Array[SegmentStruct], list[int]]:
-        """(start, length, slot, sign) in waves: the segments that are not empty, and the end of
-        each wave among them."""
+        """Arrange segments (start, length, slot, sign) in waves. Return those that are not
+        empty, and the end of each wave among them."""
         count = len(segments)
-        given = (SegmentStruct * count)(*(SegmentStruct(*one) for one in segments))
+        structs = (SegmentStruct * count)(*(SegmentStruct(*segment) for segment in segments))
         out, ends = (SegmentStruct * count)(), (ctypes.c_int32 * count)()
-        waves = self._lib.vlora_cuda_arrange(given, count, out, ends)
+        waves = self._lib.vlora_cuda_arrange(structs, count, out, ends)
         if waves < 0:
             raise ValueError(self.last_error)
         return out, list(ends[:waves])
 
     def workspace_bytes(self, call: CallStruct, tiles: TilesStruct) -> int:
-        """Raises CudaError for a call that `apply` would refuse."""
+        """Return the size of the workspace that a call needs. Raise CudaError for a call that
+        `apply` would reject."""
         size = int(self._lib.vlora_cuda_workspace(ctypes.byref(call), ctypes.byref(tiles)))
         if size == 0:
             raise CudaError(f"ATMM for CUDA: {self.last_error}")
         return size
 
     def apply(self, call: CallStruct | None, tiles: TilesStruct, stream: int) -> None:
-        given = None if call is None else ctypes.byref(call)
-        self._check(self._lib.vlora_cuda_apply(given, ctypes.byref(tiles), ctypes.c_void_p(stream)))
+        reference = None if call is None else ctypes.byref(call)
+        self._check(
+            self._lib.vlora_cuda_apply(reference, ctypes.byref(tiles), ctypes.c_void_p(stream))
+        )
 
     def merge_blocks(self, merges: ctypes.Array[MergeStruct]) -> int:
-        """Number the blocks of every merge; returns their sum."""
+        """Assign numbers to the blocks of all merges and return how many there are."""
         return int(self._lib.vlora_cuda_merge_blocks(merges, len(merges)))
 
     def merge(self, call: MergeCallStruct, stream: int) -> None:
         self._check(self._lib.vlora_cuda_merge(ctypes.byref(call), ctypes.c_void_p(stream)))
 
     def fault(self, word: int) -> str:
-        """What a workspace's first word says; "" for 0."""
+        """Return the fault that a workspace's first word encodes; "" for 0."""
         return str(self._lib.vlora_cuda_fault(word & (1 << 64) - 1).decode())
 
     @property
@@ -235,15 +241,16 @@ class Library:
 
 
 def find_library() -> Path:
-    """$VLORA_ATMM_CUDA, beside the package, or the source tree's build folder (`make cuda`).
+    """Return the path of the library: $VLORA_ATMM_CUDA, or else next to the package or in the
+    source tree's build folder (`make cuda`).
 
-    Raises ImportError that says where it was looked for.
+    Raises ImportError, which names the searched paths.
     """
     package = Path(__file__).resolve().parents[1]
-    places = [package / NAME, package.parents[2] / "build" / "cuda" / NAME]
-    if given := os.environ.get(VARIABLE):
-        places = [Path(given)]
-    for place in places:
-        if place.is_file():
-            return place
-    raise ImportError(f"ATMM for CUDA is not built (`make cuda`): no {', '.join(map(str, places))}")
+    paths = [package / NAME, package.parents[2] / "build" / "cuda" / NAME]
+    if configured := os.environ.get(VARIABLE):
+        paths = [Path(configured)]
+    for path in paths:
+        if path.is_file():
+            return path
+    raise ImportError(f"ATMM for CUDA is not built (`make cuda`): no {', '.join(map(str, paths))}")

@@ -1,9 +1,9 @@
 """ATMM on one device: adapters' tables, workspaces, and the three calls of `vlora.atmm.op`.
 
 Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first. fp32
-goes through the row kernels (no tensor cores, so no TF32 either); fp16 and bf16 through tiles where
-everything lies on 16 bytes, through the row kernels elsewhere.
-Knows devices and streams; nothing of names, files or pools.
+uses the row kernels (no tensor cores, so no TF32 either); fp16 and bf16 use tiles where all
+operands are 16-byte aligned, and the row kernels elsewhere. This module knows devices and streams,
+but no names, files or pools.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ EMULATED_MULTIPROCESSORS = 4
 
 
 class DeviceFault(RuntimeError):
-    """The device found a segment or an adapter that is not sound, and left it out. Raised where the
-    host synchronises next, not by the call that met it."""
+    """Invalid segment or adapter that the device found and skipped. Raised at the next
+    synchronisation of the host, not by the call that found it."""
 
 
 class Operator:
-    """One library on one device (the emulation: on the host's memory). Warms the kernels up.
+    """Operator of one library on one device (for the emulation: the host's memory). It warms up the
+    kernels.
 
-    One workspace serves all calls: those of streams that run side by side need an operator each.
+    All calls share one workspace, so streams that run concurrently need an operator each.
     """
 
     def __init__(self, library: Library, device: torch.device) -> None:
@@ -55,53 +56,53 @@ class Operator:
         with self._here():
             library.warm_up()
         self.table = Table({})
-        self.forced: Choice | None = None
-        """For every shape that it can serve, instead of table and arithmetic: tests, benches."""
         self.workspaces = [torch.zeros(16, dtype=torch.uint8, device=device)]
-        """The last one serves; those it has outgrown are kept for graphs captured with them."""
+        """Workspaces; the last one is in use, and smaller ones are kept for graphs captured with
+        them."""
         self._groups: WeakKeyDictionary[LoraGroup | HeadGroup, DeviceGroup] = WeakKeyDictionary()
 
     # ---- preparing ------------------------------------------------------------------------------
 
     def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Arranged in waves and copied, once for a `Segments`."""
+        """Return the segments in waves on the device; a `Segments` is arranged and copied once."""
         prepared = Segments.of(segments).prepared
-        if (found := prepared.get(self)) is None:
-            found = prepared[self] = self._segments(segments)
-        assert isinstance(found, DeviceSegments)
-        return found
+        if (arranged := prepared.get(self)) is None:
+            arranged = prepared[self] = self._segments(segments)
+        assert isinstance(arranged, DeviceSegments)
+        return arranged
 
     def _segments(self, segments: Sequence[Segment]) -> DeviceSegments:
-        given = [(s.start, s.length, s.slot, s.sign) for s in segments]
-        arranged, ends = self.library.arrange(given)
+        fields = [(s.start, s.length, s.slot, s.sign) for s in segments]
+        arranged, ends = self.library.arrange(fields)
         rows = [(s.start, s.length, s.slot, s.sign) for s in arranged[: ends[-1] if ends else 0]]
         lengths = [row[1] for row in rows] or [1]
         tensor = torch.tensor(rows or [(0, 0, 0, 1)], dtype=torch.int32, device=self.device)
         return DeviceSegments(tensor, tuple(ends), min(lengths), max(lengths))
 
     def group(self, group: LoraGroup | HeadGroup) -> DeviceGroup:
-        """The group's adapters on this device, brought up to date with slots added since."""
-        found = self._groups.get(group)
-        if found is None:
-            found = DeviceGroup(
+        """Return the group's adapters on this device, with slots that were added since the last
+        call."""
+        on_device = self._groups.get(group)
+        if on_device is None:
+            on_device = DeviceGroup(
                 group.d_in,
                 [1] if isinstance(group, HeadGroup) else group.d_outs,
                 torch.float32 if isinstance(group, HeadGroup) else group.dtype,
                 self.device,
             )
-            self._groups[group] = found
-        for slot in range(found.slots, len(group)):
+            self._groups[group] = on_device
+        for slot in range(on_device.slots, len(group)):
             if isinstance(group, HeadGroup):
-                found.append_head(group.heads[slot])
+                on_device.append_head(group.heads[slot])
             else:
-                found.append([column[slot] for column in group.pairs])
-        found.ready()
-        return found
+                on_device.append([column[slot] for column in group.pairs])
+        on_device.ready()
+        return on_device
 
     def choose(
         self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
     ) -> Choice:
-        tensor_cores = group.dtype != torch.float32 and _on_16_bytes(y, x, group.d_outs)
+        tensor_cores = group.dtype != torch.float32 and _is_aligned(y, x, group.d_outs)
         shape = Shape(
             DTYPES[group.dtype],
             segments.longest,
@@ -111,7 +112,7 @@ class Operator:
             len(segments),
             len(group.d_outs),
         )
-        choice = self.forced or self.table.find(shape)
+        choice = self.table.find(shape)
         if choice is None or (choice.shrink is not None and not tensor_cores):
             choice = built_in(shape, self.library, self.multiprocessors, tensor_cores=tensor_cores)
         return choice
@@ -128,16 +129,17 @@ class Operator:
         *,
         heads: bool = False,
     ) -> None:
-        """Launch on the current stream. Raises CudaError for what the library refuses."""
-        self._check_place(y, x)
+        """Launch `op.apply` or `op.heads` on the current stream. Raise CudaError if the library
+        rejects it."""
+        self._check_device(y, x)
         if len(segments) == 0 or x.shape[0] == 0:
             return
         tiles = (choice or self.choose(y, x, segments, group)).on(self.library, DTYPES[group.dtype])
         first = 0
-        # More waves than a call holds are later calls; the stream keeps their order.
-        most = 1 if heads else c.MAX_WAVES
-        for wave in range(0, len(segments.ends), most):
-            ends = segments.ends[wave : wave + most]
+        # Waves beyond a call's maximum go into later calls, which the stream keeps in order.
+        max_waves = 1 if heads else c.MAX_WAVES
+        for wave in range(0, len(segments.ends), max_waves):
+            ends = segments.ends[wave : wave + max_waves]
             call = self._call(y, x, segments, group, first, ends, heads)
             call.workspace_bytes = self.library.workspace_bytes(call, tiles)
             call.workspace = self._workspace(call.workspace_bytes).data_ptr()
@@ -173,9 +175,9 @@ class Operator:
         call.wave_end[: len(ends)] = [end - first for end in ends]
         column = 0
         for i, (table, d_out) in enumerate(zip(group.tables, group.d_outs, strict=True)):
-            place = y.data_ptr() + column * y.element_size()
+            address = y.data_ptr() + column * y.element_size()
             call.projections[i] = c.ProjectionStruct(
-                table.data_ptr(), place, y.stride(0), y.shape[1] if heads else d_out
+                table.data_ptr(), address, y.stride(0), y.shape[1] if heads else d_out
             )
             column += d_out
         return call
@@ -183,16 +185,17 @@ class Operator:
     def merge(
         self, out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int
     ) -> None:
-        self._check_place(out, base)
+        self._check_device(out, base)
         if out is not base:
             for offset, size in Merges.of(updates).copied:
                 out[offset : offset + size].copy_(base[offset : offset + size])
         MergedParts(self, updates)(out, base, sign)
 
-    # ---- faults and places ----------------------------------------------------------------------
+    # ---- faults and memory -----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Wait for the device, then raise DeviceFault if it left something out since last time."""
+        """Wait for the device, and raise DeviceFault if it has skipped something since the last
+        check."""
         self.synchronize()
         for workspace in self.workspaces:
             word = workspace[:8].view(torch.int64)
@@ -207,16 +210,20 @@ class Operator:
     def _workspace(self, size: int) -> torch.Tensor:
         if self.workspaces[-1].numel() < size:
             if not self.library.emulated and torch.cuda.is_current_stream_capturing():
-                raise CudaError("a call that is captured must have run once before: its workspace")
+                raise CudaError(
+                    "a captured call must have run once before, to allocate its workspace"
+                )
             size = max(size, 2 * self.workspaces[-1].numel())
             grown = torch.zeros(size, dtype=torch.uint8, device=self.device)
             self.workspaces.append(grown)
         return self.workspaces[-1]
 
-    def _check_place(self, *tensors: torch.Tensor) -> None:
+    def _check_device(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             if tensor.device.type != self.device.type:
-                raise ValueError(f"a tensor on {tensor.device}, the operator is on {self.device}")
+                raise ValueError(
+                    f"a tensor is on {tensor.device}; the operator is on {self.device}"
+                )
 
     def _stream(self) -> int:
         return 0 if self.library.emulated else torch.cuda.current_stream(self.device).cuda_stream
@@ -226,12 +233,12 @@ class Operator:
 
 
 class MergedParts:
-    """An adapter's merge, prepared: its table on the device, made once."""
+    """Prepared merge of an adapter, whose table is copied to the device once."""
 
     def __init__(self, operator: Operator, updates: Sequence[MergeUpdate]) -> None:
         self._operator = operator
         self._keep = [update.pair for update in updates]
-        operator._check_place(*(tensor for pair in self._keep for tensor in pair))
+        operator._check_device(*(tensor for pair in self._keep for tensor in pair))
         merges = (c.MergeStruct * len(updates))()
         for merge, (offset, (a, b)) in zip(merges, updates, strict=True):
             merge.offset, merge.d_out, merge.d_in = offset, b.shape[0], a.shape[1]
@@ -241,7 +248,7 @@ class MergedParts:
         self._table = None if table is None else table.to(operator.device)
 
     def __call__(self, out: torch.Tensor, base: torch.Tensor, sign: int = 1) -> None:
-        """out = base + sign · B A at every update, on the current stream."""
+        """Compute out = base + sign · B A at every update, on the current stream."""
         if self._table is None:
             return
         operator = self._operator
@@ -263,7 +270,7 @@ def _nowhere() -> Iterator[None]:
     yield
 
 
-def _on_16_bytes(y: torch.Tensor, x: torch.Tensor, d_outs: Sequence[int]) -> bool:
+def _is_aligned(y: torch.Tensor, x: torch.Tensor, d_outs: Sequence[int]) -> bool:
     elements = c.ALIGNMENT // x.element_size()
     return x.data_ptr() % c.ALIGNMENT == y.data_ptr() % c.ALIGNMENT == 0 and all(
         n % elements == 0 for n in (x.stride(0), y.stride(0), x.shape[1], *d_outs)
@@ -275,7 +282,7 @@ _using: list[Operator] = []
 
 @contextmanager
 def using(operator: Operator) -> Iterator[Operator]:
-    """Serve the backend "cuda" by this operator for a while."""
+    """Serve the backend "cuda" by this operator in this context."""
     _using.append(operator)
     try:
         yield operator
@@ -284,9 +291,9 @@ def using(operator: Operator) -> Iterator[Operator]:
 
 
 def current() -> Operator:
-    """The operator that serves the backend "cuda": torch's current device.
+    """Return the operator that serves the backend "cuda" on torch's current device.
 
-    Raises ImportError without a library or a device, with the reason.
+    Raises ImportError, with the reason, without a library or a device.
     """
     if _using:
         return _using[-1]
@@ -311,6 +318,6 @@ def _on_device(index: int) -> Operator:
 
 
 def table_path(device: str, folder: Path = TABLES) -> Path:
-    """One file for each device's name: all types."""
+    """Return the path of a device's tile table, which holds all types."""
     words = device.lower().replace("-", " ").split()
     return folder / f"cuda-{'-'.join(words)}.json"

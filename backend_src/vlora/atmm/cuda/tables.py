@@ -1,6 +1,7 @@
-"""What the kernels read of a device: segments in waves, and each adapter's addresses.
+"""Operands that the kernels read from device memory: segments in waves, and each adapter's
+addresses.
 
-Knows addresses and padding; nothing of libraries or streams.
+This module knows addresses and padding, but no libraries or streams.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vlora.atmm.types import HeadMatrix, LoraPair
 
 @dataclass(frozen=True)
 class DeviceSegments:
-    """Segments in waves, on the device; `ends`: of each wave among them."""
+    """Segments in waves, on the device. ends: the end of each wave among them."""
 
     tensor: torch.Tensor
     ends: tuple[int, ...]
@@ -30,8 +31,9 @@ class DeviceSegments:
 class DeviceGroup:
     """Adapters of the projections that share an input, as the kernels read them.
 
-    tables[output]: [slots, 3] int64 of (address of A, of B, rank). Ranks are padded to RANK_STEP
-    with zero rows; what is padded, not contiguous or elsewhere is copied, the rest used in place.
+    `tables[output]` is [slots, 3] int64 of (address of A, address of B, rank). Ranks are padded to
+    a multiple of RANK_STEP with zero rows. Matrices that are padded, not contiguous or on another
+    device are copied; the others are used in place.
     """
 
     def __init__(
@@ -46,25 +48,26 @@ class DeviceGroup:
 
     def append(self, pairs: Sequence[LoraPair | None]) -> None:
         for rows, pair in zip(self._rows, pairs, strict=True):
-            rows.append((0, 0, 0) if pair is None else self._place(*_padded(pair)))
+            rows.append((0, 0, 0) if pair is None else self._store(*_padded(pair)))
         self.slots += 1
 
     def append_head(self, head: HeadMatrix | None) -> None:
-        """A head's weight stands for A, its bias for B; classes are not padded."""
-        self._rows[0].append((0, 0, 0) if head is None else self._place(*head))
+        """Add a head: its weight takes the part of A and its bias that of B; classes are not
+        padded."""
+        self._rows[0].append((0, 0, 0) if head is None else self._store(*head))
         self.slots += 1
 
     def ready(self) -> None:
-        """Bring the tables up to date: before a call, and before a capture."""
+        """Bring the tables up to date, before a call or a capture."""
         if self.tables and self.tables[0].shape[0] == self.slots:
             return
-        self._keep += self.tables  # a captured graph may still read the old ones
+        self._keep += self.tables  # A captured graph may still read the old ones.
         self.tables = [
             torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, 3)
             for rows in self._rows
         ]
 
-    def _place(self, a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int]:
+    def _store(self, a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int]:
         a, b = a.to(self.device).contiguous(), b.to(self.device).contiguous()
         self._keep += [a, b]
         self.max_rank = max(self.max_rank, -(-a.shape[0] // RANK_STEP) * RANK_STEP)

@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
 class Choice(NamedTuple):
     """Decision of a policy for one step.
 
-    order: requests to run. Pages and rows are given in this order.
+    order: requests to run. Pages and rows are allocated in this order.
     live: slot of the adapter to be merged into the active weights, or BASE for none.
     max_rows: limit on prompt rows by request id, for requests that get fewer than fit the step.
     credits: credit in seconds by request id, if the policy computes credits.
@@ -73,7 +73,7 @@ class Policy(Protocol):
     """A rule that chooses the requests of the next step and the merged adapter."""
 
     uses_costs: bool
-    """Whether the policy asks for predicted times, so that the engine must calibrate first."""
+    """True if the policy asks for predicted times, so that the engine must calibrate first."""
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         """Choose the requests of the next step.

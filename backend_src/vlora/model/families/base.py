@@ -46,8 +46,7 @@ class WeightNames:
         return f"layers.{layer}.{norm}.weight"
 
     def without_prefix(self, key: str) -> str | None:
-        """Return a stored tensor's name without the layout's prefix, None if it is not a decoder
-        weight.
+        """Return the name of a stored decoder weight without the layout's prefix, else None.
 
         Accepts the layouts of transformers 4 and 5, of multimodal checkpoints and of bare decoders.
         """
@@ -56,11 +55,12 @@ class WeightNames:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        modules = f"{re.escape(self.attention)}|{re.escape(self.mlp)}"
+        modules = "|".join(map(re.escape, (self.attention, self.mlp)))
+        norms = "|".join(map(re.escape, self.norms))
         others = "|".join(map(re.escape, (self.embedding, self.final_norm, self.lm_head)))
         return re.compile(
             rf"{_LAYOUT_PREFIX}("
-            rf"layers\.\d+\.(?:(?:{modules})\.\w+_proj\.(?:weight|bias)|\w+_layernorm\.weight)"
+            rf"layers\.\d+\.(?:(?:{modules})\.\w+_proj\.(?:weight|bias)|(?:{norms})\.weight)"
             rf"|{others})$"
         )
 

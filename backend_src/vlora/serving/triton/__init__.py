@@ -1,5 +1,8 @@
 """The only package that imports Triton's Python backend.
 
-It adapts Triton's objects to the services, and makes no decisions of its own: those are the
-services', which run and are tested without Triton.
+It adapts Triton's objects to the services. Decisions are made in the services, which run and are
+tested without Triton.
+
+Attributes of `triton_python_backend_utils` are read inside functions only, because Triton sets them
+after it has imported the model's file and before it calls `initialize`.
 """

@@ -9,9 +9,6 @@ import triton_python_backend_utils as pb_utils
 
 from vlora.serving.registry import Metric
 
-MetricsError = pb_utils.TritonModelException
-"""Raised by Triton if the server was started without metrics."""
-
 
 class TritonRegistry:
     """Makes custom metrics, one family per name.

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import triton_python_backend_utils as pb_utils
+
 from vlora.config import load_adapter_names, load_options
 from vlora.errors import VLoraError
 from vlora.serving.error_counts import ErrorCounts, ErrorExporter
@@ -17,7 +19,7 @@ from vlora.serving.responder import as_vlora_error
 from vlora.serving.tensors import Tensors
 from vlora.serving.triton.bls import LMM, ModelCalls
 from vlora.serving.triton.logs import log_to_triton
-from vlora.serving.triton.metrics import MetricsError, TritonRegistry
+from vlora.serving.triton.metrics import TritonRegistry
 from vlora.serving.triton.responder import Service, TritonResponder, hand_over
 from vlora.serving.triton.tensors import make_error_response, make_response
 
@@ -67,7 +69,8 @@ class TritonProcess:
         self._registries.append(registry)
         try:
             exporter = make(registry)
-        except MetricsError as error:
+        except pb_utils.TritonModelException as error:
+            # The server was started without metrics.
             log.warning("no metrics: %s", error)
             return None
         self._refreshers.append(Refresher(exporter))

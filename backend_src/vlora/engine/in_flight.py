@@ -1,4 +1,4 @@
-"""The live requests of an engine: those that were added and have not ended."""
+"""The in-flight requests of an engine: those that were added and have not ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from vlora.engine.request_state import RequestState
 
 
-class LiveRequests:
+class InFlightRequests:
     """Request states by id, and the ids in order of their deadlines."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class LiveRequests:
         return self._states[request_id]
 
     def get(self, request_id: str) -> RequestState | None:
-        """Return the state of a live request, or None."""
+        """Return the state of an in-flight request, or None."""
         return self._states.get(request_id)
 
     @property
@@ -28,16 +28,16 @@ class LiveRequests:
         return tuple(self._states)
 
     def add(self, state: RequestState) -> None:
-        """Add a request; raise ValueError if its id is live already."""
+        """Add a request; raise ValueError if its id is in use."""
         sequence = state.sequence
         if sequence.id in self._states:
-            raise ValueError(f"request id {sequence.id!r} is live already")
+            raise ValueError(f"request id {sequence.id!r} is in use already")
         self._states[sequence.id] = state
         if sequence.deadline < math.inf:
             bisect.insort(self._by_deadline, (sequence.deadline, sequence.id))
 
     def remove(self, state: RequestState) -> None:
-        """Remove a live request."""
+        """Remove a request."""
         sequence = state.sequence
         del self._states[sequence.id]
         if sequence.deadline < math.inf:

@@ -1,0 +1,196 @@
+"""Strict parsing of `model.json` and `multi_lora.json`.
+
+The error for an unknown key names the nearest known key. Keys of vLLM are accepted if they describe
+what the server does, and else rejected with our equivalent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from vlora.config.options import (
+    ADAPTERS_VARIABLE,
+    AUTO,
+    DTYPES,
+    MERGING,
+    MODEL_VARIABLE,
+    POLICIES,
+    IntOrAuto,
+    Limits,
+    Options,
+)
+from vlora.config.vllm_keys import ACCEPTED, NO_EFFECT, REFUSED, RENAMED
+from vlora.errors import InvalidArgument, nearest
+from vlora.strict_json import load_object
+
+
+def load_options(
+    path: Path,
+    environment: Mapping[str, str] | None = None,
+    replacing: Mapping[str, Any] | None = None,
+) -> Options:
+    """Read the options from a `model.json`.
+
+    environment: variables that override folders; default: those of the process.
+    replacing: keys that replace those of the file.
+
+    Raises InvalidArgument with the file, the key and its valid values.
+    """
+    keys = read_keys(path) | dict(replacing or {})
+    options = parse_options(keys, where=str(path), folder=path.parent)
+    environment = os.environ if environment is None else environment
+    if environment.get(MODEL_VARIABLE):
+        options = replace(options, model=Path(environment[MODEL_VARIABLE]).resolve())
+    if environment.get(ADAPTERS_VARIABLE):
+        options = replace(options, adapters=Path(environment[ADAPTERS_VARIABLE]).resolve())
+    return options
+
+
+def load_adapter_names(path: Path) -> dict[str, str]:
+    """Read `multi_lora.json`: folders, relative to the adapter folder, by name.
+
+    Returns an empty dict if there is no file. Raises InvalidArgument.
+    """
+    if not path.is_file():
+        return {}
+    names = read_keys(path)
+    if not all(isinstance(value, str) for value in names.values()):
+        raise InvalidArgument(f"{path} must be a JSON object of adapter name → folder")
+    return names
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file, without checking its keys. Raises InvalidArgument."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"cannot read {path}: {error}") from error
+    return load_object(text, str(path))
+
+
+def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
+    """Return the options in a JSON object.
+
+    where: name of the file for messages. folder: base of relative paths.
+
+    Raises InvalidArgument.
+    """
+    values: dict[str, Any] = {}
+    notes = []
+    for key, value in keys.items():
+        if key in REFUSED:
+            raise InvalidArgument(f"{where}: '{key}' is not used here: {REFUSED[key]}")
+        if key in NO_EFFECT:
+            notes.append(f"{where}: '{key}' has no effect here: {NO_EFFECT[key]}")
+            continue
+        if key in ACCEPTED:
+            if _boolean(value) not in ACCEPTED[key]:
+                valid = " or ".join(json.dumps(v) for v in ACCEPTED[key])
+                raise InvalidArgument(
+                    f"{where}: '{key}' = {json.dumps(value)} is not supported; it must be {valid}"
+                )
+            continue
+        if key in RENAMED:
+            if value != keys.get(RENAMED[key]):
+                raise InvalidArgument(
+                    f"{where}: '{key}' must equal '{RENAMED[key]}'; both are read from one folder"
+                )
+            continue
+        values[key] = value
+    if "model" not in values:
+        raise InvalidArgument(f"{where}: 'model' is missing; set it to the checkpoint's folder")
+    if isinstance(values.get("limits"), dict):
+        values["limits"] = Limits(**_checked(Limits, values["limits"], f"{where}: limits"))
+    options = Options(**_checked(Options, values, where))
+    if options.dtype not in DTYPES:
+        raise InvalidArgument(
+            f"{where}: 'dtype' = '{options.dtype}' is unknown; it must be {_one_of(DTYPES)}"
+        )
+    if options.merging not in MERGING:
+        raise InvalidArgument(
+            f"{where}: 'merging' = '{options.merging}' is unknown; it must be {_one_of(MERGING)}"
+        )
+    check_policy(options.policy, f"{where}: ")
+    adapters = options.adapters
+    return replace(
+        options,
+        notes=tuple(notes),
+        model=(folder / options.model).resolve(),
+        adapters=None if adapters is None else (folder / adapters).resolve(),
+    )
+
+
+def check_policy(name: str, prefix: str = "") -> None:
+    """Raise InvalidArgument, listing the valid names, unless a policy of this name is registered.
+
+    prefix: start of the message, e.g. the file with the option.
+    """
+    if name not in POLICIES:
+        raise InvalidArgument(
+            f"{prefix}'policy' = '{name}' is unknown{nearest(name, POLICIES) or '.'}"
+            f" It must be {_one_of(POLICIES)}"
+        )
+
+
+def _one_of(values: Iterable[str]) -> str:
+    *others, last = values
+    return f"{', '.join(others)} or {last}"
+
+
+def _boolean(value: Any) -> Any:
+    """Return `value`, or the boolean that it spells: vLLM's tutorials write them as strings."""
+    spelled = {"true": True, "false": False}
+    return spelled.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values for the fields of a dataclass. Raises InvalidArgument."""
+    known = {f.name for f in fields(kind)} - {"notes"}
+    hints = get_type_hints(kind)
+    result: dict[str, Any] = {}
+    for key, value in keys.items():
+        if key not in known:
+            raise InvalidArgument(f"{where}: unknown key '{key}'{nearest(key, known)}")
+        result[key] = _cast(value, hints[key], f"{where}: '{key}'")
+    return result
+
+
+def _cast(value: Any, hint: Any, what: str) -> Any:
+    """Return `value` in the type of a field. Numbers must be positive; sizes in bytes may be 0."""
+    if hint in (Path, Path | None) and isinstance(value, str) and value:
+        return Path(value)
+    if hint == Limits and isinstance(value, Limits):
+        return value
+    if hint is str and isinstance(value, str):
+        return value
+    if hint is bool and isinstance(_boolean(value), bool):
+        return _boolean(value)
+    if hint == IntOrAuto and value == AUTO:
+        return AUTO
+    if (
+        hint in (int, int | None, IntOrAuto)
+        and isinstance(value, int)
+        and not isinstance(value, bool)
+    ):
+        minimum = 0 if what.endswith("bytes'") else 1
+        if value >= minimum:
+            return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is float and is_number and value > 0:
+        return float(value)
+    if value is None and hint in (Path | None, int | None):
+        return None
+    names: dict[Any, str] = {
+        int: "a positive whole number",
+        float: "a positive number",
+        str: "a string",
+        bool: "true or false",
+    }
+    names |= {IntOrAuto: 'a positive whole number or "auto"'}
+    names |= {Path: "a folder's path", Limits: "an object", int | None: "a positive whole number"}
+    raise InvalidArgument(f"{what} must be {names.get(hint, str(hint))}, not {json.dumps(value)}")

@@ -1,0 +1,138 @@
+"""The adapters benchmark: registered, resident, distinct, more than fit, and a split pool."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+from rich.console import RenderableType
+from rich.table import Table
+
+from benchmarks.benchmark import (
+    GRIDS,
+    Bar,
+    Benchmark,
+    DemoModelOption,
+    QuickOption,
+    Row,
+    at_least,
+    at_most,
+    demo_folder,
+)
+
+if TYPE_CHECKING:
+    from benchmarks.adapters.measurement import AdaptersResult, ManyAdapters
+
+PARTS = ("registered", "resident", "distinct", "burst", "traces", "split")
+COLUMNS = {
+    "tokens_per_s": "tokens/s",
+    "token_latency_ms": "ms/token",
+    "p99_s": "p99, s",
+    "step_ms": "step, ms",
+    "step_beside_load_ms": "step during a load",
+    "loads": "loads",
+    "failed": "failed",
+}
+"""Headers of the table by key of a row."""
+TIERS = ("pool_hits", "host_hits", "misses")
+
+
+class AdaptersBenchmark(Benchmark[str]):
+    """Throughput and latency with many adapters in every tier."""
+
+    name = "adapters"
+    bars: ClassVar[Mapping[str, Bar]] = {
+        "registered_2000_vs_5": at_least(0.95),
+        "resident_64_vs_8": at_most(1.05),
+        "distinct_over_predicted": at_most(1.1),
+        "overcommit_throughput_ratio": at_least(0.7),
+        "overcommit_failed": at_most(0),
+        "kv_without_adapter": at_most(0),
+        "steps_that_waited_for_disk": at_most(0),
+    }
+
+    def __init__(
+        self,
+        *,
+        model: DemoModelOption = None,
+        threads: Annotated[int, typer.Option(help="Threads of the engine.")] = 1,
+        quick: QuickOption = False,
+    ) -> None:
+        super().__init__(quick=quick)
+        from benchmarks import machine
+
+        machine.set_threads(threads)
+        self._threads = threads
+        self._model = model or demo_folder() / "checkpoint"
+        grid = json.loads((GRIDS / "adapters.json").read_text())
+        self._grid: dict[str, Any] = grid | (grid["quick"] if quick else {})
+        self._roofline = machine.RooflineByThreads()(threads)
+        self._scratch = tempfile.TemporaryDirectory()
+        self._adapters: ManyAdapters | None = None
+        self._results: list[AdaptersResult] = []
+
+    def meta(self) -> dict[str, Any]:
+        from benchmarks import machine
+
+        return {"grid": "adapters.json", "threads": self._threads, **machine.operator_meta()}
+
+    def cells(self) -> Sequence[str]:
+        return PARTS
+
+    def run(self, cell: str) -> Iterator[Row]:
+        from benchmarks.adapters.measurement import ManyAdapters
+
+        if self._adapters is None:
+            self.status("making adapters")
+            self._adapters = ManyAdapters(self._model, Path(self._scratch.name), self._grid)
+        self.status(cell)
+        results = self._run_part(self._adapters, cell)
+        self._results += results
+        yield from (result.as_row() for result in results)
+
+    def _run_part(self, adapters: ManyAdapters, part: str) -> list[AdaptersResult]:
+        from benchmarks.adapters.split import run_split
+
+        match part:
+            case "registered":
+                return adapters.run_registered()
+            case "resident":
+                return adapters.run_resident()
+            case "distinct":
+                return adapters.run_distinct(self._roofline)
+            case "burst":
+                return adapters.run_burst()
+            case "traces":
+                return adapters.run_traces(self.status)
+            case _:
+                return run_split(adapters, self._grid, self.status)
+
+    def summarize(self) -> dict[str, Any]:
+        from benchmarks.adapters import measurement, split
+
+        return measurement.summarize(self._results) | split.summarize(self._results)
+
+    def tables(self) -> Iterable[RenderableType]:
+        table = Table(
+            caption="pool, host, disk: share of requests by where their adapter was."
+            " docs/benchmarks/adapters.md explains the keys of the JSON file",
+            padding=(0, 0),
+        )
+        # Minimum widths make a narrow terminal wrap the headers, and not cut the figures.
+        table.add_column("load", min_width=11)
+        for header in COLUMNS.values():
+            table.add_column(header, justify="right", min_width=5)
+        table.add_column("pool, host, disk")
+        for row in self.rows:
+            figures = (row.get(key) for key in COLUMNS)
+            cells = ["" if figure is None else f"{figure:.4g}" for figure in figures]
+            tiers = " ".join(f"{row[tier]:.0%}" for tier in TIERS if tier in row)
+            table.add_row(f"{row['what']}: {row['setting']}", *cells, tiers)
+        return [table]
+
+    def close(self) -> None:
+        self._scratch.cleanup()

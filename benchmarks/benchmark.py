@@ -1,0 +1,165 @@
+"""The definition of a benchmark. `runner` does everything else.
+
+Subclasses import torch and the package inside their methods only, so that `--help` is fast.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+import typer
+from rich.console import RenderableType
+
+Row = dict[str, Any]
+"""One measured row, as it is written to JSON."""
+
+CellT = TypeVar("CellT")
+
+GRIDS = Path(__file__).parent / "grids"
+
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Measure a part of the grid, within 50 s on two cores.")
+]
+ThreadsOption = Annotated[
+    str, typer.Option(help="Comma-separated thread counts; the grid runs once with each.")
+]
+EngineThreadsOption = Annotated[
+    int | None, typer.Option("--threads", help="Threads; default: as many as a server takes.")
+]
+TypesOption = Annotated[str, typer.Option(help="Comma-separated storage types: fp32, bf16.")]
+GridOption = Annotated[Path | None, typer.Option(help="Another grid file.")]
+RootOption = Annotated[
+    Path | None, typer.Option(help="Folder of the generated checkpoints; default: the user cache.")
+]
+DemoModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Checkpoint folder; default: the demo checkpoint.")
+]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The limit that a summary figure is held to: a minimum, a maximum, or an upper bound."""
+
+    sign: str
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.limit:g}"
+
+    def is_met(self, value: float) -> bool:
+        if self.sign == "≥":
+            return value >= self.limit
+        return value < self.limit if self.sign == "<" else value <= self.limit
+
+
+def at_least(limit: float) -> Bar:
+    return Bar("≥", limit)
+
+
+def at_most(limit: float) -> Bar:
+    return Bar("≤", limit)
+
+
+def below(limit: float) -> Bar:
+    return Bar("<", limit)
+
+
+class Benchmark(ABC, Generic[CellT]):
+    """One run of a benchmark: its grid, its measurements and its tables.
+
+    The runner makes the command from the parameters of `__init__`, each annotated with its
+    `typer.Option`. `__init__` must take `quick`, check the options and load the grid.
+    """
+
+    name: ClassVar[str]
+    bars: ClassVar[Mapping[str, Bar]] = {}
+    """Bars by summary key."""
+    resumable: ClassVar[bool] = False
+    """True if the JSON file is written during the run and continued by the next run."""
+    conditions: ClassVar[Sequence[str]] = ()
+    """Keys of meta that must be equal for a run to be continued."""
+
+    def __init__(self, *, quick: bool) -> None:
+        self.quick = quick
+        self.rows: list[Row] = []
+        """All rows so far. The runner appends what `run` yields."""
+        self.status: Callable[[str], None] = lambda text: None
+        """Shows what is being measured. The runner replaces it."""
+
+    @abstractmethod
+    def meta(self) -> dict[str, Any]:
+        """Return what the figures depend on, beyond what `report.machine_meta` describes.
+
+        It is called before the first cell and again before the JSON file is written.
+        """
+
+    @abstractmethod
+    def cells(self) -> Sequence[CellT]:
+        """Return the parts of the grid in the order in which they are measured."""
+
+    @abstractmethod
+    def run(self, cell: CellT) -> Iterable[Row]:
+        """Measure one cell and yield its rows."""
+
+    @abstractmethod
+    def summarize(self) -> dict[str, Any]:
+        """Return the summary of what has been measured, with None for what was not run."""
+
+    @abstractmethod
+    def tables(self) -> Iterable[RenderableType]:
+        """Return the tables to print, without that of the summary."""
+
+    def summary_title(self) -> str:
+        """Return the title of the summary's table."""
+        return f"summary of {self.name}"
+
+    def resume(self, rows: Sequence[Row]) -> list[Row]:
+        """Return those of a former run's rows that need not be measured again."""
+        return []
+
+    def draw(self) -> Iterable[Path]:
+        """Draw the requested figures and return their files."""
+        return []
+
+    def close(self) -> None:
+        """Release what the cells share. It is called once, even after an error."""
+
+
+def parse_types(text: str) -> list[str]:
+    """Return the storage types of a comma-separated list. Raises typer.BadParameter."""
+    from benchmarks.dtypes import DTYPES
+
+    types = text.split(",")
+    if not set(types) <= set(DTYPES):
+        raise typer.BadParameter(f"--dtypes {text!r}: valid types are {', '.join(DTYPES)}")
+    return types
+
+
+def parse_thread_counts(text: str) -> list[int]:
+    """Return the thread counts of a comma-separated list. Raises typer.BadParameter."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise typer.BadParameter(f"--threads {text!r} is not a list of positive numbers like 1,2")
+    return counts
+
+
+def server_threads() -> int:
+    """Return the number of threads that the engine of a server takes by default."""
+    from vlora.config import Options
+    from vlora.cores import split_threads
+
+    return split_threads(Options()).engine
+
+
+def demo_folder() -> Path:
+    """Return the folder of the demo checkpoint and its adapters."""
+    from vlora import paths
+
+    return paths.root() / "tools" / "demo"

@@ -1,0 +1,10 @@
+"""Storage types, by their names in grids and options."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+ENGINE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
+"""The names of the same types among the engine's options."""

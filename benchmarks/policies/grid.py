@@ -1,0 +1,130 @@
+"""The grid of the policies benchmark: traces, rates, and the policies that run each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.policies.traces import TracedRequest, Workload
+from benchmarks.timing import rotated
+
+SUMMARY_SETTING: Mapping[str, Any] = {"load": 0.8, "skew": 0.6}
+"""The setting at which the summary's ratios are taken."""
+
+CAPACITY = "capacity"
+MEASURED, TWO_ADAPTERS, SIMULATED_AGAIN = "measured", "few adapters", "simulated again"
+SIMULATED, CLOSED_LOOP = "simulated", "closed loop"
+"""Kinds of rows.
+
+capacity: throughput of unmerge_only with all requests at once.
+measured: the grid in real time. few adapters: figure 21's two adapters, likewise.
+simulated again: the measured traces with one cost model, that of the end of the run.
+simulated: larger traces with the same cost model.
+closed loop: the rows of `closed_loop`.
+"""
+
+
+@dataclass(frozen=True)
+class PolicyCell:
+    """One trace at one rate, and the policies that run it in order.
+
+    load: arrival rate over the capacity of unmerge_only.
+    kind: kind of its rows.
+    """
+
+    workload: Workload
+    count: int
+    seed: int
+    load: float
+    policies: tuple[str, ...]
+    kind: str = MEASURED
+
+    @property
+    def name(self) -> str:
+        w = self.workload
+        return f"{w.application} load {self.load:g} skew {w.skew:g} seed {self.seed}"
+
+    def trace(self, capacity: float) -> list[TracedRequest]:
+        """Return the requests. capacity: requests per second of unmerge_only."""
+        return self.workload.trace(self.seed, self.load * capacity, self.count)
+
+    def as_row(self) -> dict[str, Any]:
+        w = self.workload
+        return {
+            "application": w.application,
+            "adapters": w.adapters,
+            "arrivals": w.arrivals,
+            "skew": w.skew,
+            "load": self.load,
+            "seed": self.seed,
+            "count": self.count,
+        }
+
+
+@dataclass(frozen=True)
+class PolicyGrid:
+    """A grid file.
+
+    Its entry `policies` are run with ATMM, those of `own` with the operators that they were
+    published with, at one load and skew.
+    """
+
+    values: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, path: Path, *, quick: bool) -> PolicyGrid:
+        values = json.loads(path.read_text())
+        return cls(values | (values["quick"] if quick else {}))
+
+    def cells(self) -> Iterator[PolicyCell]:
+        """Yield the cells to measure, seed by seed: an early end leaves complete settings.
+
+        In each cell another policy comes first.
+        """
+        values = self.values
+        own, few, also = values["own"], values["few"], values["also"]
+        number = 0
+        for seed in values["seeds"]:
+            for load, skew, entry in itertools.product(
+                values["loads"], values["skews"], values["workloads"]
+            ):
+                names = [*values["policies"]]
+                if own["at"] == {"load": load, "skew": skew} and seed in own["seeds"]:
+                    names += own["policies"]
+                if seed in also["seeds"]:
+                    names += also["policies"]
+                policies = tuple(rotated(names, number))
+                workload = self.workload(entry, skew=skew)
+                yield PolicyCell(workload, entry["count"], seed, load, policies)
+                number += 1
+            for entry in values["workloads"] if seed in few["seeds"] else ():
+                workload = self.workload(
+                    entry, skew=SUMMARY_SETTING["skew"], adapters=few["adapters"]
+                )
+                policies = tuple(rotated(few["policies"], number))
+                load = SUMMARY_SETTING["load"]
+                yield PolicyCell(workload, entry["count"], seed, load, policies, TWO_ADAPTERS)
+
+    def simulated_cells(self) -> Iterator[PolicyCell]:
+        """Yield the cells that are simulated only."""
+        values = self.values["simulated"]
+        for entry, arrivals, adapters, load, skew in itertools.product(
+            self.values["workloads"],
+            values["arrivals"],
+            values["adapters"],
+            values["loads"],
+            values["skews"],
+        ):
+            workload = self.workload(entry, skew=skew, adapters=adapters, arrivals=arrivals)
+            yield PolicyCell(
+                workload, values["count"], 1, load, tuple(values["policies"]), SIMULATED
+            )
+
+    def workload(self, entry: Mapping[str, Any], **settings: Any) -> Workload:
+        """Return the workload of an entry of `workloads`."""
+        values = {"adapters": self.values["adapters"], "scale": entry["scale"], **settings}
+        return Workload(entry["application"], **values)

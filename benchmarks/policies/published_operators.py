@@ -1,0 +1,125 @@
+"""The LoRA operators that other systems were published with, for use in our engine.
+
+Semantics of each: as `vlora.atmm.op.apply`. As in the originals, the weights of the rows' adapters
+are collected and laid out again at every step. On a CPU without bf16 instructions they multiply in
+fp32, with weights that are widened once, since torch would emulate bf16 products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.machine import has_bf16_instructions
+from vlora.atmm import op
+from vlora.atmm.groups import LoraGroup
+from vlora.atmm.types import LoraPair, Segment
+
+Apply = Callable[[torch.Tensor, torch.Tensor, Sequence[Segment], LoraGroup], None]
+"""Adds to y. Arguments: y, x, segments, group."""
+
+SGMV_ROWS = 16
+"""Minimum number of rows of a segment that Punica multiplies as one matrix (SGMV). Smaller segments
+use gathered weights (BGMV)."""
+GATHERED_ROWS = 64
+"""Number of rows whose weights are gathered at a time."""
+
+
+def slora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
+    """Apply S-LoRA's operator: each segment's rows with its adapter's own rank."""
+    for columns, pairs in _columns(y, group):
+        for segment in segments:
+            if (pair := pairs[segment.slot]) is not None:
+                _apply_segment(columns, x, segment, _in_fast_type(pair))
+
+
+def punica(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
+    """Apply Punica's operator: gathered weights for small segments, padded to the largest rank."""
+    for columns, pairs in _columns(y, group):
+        small = [s for s in segments if s.length < SGMV_ROWS and pairs[s.slot] is not None]
+        for segment in segments:
+            pair = pairs[segment.slot]
+            if pair is not None and segment.length >= SGMV_ROWS:
+                _apply_segment(columns, x, segment, _in_fast_type(pair))
+        for rows, a, b in _gathered(small, pairs, x):
+            low_rank = torch.bmm(a, x[rows].to(a.dtype)[:, :, None])
+            columns.index_add_(0, rows, torch.bmm(b, low_rank)[:, :, 0].to(columns.dtype))
+
+
+def dlora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
+    """Apply dLoRA's operator: every row's weights gathered, ranks padded, two einsums."""
+    for columns, pairs in _columns(y, group):
+        with_pair = [s for s in segments if s.length and pairs[s.slot] is not None]
+        for rows, a, b in _gathered(with_pair, pairs, x):
+            low_rank = torch.einsum("td,trd->tr", x[rows].to(a.dtype), a)
+            update = torch.einsum("tr,tor->to", low_rank, b)
+            columns.index_add_(0, rows, update.to(columns.dtype))
+
+
+OPERATORS: Mapping[str, Apply] = {"punica": punica, "slora": slora, "dlora_einsum": dlora}
+POLICY_OF_SYSTEM = {"punica": "unmerge_only", "slora": "unmerge_only", "dlora_einsum": "dlora"}
+"""The policies of the systems that are measured with their own operator."""
+
+
+@contextmanager
+def use_operator(apply: Apply) -> Iterator[None]:
+    """Use this operator instead of ATMM in all layers within the context."""
+    with patch.object(op, "apply", apply), patch.object(op, "bind_epilogue", lambda *_: None):
+        yield
+
+
+_WIDENED: dict[int, tuple[LoraPair, LoraPair]] = {}
+"""Pairs (stored, in fp32) by the identity of the stored pair's A, which the entry keeps alive."""
+
+
+def _in_fast_type(pair: LoraPair) -> LoraPair:
+    """Return the pair in the type that this CPU multiplies fastest."""
+    if pair.a.dtype == torch.float32 or has_bf16_instructions():
+        return pair
+    entry = _WIDENED.get(id(pair.a))
+    if entry is None:
+        entry = _WIDENED[id(pair.a)] = (pair, LoraPair(pair.a.float(), pair.b.float()))
+    return entry[1]
+
+
+def _columns(
+    y: torch.Tensor, group: LoraGroup
+) -> Iterator[tuple[torch.Tensor, Sequence[LoraPair | None]]]:
+    """Return the columns of y of each target of the group, with the target's pairs by slot."""
+    return zip(torch.split(y, list(group.d_outs), dim=1), group.pairs, strict=True)
+
+
+def _apply_segment(
+    columns: torch.Tensor, x: torch.Tensor, segment: Segment, pair: LoraPair
+) -> None:
+    rows = slice(segment.start, segment.start + segment.length)
+    low_rank = x[rows].to(pair.a.dtype) @ pair.a.T
+    columns[rows] += segment.sign * (low_rank @ pair.b.T)
+
+
+def _gathered(
+    segments: Sequence[Segment], pairs: Sequence[LoraPair | None], x: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield rows [n] with the weights of each: A [n, r, d_in] and B [n, d_out, r].
+
+    The signs of the segments are in B.
+    """
+    if not segments:
+        return
+    in_use = [_in_fast_type(pair) for s in segments if (pair := pairs[s.slot]) is not None]
+    rank = max(pair.rank for pair in in_use)
+    a = in_use[0].a.new_zeros(len(in_use), rank, in_use[0].a.shape[1])
+    b = in_use[0].b.new_zeros(len(in_use), in_use[0].b.shape[0], rank)
+    for i, (pair, segment) in enumerate(zip(in_use, segments, strict=True)):
+        a[i, : pair.rank] = pair.a
+        b[i, :, : pair.rank] = segment.sign * pair.b
+    rows = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments])
+    owner = torch.arange(len(segments)).repeat_interleave(
+        torch.tensor([s.length for s in segments])
+    )
+    for start in range(0, len(rows), GATHERED_ROWS):
+        part = slice(start, start + GATHERED_ROWS)
+        yield rows[part], a[owner[part]], b[owner[part]]

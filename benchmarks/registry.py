@@ -1,0 +1,68 @@
+"""The list of benchmarks.
+
+A benchmark is one module or folder with a subclass of `Benchmark`, and one entry here. This module
+imports none of them, so that listing them does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.benchmark import Benchmark
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Location of a benchmark, and the line that describes it in the list.
+
+    location: "module:class".
+    """
+
+    location: str
+    help: str
+
+    def load(self) -> type[Benchmark[Any]]:
+        """Import and return the class of the benchmark."""
+        module, _, name = self.location.partition(":")
+        benchmark: type[Benchmark[Any]] = getattr(import_module(module), name)
+        return benchmark
+
+
+REGISTRY: Mapping[str, Entry] = {
+    "kernels": Entry(
+        "benchmarks.kernels.benchmark:KernelsBenchmark",
+        "The LoRA operator against PEFT's loop, slices, dLoRA's einsum, padding and static tiles.",
+    ),
+    "attention": Entry(
+        "benchmarks.attention.benchmark:AttentionBenchmark",
+        "Attention over KV pages against its reference implementation and the roofline.",
+    ),
+    "step": Entry(
+        "benchmarks.step.benchmark:StepBenchmark",
+        "One decode or prefill step of a mid-size model against the roofline, part by part.",
+    ),
+    "engine": Entry(
+        "benchmarks.engine.benchmark:EngineBenchmark",
+        "Sixteen concurrent requests (four with --quick) in process, over gRPC and on PEFT.",
+    ),
+    "switch": Entry(
+        "benchmarks.switch.benchmark:SwitchBenchmark",
+        "Merging all layers, a mode switch between two tokens, deLoRA's work, in-place drift.",
+    ),
+    "policies": Entry(
+        "benchmarks.policies.benchmark:PoliciesBenchmark",
+        "Scheduling policies on seeded traces, measured in real time and simulated.",
+    ),
+    "adapters": Entry(
+        "benchmarks.adapters.benchmark:AdaptersBenchmark",
+        "Many adapters: registered, resident, distinct, more than fit, and a split pool.",
+    ),
+    "prefix": Entry(
+        "benchmarks.prefix:PrefixBenchmark",
+        "Rounds of questions about one image, with and without the prefix cache.",
+    ),
+}

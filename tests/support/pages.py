@@ -1,0 +1,46 @@
+"""Holders of pages for tests of the page pool."""
+
+from __future__ import annotations
+
+import torch
+
+from vlora.ids import NO_IMAGE
+from vlora.memory.block_table import BlockTable
+from vlora.memory.pool import PagePool, Run
+from vlora.memory.prefix import BlockDigests, BlockKey
+
+
+class IdleAdapters:
+    """Runs of adapters that nothing uses, which the pool may evict, oldest first."""
+
+    holds_runs = True
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self.runs: dict[Run, int] = {}
+        pool.evictors.append(self)
+
+    def add(self, run: Run) -> None:
+        self.runs[run] = self._pool.tick()
+
+    @property
+    def evictable_pages(self) -> int:
+        return sum(run.count for run in self.runs)
+
+    def oldest_use(self) -> int | None:
+        return min(self.runs.values(), default=None)
+
+    def evict_oldest(self) -> None:
+        run = min(self.runs, key=lambda run: self.runs[run])
+        del self.runs[run]
+        self._pool.release_run(run)
+
+
+class BlocksOfTokens:
+    """Block table of a sequence of tokens, in blocks of two, with the keys of its whole blocks."""
+
+    def __init__(self, table: BlockTable, scope: str, tokens: list[int]) -> None:
+        self.table = table
+        self.tokens = tokens
+        digests = BlockDigests(2, torch.full((len(tokens),), NO_IMAGE), None)
+        self.keys = [BlockKey(scope, d) for d in digests.up_to(tokens, len(tokens))]

@@ -1,0 +1,206 @@
+"""`vlora serve` and `vlora adapters`: restarts, draining, and what they print."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from http.client import HTTPConnection
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from tests.support.polling import until
+from tests.support.triton_client import Asker, Refused, to_inputs
+from vlora.launcher.ports import choose_ports
+from vlora.launcher.processes import children, is_alive
+from vlora.launcher.run_folder import SHARED_MEMORY
+
+LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
+
+
+def serve(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vlora.cli", "serve", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+FREE_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+
+
+@pytest.fixture
+def folders(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> list[str]:
+    paths = {"--model": checkpoint, "--adapters": adapters_dir, "--log": tmp_path / "log"}
+    return [str(word) for option in paths.items() for word in option]
+
+
+def output_until(process: subprocess.Popen[str], words: str) -> str:
+    """Return the process's output up to the line with these words."""
+    assert process.stdout is not None
+    output = ""
+    for line in process.stdout:
+        output += line
+        if words in line:
+            return output
+    raise AssertionError(f"the output has no '{words}':\n{output}")
+
+
+Processes = dict[str, psutil.Process]
+
+
+def processes_of(serving: subprocess.Popen[str]) -> tuple[psutil.Process, Processes]:
+    """Return the server's process, and those of its models by name."""
+    (server,) = children(serving.pid)
+    return server, {
+        Path(process.cmdline()[1]).parts[-3]: process for process in children(server.pid)
+    }
+
+
+def shared_memory_of(models: Processes) -> list[Path]:
+    return [SHARED_MEMORY / model.cmdline()[2] for model in models.values()]
+
+
+def test_serve_restarts_a_failed_server_and_drains_on_sigterm(folders: list[str]) -> None:
+    chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
+    http, grpc, metrics = map(str, chosen.values())
+    ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
+    process = serve(*folders, *ports, "--restart", "--grace", "600")
+    output = output_until(process, "Press Ctrl-C to stop")
+    assert "ready in" in output
+    assert {f"HTTP      localhost:{http}", f"gRPC      localhost:{grpc}"} <= set(
+        output.splitlines()
+    )
+
+    server, models = processes_of(process)
+    models["lmm"].kill()
+    output = output_until(process, "Press Ctrl-C to stop")
+    assert "the process of model 'lmm' ended with signal SIGKILL; the server is down" in output
+    assert "restarting in 1 s" in output
+    assert not any(map(is_alive, [server, *models.values()]))
+
+    with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
+        request_class_results(asker, "lmm_unary")
+    output = output_until(process, "Press Ctrl-C to stop")
+    assert "the server ended unexpectedly with signal SIGFPE; the server is down" in output
+
+    with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
+        assert asker.once("video_analytics", text_input="What?")["result"]
+
+        server, models = processes_of(process)
+        regions = shared_memory_of(models)
+        assert all(region.exists() for region in regions)
+        with closing(HTTPConnection("localhost", int(http))) as idle:
+            idle.request("GET", "/v2/health/live")
+            assert idle.getresponse().read() == b""
+            asked = {"text_input": "hi", "stream": True, "parameters": LONG}
+            asked["return_num_output_tokens"] = True
+            with asker.streaming("lmm", **asked) as responses:
+                first = next(responses)
+                process.send_signal(signal.SIGTERM)
+                output_until(process, "running ones get 600 s to finish")
+                for model in ("lmm", "lmm_unary", "video_analytics", "vision_encoder"):
+                    assert_refused(asker, model)
+                rest = list(responses)
+            tokens = [each.outputs.get("num_output_tokens", 0) for each in (first, *rest)]
+            assert sum(map(int, tokens)) == 900
+            assert rest[-1].final
+            # The idle connection adds neither the grace period nor Triton's timeout.
+            process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert not any(map(is_alive, [server, *models.values()]))
+    assert not any(region.exists() for region in regions)
+
+
+def request_class_results(asker: Asker, model: str) -> None:
+    """Crash the server: Triton 2.51 divides by the size of a string, which is 0."""
+    output = grpcclient.InferRequestedOutput("text_output", class_count=1)
+    inputs = to_inputs({"text_input": "hi", "sampling_parameters": {"max_tokens": 1}})
+    with pytest.raises(InferenceServerException):
+        asker.client.infer(model, inputs, outputs=[output])
+
+
+def assert_refused(asker: Asker, model: str) -> None:
+    """Wait until the model rejects requests as UNAVAILABLE, in the message and as the status."""
+    text = np.array([[b"x"]], dtype=object) if model == "vision_encoder" else "hello"
+
+    def refusal() -> Refused | None:
+        try:
+            asker.stream(model, text_input=text) if model == "lmm" else asker.once(
+                model, text_input=text
+            )
+        except Refused as error:
+            return error
+        return None
+
+    refused = until(refusal)
+    assert "UNAVAILABLE: the server is shutting down" in refused.message
+    # A stream has no status.
+    assert refused.status in (None, "StatusCode.UNAVAILABLE")
+
+
+def test_serve_names_adapters_that_failed_to_load_and_the_model_that_ended(
+    folders: list[str], served_adapters: Path
+) -> None:
+    process = serve(*folders, "--adapters", str(served_adapters), *FREE_PORTS)
+    assert "1 adapter failed to load: broken (for the reasons, see the log" in output_until(
+        process, "Press Ctrl-C to stop"
+    )
+    server, models = processes_of(process)
+    models["vision_encoder"].kill()
+    output, _ = process.communicate(timeout=60)
+    assert "CUDA" not in output
+    assert "NVML" not in output
+    assert process.returncode == 1
+    assert "error: the process of model 'vision_encoder' ended with signal SIGKILL" in output
+    assert not any(map(is_alive, [server, *models.values()]))
+
+
+def test_a_killed_serve_leaves_no_processes_and_no_shared_memory(
+    folders: list[str],
+) -> None:
+    process = serve(*folders, *FREE_PORTS)
+    output_until(process, "Press Ctrl-C to stop")
+    server, models = processes_of(process)
+    regions = shared_memory_of(models)
+    process.kill()
+    until(lambda: not any(map(is_alive, [server, *models.values()])))
+    until(lambda: not any(region.exists() for region in regions))
+    process.communicate()
+
+
+def test_serve_reports_an_invalid_port(folders: list[str]) -> None:
+    process = serve(*folders, "--http-port", "99999")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert output.startswith("error: --http-port 99999 is not a port; choose one from 1 to 65535")
+
+
+def test_serve_reports_a_port_in_use(checkpoint: Path, adapters_dir: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
+        output, _ = serve(*folders, "--http-port", port).communicate(timeout=60)
+    assert f"error: port {port} is already in use; choose another with --http-port N" in output
+
+
+def test_serve_reports_a_missing_checkpoint(tmp_path: Path) -> None:
+    process = serve("--model", str(tmp_path))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"error: no checkpoint at {tmp_path}" in output.replace("\n", "")
+
+
+def test_adapters_check_names_the_broken_adapter(checkpoint: Path, served_adapters: Path) -> None:
+    command = [sys.executable, "-m", "vlora.cli", "adapters", "check"]
+    command += ["--model", str(checkpoint), "--adapters", str(served_adapters)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ok      all-r8" in done.stdout
+    assert "adapter 'broken': adapter_config.json" in done.stdout

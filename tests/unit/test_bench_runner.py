@@ -1,0 +1,230 @@
+"""The runner, and runs of tiny grids of the kernels and switch benchmarks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import llava
+from benchmarks.benchmark import GRIDS, Bar, Benchmark, Row, at_least
+from benchmarks.kernels import measurement as kernels
+from benchmarks.kernels.cells import KernelCell
+from benchmarks.kernels.measurement import KernelResult
+from benchmarks.kernels.summary import summarize
+from benchmarks.registry import REGISTRY
+from benchmarks.roofline import Roofline
+from benchmarks.runner import command_line, main, run
+from benchmarks.switch import delora_work as mixture
+from benchmarks.switch import merges as switch
+from benchmarks.switch import mode_changes as modes
+from benchmarks.switch.merges import MergeModel
+from benchmarks.timing import Timing
+
+ROOT = Path(__file__).parents[2]
+KEYS = (
+    *(
+        f"{regime}_vs_{baseline}"
+        for regime in ("decode", "prefill")
+        for baseline in ("peft_loop", "slice_loop", "einsum", "padded")
+    ),
+    "adaptive_vs_best_static",
+    "worst_cell_vs_best_baseline",
+    "roofline_decode_hot",
+    "roofline_decode_cold",
+    "roofline_prefill",
+)
+GROUP = {
+    "requests": [3],
+    "d": [64],
+    "rank": [8, "mixed"],
+    "popularity": ["zipf"],
+    "heat": ["hot", "cold"],
+}
+
+
+def test_the_kernels_benchmark_writes_all_summary_keys_for_both_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "COLD_TOTAL_BYTES", 1 << 16)
+    grid = tmp_path / "grid.json"
+    groups = [
+        {**GROUP, "regime": "decode", "rows": [1], "quick": True},
+        {**GROUP, "regime": "prefill", "rows": [16], "quick": True},
+    ]
+    grid.write_text(json.dumps({"groups": groups}))
+    out = tmp_path / "figures.json"
+    arguments = ["--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
+    result = CliRunner().invoke(command_line("kernels"), arguments)
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert set(written) == {"meta", "rows", "summary"}
+    for suffix in ("", "_bf16"):
+        assert {key + suffix for key in KEYS} <= set(written["summary"])
+    cells = [row for row in written["rows"] if "us" in row]
+    assert len(cells) == 16
+    assert all({"atmm", "peft_loop", "slice_loop"} <= set(row["us"]) for row in cells)
+    assert written["meta"]["limits"]["1 threads"]["peak_gflops"]["fp32"] > 0
+
+
+def test_the_switch_benchmark_writes_all_summary_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llava, "MODELS", {"whole": replace(llava.tiny(llava.Sizes()), layers=2)})
+    monkeypatch.setattr(modes, "UNMERGES", 5)
+    monkeypatch.setattr(mixture, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(switch, "READ_BYTES", 1 << 20)
+    values = json.loads((GRIDS / "switch.json").read_text())
+    values["models"] = [
+        {
+            "name": "small",
+            "layers": 2,
+            "quick_layers": 2,
+            "rank": [4],
+            "targets": [[64, 64], [16, 64]],
+            "copied": [[16, 64]],
+        }
+    ]
+    values["request"] |= {"context": 20, "quick_rounds": 2}
+    values["drift"] |= {"switches": [1, 20], "hidden": 32}
+    grid, out = tmp_path / "grid.json", tmp_path / "figures.json"
+    grid.write_text(json.dumps(values))
+    arguments = ["--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
+    arguments += ["--plot", str(tmp_path)]
+    result = CliRunner().invoke(
+        command_line("switch"), [*arguments, "--root", str(tmp_path)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    summary = json.loads(out.read_text())["summary"]
+    assert 0 < summary["unmerge_us"] < 100
+    for suffix in ("", "_bf16"):
+        assert summary["merge_vs_limit" + suffix] > 0
+        assert 0 < summary["switch_p50_ms" + suffix] <= summary["switch_p99_ms" + suffix]
+        assert 0 < summary["in_place_drift" + suffix] < 0.1
+    for phase in ("decode", "prefill"):
+        for starved in (2, 4, 6):
+            assert summary[f"delora_{phase}_{starved}_of_16"] > 0
+        assert summary[f"delora_error_{phase}"] >= 0
+        assert summary[f"delora_error_{phase}_by_peak"] >= 0
+    assert (tmp_path / "figure-20-delora.png").is_file()
+
+
+def test_the_copied_parts_of_a_merge_count_in_its_limit() -> None:
+    model = MergeModel("m", 2, ((8, 4),), 2, "bf16", ((4, 4),))
+    assert model.elements == 2 * (32 + 16)
+    assert model.flops == 2 * 2 * 2 * 32
+    assert model.moved_bytes == 2 * 2 * 96 + 2 * 2 * 4 * 12
+
+
+def test_invalid_lists_of_threads_and_types_are_rejected() -> None:
+    for arguments in (["--threads", "0"], ["--threads", "x"], ["--dtypes", "int8"]):
+        assert CliRunner().invoke(command_line("kernels"), [*arguments]).exit_code == 2
+
+
+def test_a_cell_counts_as_slower_only_beyond_the_noise() -> None:
+    result = result_of({"atmm": (10.0, 10.0, 10.0), "slice_loop": (9.0, 9.5, 10.0)})
+    assert result.fastest == "slice_loop"
+    assert result.speed_up_over_fastest == pytest.approx(0.95)
+    assert result.noise == pytest.approx(0.5 / 9.5)
+    assert not result.is_slower
+    assert result_of({"atmm": (10.0, 10.0, 10.0), "slice_loop": (9.0, 9.0, 9.0)}).is_slower
+
+
+def test_the_best_static_tile_is_the_same_for_all_cells() -> None:
+    results = [
+        result_of({"atmm": (1.0,), "slice_loop": (2.0,), "static:a": (1.0,), "static:b": (1.5,)}),
+        result_of({"atmm": (1.0,), "slice_loop": (2.0,), "static:a": (4.0,), "static:b": (1.5,)}),
+    ]
+    summary = summarize(results)
+    assert summary["best_static"] == "b"
+    assert summary["adaptive_vs_best_static"] == 1.5
+    assert summary["worst_cell_vs_best_baseline"] == 2.0
+
+
+def test_a_merge_counts_the_bytes_that_it_reads_and_writes() -> None:
+    model = MergeModel("m", 2, ((8, 4), (4, 4)), 2, "bf16")
+    assert model.elements == 2 * (32 + 16)
+    assert model.flops == 2 * 2 * 96
+    assert model.moved_bytes == 2 * 2 * 96 + 2 * 2 * (4 * 12 + 4 * 8)
+
+
+def test_the_list_of_benchmarks_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        listed = capsys.readouterr().out
+        assert all(
+            f"  {name} " in listed and entry.help in listed for name, entry in REGISTRY.items()
+        )
+
+
+def test_an_unknown_benchmark_is_rejected_with_the_nearest_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["kernel"])
+    assert ended.value.code == 2
+    assert "did you mean 'kernels'?" in capsys.readouterr().err
+
+
+def test_listing_and_help_do_not_import_torch() -> None:
+    script = (
+        "import sys\n"
+        "from benchmarks.runner import command_line, list_of_benchmarks\n"
+        "from benchmarks.registry import REGISTRY\n"
+        "list_of_benchmarks()\n"
+        "[command_line(name) for name in REGISTRY]\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+class CountingBenchmark(Benchmark[int]):
+    """Three cells of one row each. The last one is interrupted."""
+
+    name = "counting"
+    bars: ClassVar[Mapping[str, Bar]] = {"rows": at_least(3)}
+
+    def meta(self) -> dict[str, Any]:
+        return {}
+
+    def cells(self) -> list[int]:
+        return [0, 1, 2]
+
+    def run(self, cell: int) -> Iterator[Row]:
+        if cell == 2:
+            raise KeyboardInterrupt
+        yield {"cell": cell}
+
+    def summarize(self) -> dict[str, Any]:
+        return {"rows": len(self.rows)}
+
+    def tables(self) -> list[Any]:
+        return []
+
+
+def test_an_interrupted_run_reports_and_keeps_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    run(CountingBenchmark(quick=False), out)
+    written = json.loads(out.read_text())
+    assert written["rows"] == [{"cell": 0}, {"cell": 1}]
+    assert written["summary"] == {"rows": 2}
+    output = capsys.readouterr().out
+    assert "interrupted after 2 rows" in output
+    assert "≥ 3" in output
+
+
+def result_of(samples: dict[str, tuple[float, ...]]) -> KernelResult:
+    cell = KernelCell("decode", 1, 1, 8, 8, "distinct", False, "fp32")
+    roofline = Roofline(lambda dtype, seconds: 1.0, lambda size, seconds: 1.0)
+    return KernelResult(cell, 1, roofline, {name: Timing(s) for name, s in samples.items()}, {})
