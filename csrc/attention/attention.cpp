@@ -45,12 +45,12 @@ Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t
     if (chunk.row != rows_ || chunk.length < 1 || chunk.start < 0 || chunk.first_page < 0 ||
         chunk.first_page + used > int64_t(pages.size()))
       throw std::invalid_argument("chunk (row " + std::to_string(chunk.row) + ", length " +
-                                  std::to_string(chunk.length) + ", start " + std::to_string(chunk.start) +
-                                  ") does not fit the plan");
+                                  std::to_string(chunk.length) + ", start " +
+                                  std::to_string(chunk.start) + ") does not fit the plan");
     for (int64_t page = chunk.first_page; page < chunk.first_page + used; ++page)
       if (pages[size_t(page)] < 0 || pages[size_t(page)] >= layout.pages)
-        throw std::invalid_argument("page " + std::to_string(pages[size_t(page)]) + " is not among " +
-                                    std::to_string(layout.pages) + " pages");
+        throw std::invalid_argument("page " + std::to_string(pages[size_t(page)]) +
+                                    " is not among " + std::to_string(layout.pages) + " pages");
     rows_ += chunk.length;
     add_pieces(i, group, threads);
     if (chunk.length > 1) add_written(i);
@@ -67,7 +67,8 @@ void Plan::add_pieces(size_t index, int64_t group, int threads) {
   const Chunk& chunk = chunks[index];
   // As many rows as a piece may have, if that leaves enough pieces.
   const int64_t tall = kernels_of(layout.dtype).queries;
-  const bool enough = layout.kv_heads * ceil_div(chunk.length * group, tall) >= threads * kPiecesPerThread;
+  const bool enough =
+      layout.kv_heads * ceil_div(chunk.length * group, tall) >= threads * kPiecesPerThread;
   const int64_t piece_rows = std::max<int64_t>(1, (enough ? tall : kMaxQueries) / group);
   queries_ = std::max(queries_, std::min(piece_rows, chunk.length) * group);
   for (int64_t row = 0; row < chunk.length; row += piece_rows) {
@@ -85,8 +86,8 @@ void Plan::add_pieces(size_t index, int64_t group, int threads) {
     for (int64_t head = 0; head < layout.kv_heads; head += each) {
       piece.kv_head = int32_t(head);
       piece.kv_heads = int32_t(std::min(each, layout.kv_heads - head));
-      piece.cost = double(piece.panels * piece.kv_heads) * double(std::max(queries, kQueriesPerRead)) /
-                   double(kQueriesPerRead);
+      piece.cost = double(piece.panels * piece.kv_heads) *
+                   double(std::max(queries, kQueriesPerRead)) / double(kQueriesPerRead);
       pieces_.push_back(piece);
     }
   }
@@ -110,8 +111,8 @@ void Plan::split(double max_cost, int threads) {
   for (Piece piece : uncut) {
     const int64_t panels = piece.panels;
     const int64_t min_panels = ceil_div(kMinPartBytes, bytes * piece.kv_heads);
-    int64_t parts =
-        std::clamp<int64_t>(int64_t(std::ceil(piece.cost / max_cost)), 1, ceil_div(panels, min_panels));
+    int64_t parts = std::clamp<int64_t>(int64_t(std::ceil(piece.cost / max_cost)), 1,
+                                        ceil_div(panels, min_panels));
     if (parts > threads) parts -= parts % threads;
     piece.parts = int32_t(parts);
     piece.first_partial = int32_t(partials_);
@@ -127,8 +128,9 @@ void Plan::split(double max_cost, int threads) {
   }
 }
 
-// Puts expensive pieces first, so that small ones are left at the end. Pieces of a chunk that has several, however,
-// follow each other head by head, since they read the same keys and values while a core still has them in cache.
+// Puts expensive pieces first, so that small ones are left at the end. Pieces of a chunk that has
+// several, however, follow each other head by head, since they read the same keys and values while
+// a core still has them in cache.
 void Plan::sort() {
   const auto only_piece = [&](const Piece& a) { return a.rows == chunks[size_t(a.chunk)].length; };
   std::stable_sort(pieces_.begin(), pieces_.end(), [&](const Piece& a, const Piece& b) {
@@ -150,7 +152,8 @@ int64_t scratch_floats(const Plan& plan) {
   const int64_t padded = plan.layout.padded(), block = kBlockPanels * kLanes;
   const int64_t vectors = plan.queries() * (kMaxDim + kLanes + padded + block + kLanes + 4);
   // With tiles, queries may take twice as many slots, and some panels of values are copied.
-  const int64_t tiles = 2 * plan.queries() * (2 * padded + block + 2 * kLanes + 1) + block * padded / 2;
+  const int64_t tiles =
+      2 * plan.queries() * (2 * padded + block + 2 * kLanes + 1) + block * padded / 2;
   return std::max(vectors, tiles) + 256;
 }
 
@@ -159,12 +162,14 @@ void attend(const Kernels& kernels, const Problem& problem, int threads) {
   const auto write = kernels.write[int(plan.layout.dtype)];
   const auto& written = plan.written();
   if (!written.empty())
-    runtime::share_out(threads, int64_t(written.size()), [&](int64_t i) { write(problem, written[size_t(i)]); });
+    runtime::share_out(threads, int64_t(written.size()),
+                       [&](int64_t i) { write(problem, written[size_t(i)]); });
   const auto kernel = kernels.attend[int(plan.layout.dtype)];
   static thread_local runtime::Scratch partial_scratch;
   const int64_t size = partial_floats(plan);
   float* const partials = plan.partials() ? partial_scratch.get(plan.partials() * size) : nullptr;
-  const std::unique_ptr<std::atomic<int32_t>[]> done(new std::atomic<int32_t>[size_t(plan.groups())]());
+  const std::unique_ptr<std::atomic<int32_t>[]> done(
+      new std::atomic<int32_t>[size_t(plan.groups())]());
   const auto& pieces = plan.pieces();
   runtime::share_out(threads, int64_t(pieces.size()), [&](int64_t i) {
     static thread_local runtime::Scratch scratch;

@@ -1,10 +1,11 @@
 // Attention over paged keys and values. No torch, no Python, no ownership.
 //
-// A page holds `block` tokens. For each layer it has first the keys, then the values of every head, in panels of
-// kLanes tokens; the last panel of a page may be partly used. In fp32 a panel of keys is [dim][kLanes], so that the
-// scores of its tokens fill a vector, and a panel of values is [kLanes][padded dim]. In bf16, values that are
-// neighbours along the sum of a product form pairs, which a shift and a mask widen and which products of pairs
-// accept: keys are [dim / 2][kLanes][2], values [kLanes / 2][padded dim][2]. Padding is zero.
+// A page holds `block` tokens. For each layer it has first the keys, then the values of every head,
+// in panels of kLanes tokens; the last panel of a page may be partly used. In fp32 a panel of keys
+// is [dim][kLanes], so that the scores of its tokens fill a vector, and a panel of values is
+// [kLanes][padded dim]. In bf16, values that are neighbours along the sum of a product form pairs,
+// which a shift and a mask widen and which products of pairs accept: keys are [dim / 2][kLanes][2],
+// values [kLanes / 2][padded dim][2]. Padding is zero.
 #pragma once
 
 #include <vector>
@@ -27,7 +28,9 @@ struct Layout {
   int64_t panels() const { return ceil_div(block, kLanes); }  // of a page
   int64_t panel() const { return padded() * kLanes; }
   int64_t head() const { return panels() * panel(); }
-  int64_t values() const { return kv_heads * head(); }  // between the keys and the values of a layer
+  int64_t values() const {
+    return kv_heads * head();
+  }  // between the keys and the values of a layer
 };
 
 // Rows row … row + length - 1 of the step are positions start … of one sequence, whose pages are
@@ -36,24 +39,26 @@ struct Chunk {
   int64_t row, length, start, first_page;
 };
 
-// A query is one row of the step for one head of queries. kMaxQueries is the maximum number of queries that share a
-// pass over keys and values, unless a group of heads is larger. With tiles it is kMaxAmxQueries: keys and values are
-// read half as often, and are copied once.
+// A query is one row of the step for one head of queries. kMaxQueries is the maximum number of
+// queries that share a pass over keys and values, unless a group of heads is larger. With tiles it
+// is kMaxAmxQueries: keys and values are read half as often, and are copied once.
 constexpr int64_t kMaxQueries = 64;
 constexpr int64_t kMaxAmxQueries = 128;
-// Panels in a block, whose scores are kept at a time: 128 tokens of a head's keys and values stay in L2 meanwhile.
+// Panels in a block, whose scores are kept at a time: 128 tokens of a head's keys and values stay
+// in L2 meanwhile.
 constexpr int64_t kBlockPanels = 8;
 // Number of queries whose sums over a panel fill 16 registers.
 constexpr int kTileQueries = 6;
 constexpr int64_t kMaxDim = 512, kMaxTiles = 64, kMaxHeads = kMaxQueries;
 
-// A unit of work: some rows of a chunk, some heads of keys and values with the heads of queries that share them,
-// and a part of their keys. With few rows it has many heads, since these are contiguous in a page.
+// A unit of work: some rows of a chunk, some heads of keys and values with the heads of queries
+// that share them, and a part of their keys. With few rows it has many heads, since these are
+// contiguous in a page.
 struct Piece {
   int32_t chunk, kv_head, kv_heads;
   int64_t row, rows;      // of the chunk
   int64_t panel, panels;  // of the sequence
-  int32_t partial;        // index among the partial results, or -1 if the piece has all keys of its rows
+  int32_t partial;  // index among the partial results, or -1 if the piece has all keys of its rows
   int32_t first_partial;  // index of the first partial result of the same rows
   int32_t parts, group;   // number of pieces with the same rows, and the index of that group
   double cost;            // of all parts, in reads of a head's panel
@@ -71,14 +76,16 @@ struct Written {
 class Plan {
  public:
   // Throws std::invalid_argument for chunks that do not fit the pages.
-  Plan(const Layout& layout, int64_t heads, std::vector<Chunk> chunks, std::vector<int32_t> pages, int threads);
+  Plan(const Layout& layout, int64_t heads, std::vector<Chunk> chunks, std::vector<int32_t> pages,
+       int threads);
 
   int64_t rows() const { return rows_; }
   int64_t partials() const { return partials_; }
   int64_t groups() const { return groups_; }
   int64_t queries() const { return queries_; }  // maximum of one piece
   const std::vector<Piece>& pieces() const { return pieces_; }
-  // The rows that are written before attention begins. A chunk of one row is written by its last piece.
+  // The rows that are written before attention begins. A chunk of one row is written by its last
+  // piece.
   const std::vector<Written>& written() const { return written_; }
 
   const Layout layout;
@@ -97,8 +104,8 @@ class Plan {
   std::vector<Written> written_;
 };
 
-// One layer of a step. Keys are rotated when they are written to the pages, queries when they are read from q; q is
-// not changed.
+// One layer of a step. Keys are rotated when they are written to the pages, queries when they are
+// read from q; q is not changed.
 struct Problem {
   const Plan* plan;
   char* cache;     // this layer in page 0
@@ -112,7 +119,8 @@ struct Problem {
 };
 
 struct Kernels {
-  // partial: null, or where an unfinished result is written: the maxima of all queries, their sums, their values.
+  // partial: null, or where an unfinished result is written: the maxima of all queries, their sums,
+  // their values.
   void (*attend[kDtypes])(const Problem&, const Piece&, float* scratch, float* partial);
   void (*write[kDtypes])(const Problem&, const Written&);
   // Combines the partial results of a group of pieces; `piece` is any of them.
@@ -125,11 +133,14 @@ const Kernels& kernels_of(Dtype dtype);
 
 // Returns the number of floats of scratch that `attend` needs.
 int64_t scratch_floats(const Plan& plan);
-// Returns the number of floats of a partial result: maxima, sums and values of `plan.queries()` queries.
-inline int64_t partial_floats(const Plan& plan) { return plan.queries() * (2 + plan.layout.padded()); }
+// Returns the number of floats of a partial result: maxima, sums and values of `plan.queries()`
+// queries.
+inline int64_t partial_floats(const Plan& plan) {
+  return plan.queries() * (2 + plan.layout.padded());
+}
 
-// Writes keys and values of all rows to the pages, then computes attention of every row over its sequence up to and
-// including itself.
+// Writes keys and values of all rows to the pages, then computes attention of every row over its
+// sequence up to and including itself.
 void attend(const Kernels& kernels, const Problem& problem, int threads);
 
 }  // namespace vlora::attention

@@ -1,8 +1,9 @@
-// Attention over bf16 pages by a tile unit. Included after the unit's tile registers, runtime/tile_product.h, and an
-// instruction set's registers.
+// Attention over bf16 pages by a tile unit. Included after the unit's tile registers,
+// runtime/tile_product.h, and an instruction set's registers.
 //
-// Queries and weights are fp32, keys and values bf16. Each query or weight is split into two bf16 values: the upper
-// half of its bits, and the rest rounded, together within 2^-16 of it. Both products go to the same sums.
+// Queries and weights are fp32, keys and values bf16. Each query or weight is split into two bf16
+// values: the upper half of its bits, and the rest rounded, together within 2^-16 of it. Both
+// products go to the same sums.
 #pragma once
 
 #include <algorithm>
@@ -15,26 +16,30 @@ using runtime::kAmxRows;
 
 // Bytes of a step in a panel of keys: a pair of each token.
 constexpr int kStepBytes = 4 * kLanes;
-// Bytes between the upper halves of the weights of 32 tokens and their rests, which replace the scores.
+// Bytes between the upper halves of the weights of 32 tokens and their rests, which replace the
+// scores.
 constexpr int kLowBytes = 64;
-// A piece with fewer queries for each head is done by vectors, since a tile with few rows takes as long as a full one.
+// A piece with fewer queries for each head is done by vectors, since a tile with few rows takes as
+// long as a full one.
 constexpr int64_t kMinTileQueries = 8;
 
-// The left factor of both products: rows of pairs, `row` bytes apart, with the rests `low` bytes after the upper
-// halves.
+// The left factor of both products: rows of pairs, `row` bytes apart, with the rests `low` bytes
+// after the upper halves.
 struct SplitRows {
   const char* at;
   ptrdiff_t row, low;
 };
 
-// out (+)= left times right: kTall tiles of rows by kWide tiles of columns, over `count` tiles of depth. depth(k):
-// bytes from the beginning of a row. right(k, c): a tile, whose lines are `right_bytes` apart.
+// out (+)= left times right: kTall tiles of rows by kWide tiles of columns, over `count` tiles of
+// depth. depth(k): bytes from the beginning of a row. right(k, c): a tile, whose lines are
+// `right_bytes` apart.
 //
-// This loop is not TileBlock::multiply_depth: each tile of the left factor has two halves that meet the same right
-// tile, and a block may be four tiles wide, with two right tiles loaded at a time.
+// This loop is not TileBlock::multiply_depth: each tile of the left factor has two halves that meet
+// the same right tile, and a block may be four tiles wide, with two right tiles loaded at a time.
 template <int kTall, int kWide, class Depth, class Right>
-VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int64_t count, const Right& right,
-                                 ptrdiff_t right_bytes, float* out, ptrdiff_t out_stride, bool first) {
+VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int64_t count,
+                                 const Right& right, ptrdiff_t right_bytes, float* out,
+                                 ptrdiff_t out_stride, bool first) {
   using U = TileRegisters;
   using Block = TileBlock<kTall, kWide>;
   if (first)
@@ -55,7 +60,8 @@ VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int6
           // A single tile of rows has a register for each half, which stays loaded for all columns.
           constexpr int kLeft = 4 + (kTall == 2 ? tile.value : half.value);
           if (kTall == 2 || c == 0)
-            U::load<kLeft>(rows + tile.value * kAmxRows * left.row + half.value * left.low, left.row);
+            U::load<kLeft>(rows + tile.value * kAmxRows * left.row + half.value * left.low,
+                           left.row);
           Block::template multiply<tile.value, c, kLeft>();
           if constexpr (kSecond) Block::template multiply<tile.value, c + 1, kLeft>();
         });
@@ -67,22 +73,25 @@ VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int6
 
 // The same for any number of tiles of columns; right(k, c) counts them from 0.
 template <int kTall, class Depth, class Right>
-VLORA_INLINE void multiply_columns(int64_t columns, const SplitRows& left, const Depth& depth, int64_t count,
-                                   const Right& right, ptrdiff_t right_bytes, float* out, ptrdiff_t out_stride,
-                                   bool first) {
+VLORA_INLINE void multiply_columns(int64_t columns, const SplitRows& left, const Depth& depth,
+                                   int64_t count, const Right& right, ptrdiff_t right_bytes,
+                                   float* out, ptrdiff_t out_stride, bool first) {
   constexpr int kWide = 4 / kTall;
   int64_t c = 0;
   const auto from = [&](int64_t k, int i) { return right(k, c + i); };
   for (; c + kWide <= columns; c += kWide)
-    multiply_block<kTall, kWide>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride, first);
+    multiply_block<kTall, kWide>(left, depth, count, from, right_bytes, out + c * kLanes,
+                                 out_stride, first);
   if constexpr (kWide == 4) {
     if (c + 2 <= columns) {
-      multiply_block<kTall, 2>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride, first);
+      multiply_block<kTall, 2>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride,
+                               first);
       c += 2;
     }
   }
   if (c < columns)
-    multiply_block<kTall, 1>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride, first);
+    multiply_block<kTall, 1>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride,
+                             first);
 }
 
 // Copies the first `tokens` of a panel of values and fills the rest with zeros.
@@ -94,8 +103,8 @@ VLORA_INLINE void copy_values(const uint16_t* from, int64_t tokens, int64_t padd
     for (int64_t d = 0; d < padded; ++d) to[pairs + 2 * d] = from[pairs + 2 * d];
 }
 
-// Computes attention of a piece, as `attend` does. Queries are kept in slots; if a head has more than one tile of them,
-// it begins with a full tile.
+// Computes attention of a piece, as `attend` does. Queries are kept in slots; if a head has more
+// than one tile of them, it begins with a full tile.
 inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch, float* partial) {
   using T = uint16_t;
   const Plan& plan = *p.plan;
@@ -116,7 +125,8 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
   };
 
   T* const q = reinterpret_cast<T*>(scratch);
-  // Values of a query, up to two full registers. Its two parts take as much memory as it did in fp32.
+  // Values of a query, up to two full registers. Its two parts take as much memory as it did in
+  // fp32.
   const int64_t depth_padded = ceil_div(padded, 2 * kLanes) * 2 * kLanes;
   float* const scores = scratch + slots * depth_padded;
   float* const out = scores + slots * kScoreStride;
@@ -126,30 +136,32 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
   std::memset(q, 0, size_t(slots * depth_padded) * 4);
   std::memset(out, 0, size_t(slots * padded) * 4);
   float query[kMaxDim + 2 * R::kWidth];
-  each_query([&](int64_t, int64_t slot, int64_t chunk_row, int64_t head) __attribute__((always_inline)) {
-    const int64_t row = chunk.row + chunk_row;
-    rotate(p.q + row * p.q_stride + head * dim, p.cosines + row * (dim / 2), p.sines + row * (dim / 2), dim / 2,
-           p.scale, query);
-    for (int64_t d = dim; d < padded; ++d) query[d] = 0;
-    T* const to = q + slot * 2 * depth_padded;
-    for (int64_t d = 0; d < padded; d += 2 * R::kWidth) {
-      const R second = d + R::kWidth < padded ? R::load(query + d + R::kWidth) : R::zero();
-      R::store_split(R::load(query + d), second, to + d, to + depth_padded + d);
-    }
-    maxima[slot] = -INFINITY;
-    R::zero().store(lane_sums + slot * R::kWidth);
-  });
+  each_query(
+      [&](int64_t, int64_t slot, int64_t chunk_row, int64_t head) __attribute__((always_inline)) {
+        const int64_t row = chunk.row + chunk_row;
+        rotate(p.q + row * p.q_stride + head * dim, p.cosines + row * (dim / 2),
+               p.sines + row * (dim / 2), dim / 2, p.scale, query);
+        for (int64_t d = dim; d < padded; ++d) query[d] = 0;
+        T* const to = q + slot * 2 * depth_padded;
+        for (int64_t d = 0; d < padded; d += 2 * R::kWidth) {
+          const R second = d + R::kWidth < padded ? R::load(query + d + R::kWidth) : R::zero();
+          R::store_split(R::load(query + d), second, to + d, to + depth_padded + d);
+        }
+        maxima[slot] = -INFINITY;
+        R::zero().store(lane_sums + slot * R::kWidth);
+      });
   const int32_t* pages = plan.pages.data() + chunk.first_page;
   const T* const base = reinterpret_cast<const T*>(p.cache) + piece.kv_head * layout.head();
   const int64_t end_panel = piece.panel + piece.panels;
   const bool writes = chunk.length == 1 && piece.last();
-  // Values are copied where more than one tile of queries meets them; two panels of them then form a tile of depth,
-  // else one does.
+  // Values are copied where more than one tile of queries meets them; two panels of them then form
+  // a tile of depth, else one does.
   const bool copies = per_head > kAmxRows;
   // Steps in a tile of keys: the padded dim is a multiple of eight steps.
   const int key_steps = padded % (2 * kAmxRows) == 0 ? kAmxRows : kAmxRows / 2;
   const int64_t key_tiles = padded / 2 / key_steps;
-  const int64_t run = heads > 1 ? 4 : kBlockPanels;  // panels of a head before those of the next one
+  const int64_t run =
+      heads > 1 ? 4 : kBlockPanels;  // panels of a head before those of the next one
   // Queries that are multiplied at once: one or two tiles of rows.
   const int64_t unit = rows == kAmxRows ? 2 * kAmxRows : rows, units = ceil_div(per_head, unit);
   const int64_t blocks = ceil_div(piece.panels, kBlockPanels);  // of nearly the same size
@@ -160,7 +172,8 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
     const Visible visible(layout, begin, count);
     for (int64_t j = 0; j < count; ++j) {
       const int64_t panel = begin + j;
-      keys[j] = base + pages[panel / page_panels] * layout.page + panel % page_panels * layout.panel();
+      keys[j] =
+          base + pages[panel / page_panels] * layout.page + panel % page_panels * layout.panel();
     }
     // Returns the number of panels that a unit's last row sees.
     const auto seen = [&](int64_t u) {
@@ -170,21 +183,24 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
     for (int64_t j = 0; j < count; j += run)
       for (int64_t h = 0; h < heads; ++h) {
         if (writes && j + run >= count && begin + count == end_panel)
-          write_key<T>(p, chunk.row, piece.kv_head + h, Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_key<T>(p, chunk.row, piece.kv_head + h,
+                       Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         for (int64_t u = 0; u < units; ++u) {
           const int64_t columns = std::min(seen(u), j + run) - j, slot = h * head_slots + u * unit;
           if (columns <= 0) continue;
-          const SplitRows left{reinterpret_cast<const char*>(q + slot * 2 * depth_padded), depth_padded * 4,
-                               depth_padded * 2};
+          const SplitRows left{reinterpret_cast<const char*>(q + slot * 2 * depth_padded),
+                               depth_padded * 4, depth_padded * 2};
           const auto depth = [&](int64_t k) { return k * key_steps * 4; };
           const auto right = [&](int64_t k, int64_t c) {
             return keys[j + c] + h * layout.head() + k * key_steps * (kStepBytes / 2);
           };
           float* const to = scores + slot * kScoreStride + j * kLanes;
           if (per_head - u * unit > kAmxRows)
-            multiply_columns<2>(columns, left, depth, key_tiles, right, kStepBytes, to, kScoreStride, true);
+            multiply_columns<2>(columns, left, depth, key_tiles, right, kStepBytes, to,
+                                kScoreStride, true);
           else
-            multiply_columns<1>(columns, left, depth, key_tiles, right, kStepBytes, to, kScoreStride, true);
+            multiply_columns<1>(columns, left, depth, key_tiles, right, kStepBytes, to,
+                                kScoreStride, true);
         }
       }
     int64_t panels = 0;
@@ -201,7 +217,8 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
     for (int64_t j = 0; j < count; j += run)
       for (int64_t h = 0; h < heads; ++h) {
         if (writes && j + run >= count && begin + count == end_panel)
-          write_value<T>(p, chunk.row, piece.kv_head + h, Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_value<T>(p, chunk.row, piece.kv_head + h,
+                         Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         const T* values[kBlockPanels];
         const int64_t until = std::min(j + run, count);
         for (int64_t k = j; k < until; ++k) {
@@ -216,38 +233,48 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
         if (copies && (until - j) % 2)
           std::memset(copied + (until - j) * layout.panel(), 0, size_t(layout.panel()) * sizeof(T));
         for (int64_t u = 0; u < units; ++u) {
-          const int64_t unit_panels = std::min(seen(u), until) - j, slot = h * head_slots + u * unit;
+          const int64_t unit_panels = std::min(seen(u), until) - j,
+                        slot = h * head_slots + u * unit;
           if (unit_panels <= 0) continue;
-          const SplitRows left{reinterpret_cast<const char*>(scores + slot * kScoreStride + j * kLanes),
-                               kScoreStride * 4, kLowBytes};
+          const SplitRows left{
+              reinterpret_cast<const char*>(scores + slot * kScoreStride + j * kLanes),
+              kScoreStride * 4, kLowBytes};
           float* const to = out + slot * padded;
           if (!copies) {
             multiply_columns<1>(
-                padded / kLanes, left, [](int64_t k) { return k / 2 * 128 + k % 2 * 32; }, unit_panels,
-                [&](int64_t k, int64_t c) { return values[k] + c * 2 * kLanes; }, padded * 4, to, padded, false);
+                padded / kLanes, left, [](int64_t k) { return k / 2 * 128 + k % 2 * 32; },
+                unit_panels, [&](int64_t k, int64_t c) { return values[k] + c * 2 * kLanes; },
+                padded * 4, to, padded, false);
             continue;
           }
           const auto depth = [](int64_t k) { return k * 128; };
-          const auto right = [&](int64_t k, int64_t c) { return copied + k * 2 * layout.panel() + c * 2 * kLanes; };
+          const auto right = [&](int64_t k, int64_t c) {
+            return copied + k * 2 * layout.panel() + c * 2 * kLanes;
+          };
           const int64_t tiles = ceil_div(unit_panels, int64_t(2));
           if (per_head - u * unit > kAmxRows)
-            multiply_columns<2>(padded / kLanes, left, depth, tiles, right, padded * 4, to, padded, false);
+            multiply_columns<2>(padded / kLanes, left, depth, tiles, right, padded * 4, to, padded,
+                                false);
           else
-            multiply_columns<1>(padded / kLanes, left, depth, tiles, right, padded * 4, to, padded, false);
+            multiply_columns<1>(padded / kLanes, left, depth, tiles, right, padded * 4, to, padded,
+                                false);
         }
       }
   }
   release_tiles();
-  each_query([&](int64_t i, int64_t slot, int64_t row, int64_t head) __attribute__((always_inline)) {
-    const float sum = sum_of(R::load(lane_sums + slot * R::kWidth));
-    if (partial) {
-      partial[i] = maxima[slot];
-      partial[plan.queries() + i] = sum;
-      std::memcpy(partial + 2 * plan.queries() + i * padded, out + slot * padded, size_t(padded) * 4);
-      return;
-    }
-    write_output(out + slot * padded, 1 / sum, dim, p.y + (chunk.row + row) * p.y_stride + head * dim);
-  });
+  each_query([&](int64_t i, int64_t slot, int64_t row, int64_t head)
+                 __attribute__((always_inline)) {
+                   const float sum = sum_of(R::load(lane_sums + slot * R::kWidth));
+                   if (partial) {
+                     partial[i] = maxima[slot];
+                     partial[plan.queries() + i] = sum;
+                     std::memcpy(partial + 2 * plan.queries() + i * padded, out + slot * padded,
+                                 size_t(padded) * 4);
+                     return;
+                   }
+                   write_output(out + slot * padded, 1 / sum, dim,
+                                p.y + (chunk.row + row) * p.y_stride + head * dim);
+                 });
 }
 
 inline void attend_bf16(const Problem& p, const Piece& piece, float* scratch, float* partial) {

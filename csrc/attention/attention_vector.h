@@ -5,17 +5,18 @@
 
 namespace vlora::attention::VLORA_ISA {
 
-// Panels between the one that is read and the one that is prefetched: as many as there are in kAheadBytes, at most
-// kMaxAhead.
+// Panels between the one that is read and the one that is prefetched: as many as there are in
+// kAheadBytes, at most kMaxAhead.
 constexpr int64_t kMaxAhead = 8, kAheadBytes = 8192;
-// Panels that are read at once where there is time left: the hardware prefetches each of them, which brings more than
-// a single stream or software prefetches do.
+// Panels that are read at once where there is time left: the hardware prefetches each of them,
+// which brings more than a single stream or software prefetches do.
 constexpr int64_t kStreams = 4;
-// Number of queries in a tile for values read this way: it leaves registers for more columns of a row.
+// Number of queries in a tile for values read this way: it leaves registers for more columns of a
+// row.
 constexpr int kStreamQueries = kFullLines ? 4 : 2;
 
-// Computes attention of a piece. Its queries are those of its first head of keys and values, row by row, then those
-// of the next one.
+// Computes attention of a piece. Its queries are those of its first head of keys and values, row by
+// row, then those of the next one.
 template <class T>
 void attend(const Problem& p, const Piece& piece, float* scratch, float* partial) {
   const Plan& plan = *p.plan;
@@ -35,8 +36,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   for (int64_t i = 0; i < queries; ++i) {
     const int64_t row = chunk.row + piece.row + i % per_head / group;
     const int64_t head = (piece.kv_head + i / per_head) * group + i % group;
-    rotate(p.q + row * p.q_stride + head * dim, p.cosines + row * (dim / 2), p.sines + row * (dim / 2), dim / 2,
-           p.scale, q + i * kQueryStride);
+    rotate(p.q + row * p.q_stride + head * dim, p.cosines + row * (dim / 2),
+           p.sines + row * (dim / 2), dim / 2, p.scale, q + i * kQueryStride);
     for (int64_t d = 0; d < padded; ++d) out[i * padded + d] = 0;
     maxima[i] = -INFINITY;
     R::zero().store(lane_sums + i * R::kWidth);
@@ -51,12 +52,15 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   const int64_t end_panel = piece.panel + piece.panels;
   const bool writes = chunk.length == 1 && piece.last();
   const int64_t panel_bytes = layout.panel() * int64_t(sizeof(T));
-  // Several panels are read at once where reading them takes longer than multiplying. With more products for each byte
-  // switching between panels costs more than it saves: one panel is read, and another prefetched far enough ahead.
-  const int64_t streams = heads > 1 && per_head <= (kFullLines ? 4 : int64_t(sizeof(T))) ? kStreams : 1;
+  // Several panels are read at once where reading them takes longer than multiplying. With more
+  // products for each byte switching between panels costs more than it saves: one panel is read,
+  // and another prefetched far enough ahead.
+  const int64_t streams =
+      heads > 1 && per_head <= (kFullLines ? 4 : int64_t(sizeof(T))) ? kStreams : 1;
   const int64_t key_run = heads > 1 ? streams : kFullLines ? at_once(int(tile)) : 1;
   const int64_t value_run = heads > 1 ? streams : kBlockPanels;
-  const int64_t ahead = panel_bytes * kMaxAhead <= kAheadBytes ? kMaxAhead : ceil_div(kAheadBytes, panel_bytes);
+  const int64_t ahead =
+      panel_bytes * kMaxAhead <= kAheadBytes ? kMaxAhead : ceil_div(kAheadBytes, panel_bytes);
   const int64_t blocks = ceil_div(piece.panels, kBlockPanels);  // of nearly the same size
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = piece.panel + piece.panels * block / blocks;
@@ -64,8 +68,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     const T* keys[kBlockPanels];
     const Visible visible(layout, begin, count);
     for (int64_t j = 0; j < count; ++j) keys[j] = keys_of(begin + j);
-    // The panels in the order in which they are read: keys of all panels and heads, their values, the next block's
-    // first keys.
+    // The panels in the order in which they are read: keys of all panels and heads, their values,
+    // the next block's first keys.
     const T* order[(2 * kBlockPanels * kMaxHeads) + kMaxAhead];
     const int64_t steps = count * heads;
     for (int64_t j = 0, step = 0; j < count; ++j)
@@ -75,9 +79,11 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
       }
     for (int64_t step = 0; step < kMaxAhead; ++step) {
       const int64_t panel = begin + count + step / heads;
-      order[2 * steps + step] = panel < end_panel ? keys_of(panel) + step % heads * layout.head() : nullptr;
+      order[2 * steps + step] =
+          panel < end_panel ? keys_of(panel) + step % heads * layout.head() : nullptr;
     }
-    // For each tile of a head: the position of its last row, and the number of panels that this row sees.
+    // For each tile of a head: the position of its last row, and the number of panels that this row
+    // sees.
     int64_t last_position[kMaxTiles], seen[kMaxTiles];
     for (int64_t t = 0; t * tile < per_head; ++t) {
       const int64_t until = (t + 1) * tile < per_head ? (t + 1) * tile : per_head;
@@ -92,39 +98,45 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     for (int64_t r = 0; r < key_runs; ++r) {
       const int64_t j = count * r / key_runs, until = count * (r + 1) / key_runs;
       for (int64_t h = 0; h < heads; ++h) {
-        const char* prefetch = key_run > 1 ? nullptr : reinterpret_cast<const char*>(order[j * heads + h + ahead]);
+        const char* prefetch =
+            key_run > 1 ? nullptr : reinterpret_cast<const char*>(order[j * heads + h + ahead]);
         if (writes && begin + until == end_panel)
-          write_key<T>(p, chunk.row, piece.kv_head + h, Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_key<T>(p, chunk.row, piece.kv_head + h,
+                       Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         panels_of_head(j, until, h, panels);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           if (j >= seen[t]) continue;
           const int64_t i = h * per_head + t * tile, left = per_head - t * tile;
           score_queries<T>(left < tile ? left : tile, q + i * kQueryStride, panels,
-                           (seen[t] < until ? seen[t] : until) - j, dim, scores + i * kScoreStride + j * kLanes,
-                           prefetch);
+                           (seen[t] < until ? seen[t] : until) - j, dim,
+                           scores + i * kScoreStride + j * kLanes, prefetch);
           prefetch = nullptr;
         }
       }
     }
     for (int64_t i = 0; i < queries; ++i) {
-      const int64_t position = first_position + i % per_head / group, panel_count = seen[i % per_head / tile];
+      const int64_t position = first_position + i % per_head / group,
+                    panel_count = seen[i % per_head / tile];
       float* const row = scores + i * kScoreStride;
       const int64_t valid = visible.mask(position, panel_count, layout.block, row);
-      to_weights<false>(row, valid, panel_count * kLanes, maxima[i], lane_sums + i * R::kWidth, out + i * padded,
-                        padded);
+      to_weights<false>(row, valid, panel_count * kLanes, maxima[i], lane_sums + i * R::kWidth,
+                        out + i * padded, padded);
     }
     const int64_t value_runs = ceil_div(count, value_run);
     for (int64_t r = 0; r < value_runs; ++r) {
       const int64_t j = count * r / value_runs, until = count * (r + 1) / value_runs;
       for (int64_t h = 0; h < heads; ++h) {
         const char* prefetch =
-            value_run > 1 ? nullptr : reinterpret_cast<const char*>(order[steps + j * heads + h + ahead]);
+            value_run > 1 ? nullptr
+                          : reinterpret_cast<const char*>(order[steps + j * heads + h + ahead]);
         if (writes && begin + until == end_panel)
-          write_value<T>(p, chunk.row, piece.kv_head + h, Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_value<T>(p, chunk.row, piece.kv_head + h,
+                         Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         panels_of_head(count + j, count + until, h, panels);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           const int64_t i = h * per_head + t * tile, left = per_head - t * tile;
-          // The number of tokens that the last row sees. What follows them may belong to another sequence.
+          // The number of tokens that the last row sees. What follows them may belong to another
+          // sequence.
           const auto tokens = [&](int64_t panel) {
             const int64_t there = last_position[t] + 1 - visible.position[panel];
             return there < visible.tokens[panel] ? there : visible.tokens[panel];
@@ -137,11 +149,11 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
             const float* const weights = scores + i * kScoreStride + first * kLanes;
             const T* const* const from = panels + (first - j);
             if (streams > 1) {
-              add_values_of_queries<T, kStreamQueries, true>(rows, weights, from, k - first, each, padded,
-                                                             out + i * padded, nullptr);
+              add_values_of_queries<T, kStreamQueries, true>(rows, weights, from, k - first, each,
+                                                             padded, out + i * padded, nullptr);
             } else {
-              add_values_of_queries<T, kMaxTileQueries, false>(rows, weights, from, k - first, each, padded,
-                                                               out + i * padded, prefetch);
+              add_values_of_queries<T, kMaxTileQueries, false>(rows, weights, from, k - first, each,
+                                                               padded, out + i * padded, prefetch);
             }
             prefetch = nullptr;
           }

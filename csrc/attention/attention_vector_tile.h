@@ -1,5 +1,5 @@
-// The register tiles of attention by vectors: scores of some queries for panels of keys, and weighted sums of panels
-// of values.
+// The register tiles of attention by vectors: scores of some queries for panels of keys, and
+// weighted sums of panels of values.
 #pragma once
 
 #include "attention/pages.h"
@@ -13,21 +13,22 @@ constexpr int kRegisters = kLanes / R::kWidth;
 constexpr bool kFullLines = kRegisters == 1;
 // Maximum number of queries in a tile, whose sums over one or two panels fill the registers.
 constexpr int kMaxTileQueries = kFullLines ? 12 : kTileQueries;
-// Bytes of each panel that are read before the next panel's turn, where several panels are read at once; in values of
-// keys, and in tokens of values.
+// Bytes of each panel that are read before the next panel's turn, where several panels are read at
+// once; in values of keys, and in tokens of values.
 constexpr int64_t kKeyRunBytes = 512, kValueRunTokens = 4;
-// Floats between queries. It does not depend on the dim, so that addresses need no registers, and no two queries fall
-// on the same cache sets.
+// Floats between queries. It does not depend on the dim, so that addresses need no registers, and
+// no two queries fall on the same cache sets.
 constexpr int64_t kQueryStride = kMaxDim + kLanes;
 
-// Returns how many panels, or groups of 16 columns, M queries meet at once so that their sums fill the registers.
+// Returns how many panels, or groups of 16 columns, M queries meet at once so that their sums fill
+// the registers.
 constexpr int at_once(int queries) {
   if (kFullLines) return queries <= 6 ? 4 : 2;
   return queries == 1 ? 4 : queries <= 3 ? 2 : 1;
 }
 
-// Loads the first or the second line of a pair. In fp32 the lines are `row` elements apart; in bf16 they are
-// interleaved value by value, and a shift or a mask widens them.
+// Loads the first or the second line of a pair. In fp32 the lines are `row` elements apart; in bf16
+// they are interleaved value by value, and a shift or a mask widens them.
 template <class T, int N>
 VLORA_INLINE void load(const T* pair, ptrdiff_t row, int second, R (&to)[N]) {
 #pragma GCC unroll 8
@@ -41,12 +42,13 @@ VLORA_INLINE void load(const T* pair, ptrdiff_t row, int second, R (&to)[N]) {
   }
 }
 
-// Computes scores of the tokens of P panels, [dim][kLanes], for M queries, over depths from … until, which are even.
-// Unless `from` is 0, they are added to the scores so far. kPrefetch: as many bytes as a panel has are prefetched from
-// `prefetch`. A small tile keeps several partial sums of each score, since an addition waits for the one before it.
+// Computes scores of the tokens of P panels, [dim][kLanes], for M queries, over depths from …
+// until, which are even. Unless `from` is 0, they are added to the scores so far. kPrefetch: as
+// many bytes as a panel has are prefetched from `prefetch`. A small tile keeps several partial sums
+// of each score, since an addition waits for the one before it.
 template <class T, int M, int P, bool kPrefetch>
-VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until, float* scores,
-                        const char* prefetch) {
+VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until,
+                        float* scores, const char* prefetch) {
   constexpr int kSums = M * P == 1 ? 4 : M * P <= (kFullLines ? 6 : 3) ? 2 : 1;
   R acc[kSums][P][M][kRegisters];
 #pragma GCC unroll 4
@@ -107,14 +109,14 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
 
 // The same for up to P panels.
 template <class T, int M, int P>
-VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys, int64_t from, int64_t until,
-                              float* scores) {
+VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys, int64_t from,
+                              int64_t until, float* scores) {
   if (panels >= P) return score<T, M, P, false>(q, keys, from, until, scores, nullptr);
   if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores);
 }
 
-// The same for any number of panels: as many at a time as fill the registers with sums, and if there are more, all of
-// them in turn for a run of depths.
+// The same for any number of panels: as many at a time as fill the registers with sums, and if
+// there are more, all of them in turn for a run of depths.
 template <class T, int M>
 void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t dim, float* scores,
                   const char* prefetch) {
@@ -130,18 +132,19 @@ void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t 
 
 // The same for up to M queries.
 template <class T, int M = kMaxTileQueries>
-VLORA_INLINE void score_queries(int64_t queries, const float* q, const T* const* keys, int64_t panels, int64_t dim,
-                                float* scores, const char* prefetch) {
+VLORA_INLINE void score_queries(int64_t queries, const float* q, const T* const* keys,
+                                int64_t panels, int64_t dim, float* scores, const char* prefetch) {
   if (queries >= M) return score_panels<T, M>(q, keys, panels, dim, scores, prefetch);
   if constexpr (M > 1) score_queries<T, M - 1>(queries, q, keys, panels, dim, scores, prefetch);
 }
 
-// Adds weights times values of tokens from … until of each of some panels to `out`, for M queries and N registers of
-// columns. `from` is even. kInterleaved: panels are read in turn, two tokens of each. kPrefetch: as in `score`, of the
-// first panel.
+// Adds weights times values of tokens from … until of each of some panels to `out`, for M queries
+// and N registers of columns. `from` is even. kInterleaved: panels are read in turn, two tokens of
+// each. kPrefetch: as in `score`, of the first panel.
 template <class T, int M, int N, bool kInterleaved, bool kPrefetch>
-VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels, int64_t from,
-                             int64_t until, int64_t column, int64_t padded, float* out, const char* prefetch) {
+VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels,
+                             int64_t from, int64_t until, int64_t column, int64_t padded,
+                             float* out, const char* prefetch) {
   // Values of a column that are contiguous in memory.
   constexpr int kPair = int(4 / sizeof(T));
   R acc[M][N];
@@ -191,32 +194,36 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
 
 // The same for all columns: as many at a time as fill the registers.
 template <class T, int M, bool kInterleaved>
-void add_all_values(const float* weights, const T* const* values, int64_t panels, int64_t tokens, int64_t padded,
-                    float* out, const char* prefetch) {
+void add_all_values(const float* weights, const T* const* values, int64_t panels, int64_t tokens,
+                    int64_t padded, float* out, const char* prefetch) {
   constexpr int N = at_once(M) * kRegisters;
   const int64_t each = kInterleaved && panels > 1 ? kValueRunTokens : tokens;
   for (int64_t t = 0; t < tokens; t += each) {
     const int64_t until = t + each < tokens ? t + each : tokens;
     int64_t column = 0;
     for (; column + N * R::kWidth <= padded; column += N * R::kWidth)
-      prefetch ? add_values<T, M, N, false, true>(weights, values, panels, t, until, column, padded, out, prefetch)
-               : add_values<T, M, N, kInterleaved, false>(weights, values, panels, t, until, column, padded, out,
-                                                          nullptr);
+      prefetch ? add_values<T, M, N, false, true>(weights, values, panels, t, until, column, padded,
+                                                  out, prefetch)
+               : add_values<T, M, N, kInterleaved, false>(weights, values, panels, t, until, column,
+                                                          padded, out, nullptr);
     for (; column < padded; column += kLanes)
-      add_values<T, M, kRegisters, kInterleaved, false>(weights, values, panels, t, until, column, padded, out,
-                                                        nullptr);
+      add_values<T, M, kRegisters, kInterleaved, false>(weights, values, panels, t, until, column,
+                                                        padded, out, nullptr);
   }
 }
 
 // The same for any number of queries, M at a time.
 template <class T, int M, bool kInterleaved>
-void add_values_of_queries(int64_t queries, const float* weights, const T* const* values, int64_t panels,
-                           int64_t tokens, int64_t padded, float* out, const char* prefetch) {
-  for (; queries >= M; queries -= M, weights += M * kScoreStride, out += M * padded, prefetch = nullptr)
+void add_values_of_queries(int64_t queries, const float* weights, const T* const* values,
+                           int64_t panels, int64_t tokens, int64_t padded, float* out,
+                           const char* prefetch) {
+  for (; queries >= M;
+       queries -= M, weights += M * kScoreStride, out += M * padded, prefetch = nullptr)
     add_all_values<T, M, kInterleaved>(weights, values, panels, tokens, padded, out, prefetch);
   if constexpr (M > 1)
     if (queries > 0)
-      add_values_of_queries<T, M - 1, kInterleaved>(queries, weights, values, panels, tokens, padded, out, prefetch);
+      add_values_of_queries<T, M - 1, kInterleaved>(queries, weights, values, panels, tokens,
+                                                    padded, out, prefetch);
 }
 
 }  // namespace vlora::attention::VLORA_ISA

@@ -10,7 +10,8 @@ namespace vlora::attention::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
-// Rotates each pair x[i], x[i + half] by the angle of i (rotary embedding) and multiplies it by `scale`.
+// Rotates each pair x[i], x[i + half] by the angle of i (rotary embedding) and multiplies it by
+// `scale`.
 VLORA_INLINE void rotate(const float* x, const float* cosines, const float* sines, int64_t half,
                          float scale, float* to) {
   const R factor = R::all(scale);
@@ -100,11 +101,13 @@ VLORA_INLINE void write_value(const Problem& p, int64_t row, int64_t head, const
     const uint32_t other_half = 0xffff0000u >> shift;
     const int64_t dim = layout.dim;
 #pragma GCC ivdep
-    for (int64_t d = 0; d < dim; ++d) pairs[d] = (pairs[d] & other_half) | uint32_t(converted[d]) << shift;
+    for (int64_t d = 0; d < dim; ++d)
+      pairs[d] = (pairs[d] & other_half) | uint32_t(converted[d]) << shift;
   }
 }
 
-// Transposes 16 contiguous keys into a panel: each line holds one value, or pair of values, of all tokens.
+// Transposes 16 contiguous keys into a panel: each line holds one value, or pair of values, of all
+// tokens.
 template <class T, class Register = R>
 VLORA_INLINE void transpose_keys(const T* keys, int64_t dim, T* panel) {
   constexpr int kPair = int(4 / sizeof(T));
@@ -113,7 +116,8 @@ VLORA_INLINE void transpose_keys(const T* keys, int64_t dim, T* panel) {
     for (; d + 4 * kPair <= dim; d += 4 * kPair) {
       Register lines[4];
       Register::transpose(reinterpret_cast<const float*>(keys + d), dim / kPair, 0, lines);
-      for (int i = 0; i < 4; ++i) lines[i].store(reinterpret_cast<float*>(panel + d * kLanes) + i * kLanes);
+      for (int i = 0; i < 4; ++i)
+        lines[i].store(reinterpret_cast<float*>(panel + d * kLanes) + i * kLanes);
     }
   }
   for (; d < dim; d += kPair)
@@ -121,13 +125,14 @@ VLORA_INLINE void transpose_keys(const T* keys, int64_t dim, T* panel) {
       std::memcpy(panel + d * kLanes + lane * kPair, keys + lane * dim + d, 4);
 }
 
-// Writes keys and values of all heads of 16 rows that fill a panel. Rows are read one by one, as they are in memory;
-// keys are written head by head, as they are in the page.
+// Writes keys and values of all heads of 16 rows that fill a panel. Rows are read one by one, as
+// they are in memory; keys are written head by head, as they are in the page.
 template <class T>
 void write_panel(const Problem& p, const Written& w) {
   const Layout& layout = p.plan->layout;
   const Chunk& chunk = p.plan->chunks[size_t(w.chunk)];
-  const int64_t dim = layout.dim, half = dim / 2, padded = layout.padded(), kv_heads = layout.kv_heads;
+  const int64_t dim = layout.dim, half = dim / 2, padded = layout.padded(),
+                kv_heads = layout.kv_heads;
   static thread_local runtime::Scratch scratch;
   T* const keys = reinterpret_cast<T*>(scratch.get(kLanes * kv_heads * dim));  // [heads][rows][dim]
   const Slot<T> to(p, chunk, chunk.start + w.row, 0);

@@ -9,11 +9,12 @@ namespace vlora::attention::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
-// A new maximum is used only when it exceeds the previous one by more than this, which saves rescaling the sums.
-// Weights stay below e to this power.
+// A new maximum is used only when it exceeds the previous one by more than this, which saves
+// rescaling the sums. Weights stay below e to this power.
 constexpr float kMaxSlack = 8;
-// Scores with a smaller exponent weigh as much as this one, almost nothing. The rest of a weight without its upper half
-// is then still a normal number; subnormal ones take a hundred times as long.
+// Scores with a smaller exponent weigh as much as this one, almost nothing. The rest of a weight
+// without its upper half is then still a normal number; subnormal ones take a hundred times as
+// long.
 constexpr float kMinExponent = -60;
 // Floats between the scores of two queries.
 constexpr int64_t kScoreStride = kBlockPanels * kLanes;
@@ -27,7 +28,8 @@ struct Visible {
   // Panels begin … begin + panels - 1 of a sequence.
   Visible(const Layout& layout, int64_t begin, int64_t panels) : count(panels) {
     for (int64_t j = 0; j < panels; ++j) {
-      const int64_t page = (begin + j) / layout.panels(), first = (begin + j) % layout.panels() * kLanes;
+      const int64_t page = (begin + j) / layout.panels(),
+                    first = (begin + j) % layout.panels() * kLanes;
       position[j] = page * layout.block + first;
       tokens[j] = layout.block - first < kLanes ? layout.block - first : kLanes;
     }
@@ -39,8 +41,8 @@ struct Visible {
     while (visible > 0 && position[visible - 1] > last) --visible;
     return visible;
   }
-  // Returns how many of the scores of the first `panels` panels are valid for the row at position `last`. Scores
-  // between valid ones, of unused slots or of later tokens, become -infinity.
+  // Returns how many of the scores of the first `panels` panels are valid for the row at position
+  // `last`. Scores between valid ones, of unused slots or of later tokens, become -infinity.
   VLORA_INLINE int64_t mask(int64_t last, int64_t panels, int64_t block, float* scores) const {
     if (block % kLanes == 0) {  // no panel has unused slots, except the last one
       const int64_t until = last + 1 - position[0];
@@ -58,21 +60,23 @@ struct Visible {
   }
 };
 
-// Returns e to the power of x, for x up to 88, to about two units in the last place; for x below kMinExponent, the
-// value at kMinExponent. A NaN stays a NaN. It takes half as many operations as exponential(), whose range is wider.
+// Returns e to the power of x, for x up to 88, to about two units in the last place; for x below
+// kMinExponent, the value at kMinExponent. A NaN stays a NaN. It takes half as many operations as
+// exponential(), whose range is wider.
 VLORA_INLINE R weight_of(R x) {
   constexpr float kLog2E = 1.44269504f, kRound = 12582912.0f + 127;
   x = max(R::all(kMinExponent), x);
-  // Adding kRound, which is so large that no bits are left for fractions, rounds x / log 2 to an integer. The low bits
-  // of the sum are then the exponent of that power of two.
+  // Adding kRound, which is so large that no bits are left for fractions, rounds x / log 2 to an
+  // integer. The low bits of the sum are then the exponent of that power of two.
   R integer = R::all(kRound);
   integer.add_product(x, R::all(kLog2E));
   R rest = R::all(kRound) - integer;
   rest.add_product(x, R::all(kLog2E));
-  // 2 to the power of -1/2 … 1/2 by a polynomial of degree five with the least relative error, 8e-8.
+  // 2 to the power of -1/2 … 1/2 by a polynomial of degree five with the least relative error,
+  // 8e-8.
   R power = R::all(1.327647245e-03f);
-  const float coefficients[] = {9.675540961e-03f, 5.550713092e-02f, 2.402212024e-01f, 6.931469440e-01f,
-                                1.000000119f};
+  const float coefficients[] = {9.675540961e-03f, 5.550713092e-02f, 2.402212024e-01f,
+                                6.931469440e-01f, 1.000000119f};
 #pragma GCC unroll 5
   for (const float c : coefficients) {
     R next = R::all(c);
@@ -82,12 +86,13 @@ VLORA_INLINE R weight_of(R x) {
   return power * integer.exponent_of_low_bits();
 }
 
-// Turns the first `valid` scores of a query into weights, and the others up to `slots` into zeros. If the maximum
-// changes, the earlier sums and values are rescaled. sum: for each lane. out: [padded] values. kSplit: every 32 scores
-// are replaced by 32 bf16, the upper halves of the weights, and 32 more, the rest rounded; `slots` is a multiple of 32.
+// Turns the first `valid` scores of a query into weights, and the others up to `slots` into zeros.
+// If the maximum changes, the earlier sums and values are rescaled. sum: for each lane. out:
+// [padded] values. kSplit: every 32 scores are replaced by 32 bf16, the upper halves of the
+// weights, and 32 more, the rest rounded; `slots` is a multiple of 32.
 template <bool kSplit>
-VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float& maximum, float* sum, float* out,
-                             int64_t padded) {
+VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float& maximum,
+                             float* sum, float* out, int64_t padded) {
   constexpr int64_t kAtOnce = kSplit ? 2 * kLanes : R::kWidth;
   const int64_t used = ceil_div(valid, kAtOnce) * kAtOnce;
   for (int64_t i = used; i < slots; i += R::kWidth) R::zero().store(scores + i);
@@ -101,7 +106,7 @@ VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float&
     return;
   }
   if (!(new_maximum <= maximum + kMaxSlack)) {  // true also for a NaN
-    if (maximum != -INFINITY) {                  // otherwise there are no earlier sums
+    if (maximum != -INFINITY) {                 // otherwise there are no earlier sums
       const R factor = exponential(R::all(maximum - new_maximum));
       (R::load(sum) * factor).store(sum);
       for (int64_t d = 0; d < padded; d += R::kWidth) (R::load(out + d) * factor).store(out + d);
@@ -125,8 +130,7 @@ VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float&
       }
       uint16_t* const to = reinterpret_cast<uint16_t*>(scores + i);
 #pragma GCC unroll 8
-      for (int n = 0; n < kRegisters; n += 2)
-        store(weights[n], weights[n + 1], to + n * R::kWidth);
+      for (int n = 0; n < kRegisters; n += 2) store(weights[n], weights[n + 1], to + n * R::kWidth);
     }
   } else {
     for (int64_t i = 0; i < used; i += R::kWidth) {

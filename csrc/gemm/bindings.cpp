@@ -1,4 +1,5 @@
-// The Python submodule `gemm`. It takes numbers and addresses, which vlora/kernels/ops.py has checked.
+// The Python submodule `gemm`. It takes numbers and addresses, which vlora/kernels/ops.py has
+// checked.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,8 +16,9 @@ using namespace vlora;
 
 namespace {
 
-gemm::Product product_of(uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
-                         uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias) {
+gemm::Product product_of(uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
+                         int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k,
+                         uintptr_t bias) {
   return {bf16 ? Dtype::kBf16 : Dtype::kFp32,
           reinterpret_cast<const void*>(w),
           n,
@@ -31,35 +33,41 @@ gemm::Product product_of(uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t
 
 // Returns the gemm of the tile unit if it is faster than vectors, else null.
 const gemm::AmxGemm* amx_gemm_for(Dtype dtype) {
-  // For fp32 the unit computes six products of bf16, and the factors have to be split into limbs: it pays from this
-  // ratio of the peaks of bf16 and fp32 on.
+  // For fp32 the unit computes six products of bf16, and the factors have to be split into limbs:
+  // it pays from this ratio of the peaks of bf16 and fp32 on.
   constexpr double kMinPeakRatio = 9;
   const runtime::Isa isa = runtime::isa(dtype);
   const gemm::AmxGemm* const amx = gemm::amx_gemm(isa);
   if (!amx || dtype == Dtype::kBf16 || isa == runtime::Isa::kTwin) return amx;
-  return runtime::core_peak(isa, Dtype::kBf16) > kMinPeakRatio * runtime::core_peak(isa, Dtype::kFp32) ? amx : nullptr;
+  return runtime::core_peak(isa, Dtype::kBf16) >
+                 kMinPeakRatio * runtime::core_peak(isa, Dtype::kFp32)
+             ? amx
+             : nullptr;
 }
 
 }  // namespace
 
 void bind_gemm(py::module_& m) {
   m.doc() = "Products with row-major matrices, and the operations between them.";
-  m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
-                       uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias, int threads) {
+  m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
+                       int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias,
+                       int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
     py::gil_scoped_release released;
-    gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)), amx_gemm_for(product.dtype), product, threads);
+    gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)), amx_gemm_for(product.dtype),
+                   product, threads);
   });
-  m.def("multiply_gated", [](uintptr_t out, uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
-                             int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias,
-                             int threads) {
+  m.def("multiply_gated", [](uintptr_t out, uintptr_t y, ptrdiff_t y_stride, uintptr_t x,
+                             ptrdiff_t x_stride, int64_t rows, uintptr_t w, bool bf16, int64_t n,
+                             int64_t k, uintptr_t bias, int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
     py::gil_scoped_release released;
-    gemm::multiply_gated(gemm::kernels(runtime::vector_isa(product.dtype)), amx_gemm_for(product.dtype), product,
-                         reinterpret_cast<float*>(out), threads);
+    gemm::multiply_gated(gemm::kernels(runtime::vector_isa(product.dtype)),
+                         amx_gemm_for(product.dtype), product, reinterpret_cast<float*>(out),
+                         threads);
   });
-  m.def("embed", [](uintptr_t out, uintptr_t tokens, uintptr_t replacements, uintptr_t table, bool bf16,
-                    int64_t words, int64_t rows, int64_t width, int threads) {
+  m.def("embed", [](uintptr_t out, uintptr_t tokens, uintptr_t replacements, uintptr_t table,
+                    bool bf16, int64_t words, int64_t rows, int64_t width, int threads) {
     const gemm::Embedding embedding{bf16 ? Dtype::kBf16 : Dtype::kFp32,
                                     reinterpret_cast<const void*>(table),
                                     reinterpret_cast<const int64_t*>(tokens),
@@ -76,8 +84,8 @@ void bind_gemm(py::module_& m) {
     py::gil_scoped_release released;
     gemm::embed(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), embedding, threads);
   });
-  m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight, int64_t rows,
-                       int64_t width, float eps, int threads) {
+  m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight,
+                       int64_t rows, int64_t width, float eps, int threads) {
     const gemm::Norm norm{reinterpret_cast<float*>(hidden),
                           reinterpret_cast<const float*>(delta),
                           reinterpret_cast<const float*>(weight),
@@ -89,11 +97,13 @@ void bind_gemm(py::module_& m) {
     gemm::add_norm(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), norm, threads);
   });
   m.def("gate", [](uintptr_t out, uintptr_t x, int64_t rows, int64_t width, int threads) {
-    const gemm::Gate gate{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), rows, width};
+    const gemm::Gate gate{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), rows,
+                          width};
     py::gil_scoped_release released;
     gemm::gate(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), gate, threads);
   });
-  m.def("argmax", [](uintptr_t index, uintptr_t finite, uintptr_t x, int64_t rows, int64_t width, int threads) {
+  m.def("argmax", [](uintptr_t index, uintptr_t finite, uintptr_t x, int64_t rows, int64_t width,
+                     int threads) {
     const gemm::Argmax argmax{reinterpret_cast<const float*>(x), reinterpret_cast<int64_t*>(index),
                               reinterpret_cast<bool*>(finite), rows, width};
     py::gil_scoped_release released;
@@ -101,17 +111,18 @@ void bind_gemm(py::module_& m) {
   });
   // The fields of gemm::Draw, in order.
   using DrawFields = std::tuple<int64_t, int64_t, float, float, double, double>;
-  m.def("sample", [](uintptr_t scores, int64_t width, const std::vector<DrawFields>& draws, int threads) {
-    std::vector<gemm::Draw> all;
-    for (const auto& [row, top_k, temperature, min_p, top_p, uniform] : draws)
-      all.push_back({row, top_k, temperature, min_p, top_p, uniform});
-    std::vector<int64_t> tokens(all.size());
-    const gemm::Sample sample{reinterpret_cast<const float*>(scores), width, all.data(), tokens.data(),
-                              int64_t(all.size())};
-    {
-      py::gil_scoped_release released;
-      gemm::sample(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), sample, threads);
-    }
-    return tokens;
-  });
+  m.def("sample",
+        [](uintptr_t scores, int64_t width, const std::vector<DrawFields>& draws, int threads) {
+          std::vector<gemm::Draw> all;
+          for (const auto& [row, top_k, temperature, min_p, top_p, uniform] : draws)
+            all.push_back({row, top_k, temperature, min_p, top_p, uniform});
+          std::vector<int64_t> tokens(all.size());
+          const gemm::Sample sample{reinterpret_cast<const float*>(scores), width, all.data(),
+                                    tokens.data(), int64_t(all.size())};
+          {
+            py::gil_scoped_release released;
+            gemm::sample(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), sample, threads);
+          }
+          return tokens;
+        });
 }

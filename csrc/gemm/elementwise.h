@@ -31,7 +31,8 @@ inline void embed(const Embedding& e, int64_t from, int64_t until) {
     if (const int64_t replacement = e.replacements ? e.replacements[row] : 0) {
       std::memcpy(out, reinterpret_cast<const float*>(replacement), size_t(e.width) * 4);
     } else if (e.dtype == Dtype::kFp32) {
-      std::memcpy(out, static_cast<const float*>(e.table) + e.tokens[row] * e.width, size_t(e.width) * 4);
+      std::memcpy(out, static_cast<const float*>(e.table) + e.tokens[row] * e.width,
+                  size_t(e.width) * 4);
     } else {
       const uint16_t* const word = static_cast<const uint16_t*>(e.table) + e.tokens[row] * e.width;
       int64_t i = 0;

@@ -13,25 +13,28 @@ namespace {
 
 // Bytes of W in a piece of a gemv: some microseconds of memory.
 constexpr int64_t kPieceBytes = 64 << 10;
-// From this many rows on, copying blocks of W costs less than reading rows that share a stride does.
+// From this many rows on, copying blocks of W costs less than reading rows that share a stride
+// does.
 constexpr int64_t kMinCopyRows = 65;
-// From this many rows on, a tile unit is used, by type of W. One row is read faster as one stream, and for a few
-// rows of fp32 splitting the factors into limbs takes longer than multiplying by vectors.
+// From this many rows on, a tile unit is used, by type of W. One row is read faster as one stream,
+// and for a few rows of fp32 splitting the factors into limbs takes longer than multiplying by
+// vectors.
 constexpr int64_t kMinAmxRows[kDtypes] = {49, 2};
-// Bytes of packed x that stay in L2 while all of W passes by, by type of W. Machines with a tile unit have an L2
-// of 2 MiB; fp32 gets less of it, since more of W and more sums pass by.
+// Bytes of packed x that stay in L2 while all of W passes by, by type of W. Machines with a tile
+// unit have an L2 of 2 MiB; fp32 gets less of it, since more of W and more sums pass by.
 constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19};
 // Number of panels for which the depth of a slice is chosen, and the maximum in a part.
 constexpr int64_t kSlicePanels = 16, kMaxPartPanels = 32;
-// A gated product runs in one pass if this many panels of the whole depth fit a part. With fewer, reading W again
-// for each part costs more than a separate gate.
+// A gated product runs in one pass if this many panels of the whole depth fit a part. With fewer,
+// reading W again for each part costs more than a separate gate.
 constexpr int64_t kMinGatedPanels = 4;
 // From this many rows on, packing x is shared among the threads.
 constexpr int64_t kMinSharedPackRows = 64;
-// Floats in a piece of a row-by-row operation: some ten microseconds, several times the cost of waking a thread.
+// Floats in a piece of a row-by-row operation: some ten microseconds, several times the cost of
+// waking a thread.
 constexpr int64_t kRowPieceFloats = 1 << 15;
-// A product of at most this many elements of W, and products with all rows, runs on the caller alone: it takes
-// some microseconds, less than waking another thread.
+// A product of at most this many elements of W, and products with all rows, runs on the caller
+// alone: it takes some microseconds, less than waking another thread.
 constexpr int64_t kSerialElements = 1 << 14, kSerialProducts = 1 << 18;
 
 // For packed rows of x.
@@ -45,15 +48,15 @@ float* block_scratch() {
   return scratch.get(kVectorScratch);
 }
 
-// Maps the order in which `threads` threads take pieces to pieces, so that each thread gets neighbours: each reads
-// one stream of W. It is a permutation of 0 … count - 1.
+// Maps the order in which `threads` threads take pieces to pieces, so that each thread gets
+// neighbours: each reads one stream of W. It is a permutation of 0 … count - 1.
 int64_t spread(int64_t piece, int64_t count, int64_t threads) {
   const int64_t thread = piece % threads, longer = count % threads;
   return thread * (count / threads) + std::min(thread, longer) + piece / threads;
 }
 
-// Calls work(piece) for all pieces. A thread takes its next piece early, so that rows of W can be prefetched for it.
-// done() runs on each thread after its last piece.
+// Calls work(piece) for all pieces. A thread takes its next piece early, so that rows of W can be
+// prefetched for it. done() runs on each thread after its last piece.
 template <class PieceOf, class Work, class Done>
 void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work, const Done& done) {
   runtime::Pieces pieces(count);
@@ -108,19 +111,21 @@ float* packed(const Product& p, int64_t floats, int threads, const Pack& pack) {
 
 void gemm_by_vectors(const Kernels& kernels, const Product& p, int threads) {
   const int type = int(p.dtype);
-  const bool in_place = p.dtype == Dtype::kBf16 ? kernels.in_place[type].run && p.k % 2 == 0
-                                                : !kernels.copied[type].run || p.rows < kMinCopyRows;
+  const bool in_place = p.dtype == Dtype::kBf16
+                            ? kernels.in_place[type].run && p.k % 2 == 0
+                            : !kernels.copied[type].run || p.rows < kMinCopyRows;
   const VectorGemm& kernel = (in_place ? kernels.in_place : kernels.copied)[type];
   const int64_t panels = ceil_div(p.rows, kLanes);
-  const float* const x = packed(p, panels * kLanes * p.k, threads, [&](float* to, int64_t from, int64_t end) {
-    kernel.pack(p, to, from, end);
-  });
+  const float* const x =
+      packed(p, panels * kLanes * p.k, threads,
+             [&](float* to, int64_t from, int64_t end) { kernel.pack(p, to, from, end); });
   const int64_t parts = ceil_div(panels, kMaxPiecePanels), each = ceil_div(panels, parts);
   const int64_t blocks = ceil_div(p.n, kBlockRows);
   run(
       threads, blocks * parts,
       [&](int64_t i) {
-        const int64_t from = spread(i / parts, blocks, threads) * kBlockRows, panel = i % parts * each;
+        const int64_t from = spread(i / parts, blocks, threads) * kBlockRows,
+                      panel = i % parts * each;
         return Piece{from, std::min(p.n, from + kBlockRows), panel, std::min(panels - panel, each)};
       },
       [&](const Piece& piece) { kernel.run(p, x, piece, block_scratch()); }, [] {});
@@ -129,7 +134,9 @@ void gemm_by_vectors(const Kernels& kernels, const Product& p, int threads) {
 int64_t limbs_of(const Product& p) { return p.dtype == Dtype::kFp32 ? runtime::kLimbs : 1; }
 
 // Returns the bytes of a packed panel of x of this depth.
-int64_t panel_bytes(const Product& p, int64_t depth) { return ceil_div(depth, 32) * limbs_of(p) << 10; }
+int64_t panel_bytes(const Product& p, int64_t depth) {
+  return ceil_div(depth, 32) * limbs_of(p) << 10;
+}
 
 void gemm_slice_by_tiles(const AmxGemm& amx, const Product& p, const Slice& slice, int threads) {
   const int64_t panels = ceil_div(p.rows, kLanes), panel = panel_bytes(p, slice.count);
@@ -137,13 +144,16 @@ void gemm_slice_by_tiles(const AmxGemm& amx, const Product& p, const Slice& slic
       packed(p, panels * panel / 4, threads, [&](float* to, int64_t from, int64_t end) {
         amx.pack[int(p.dtype)](p, slice, reinterpret_cast<char*>(to), from, end);
       }));
-  const int64_t fitting = std::clamp<int64_t>(kPartBytes[int(p.dtype)] / panel / 2 * 2, 2, kMaxPartPanels);
+  const int64_t fitting =
+      std::clamp<int64_t>(kPartBytes[int(p.dtype)] / panel / 2 * 2, 2, kMaxPartPanels);
   const int64_t parts = ceil_div(panels, fitting), each = ceil_div(ceil_div(panels, parts), 2) * 2;
-  const int64_t columns = p.gated ? p.n / 2 : p.n, block = p.gated ? runtime::kAmxRows : runtime::kAmxBlockRows;
+  const int64_t columns = p.gated ? p.n / 2 : p.n,
+                block = p.gated ? runtime::kAmxRows : runtime::kAmxBlockRows;
   const int64_t blocks = ceil_div(columns, block);
   // Sums that the next slice is added to stay in the caches.
   const bool streaming = slice.count == p.k && p.rows * columns * 4 > runtime::machine().l2;
-  // The parts run one after another: the panels of a part stay in L2, and W is read again for each part.
+  // The parts run one after another: the panels of a part stay in L2, and W is read again for each
+  // part.
   run(
       threads, blocks * parts,
       [&](int64_t i) {
@@ -165,13 +175,15 @@ void gemm_slice_by_tiles(const AmxGemm& amx, const Product& p, const Slice& slic
 // Cuts the depth into slices of which kSlicePanels panels fit a part.
 void gemm_by_tiles(const AmxGemm& amx, const Product& p, int threads) {
   const int64_t panels = std::min(ceil_div(p.rows, 2 * kLanes) * 2, kSlicePanels);
-  const int64_t slices = ceil_div(panels * p.k * 2 * limbs_of(p) * kLanes, kPartBytes[int(p.dtype)]);
+  const int64_t slices =
+      ceil_div(panels * p.k * 2 * limbs_of(p) * kLanes, kPartBytes[int(p.dtype)]);
   const int64_t each = ceil_div(ceil_div(p.k, slices), 32) * 32;
   for (int64_t k = 0; k < p.k; k += each)
     gemm_slice_by_tiles(amx, p, {k, std::min(each, p.k - k)}, threads);
 }
 
-// Calls work(first row, end) on pieces of about kRowPieceFloats, on the caller alone if there is only one.
+// Calls work(first row, end) on pieces of about kRowPieceFloats, on the caller alone if there is
+// only one.
 template <class Work>
 void by_rows(int threads, int64_t rows, int64_t width, const Work& work) {
   const int64_t each = std::max<int64_t>(1, kRowPieceFloats / std::max<int64_t>(1, width));
@@ -232,7 +244,8 @@ void multiply(const Kernels& kernels, const AmxGemm* amx, const Product& product
   }
 }
 
-void multiply_gated(const Kernels& kernels, const AmxGemm* amx, const Product& product, float* out, int threads) {
+void multiply_gated(const Kernels& kernels, const AmxGemm* amx, const Product& product, float* out,
+                    int threads) {
   const int64_t panels = std::min(ceil_div(product.rows, kLanes), kMinGatedPanels);
   const bool one_pass = panels * panel_bytes(product, product.k) <= kPartBytes[int(product.dtype)];
   if (product.n > 0 && one_pass && uses_tiles(amx, product)) {

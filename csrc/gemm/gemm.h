@@ -1,5 +1,5 @@
-// Products of rows with a row-major matrix, and the operations between the products of a layer. No torch, no
-// Python, no ownership.
+// Products of rows with a row-major matrix, and the operations between the products of a layer. No
+// torch, no Python, no ownership.
 #pragma once
 
 #include "runtime/dispatch.h"
@@ -19,13 +19,14 @@ struct Product {
   float* y;            // [rows, n]
   ptrdiff_t y_stride;
   const float* bias;  // [n], or null
-  // W is [gates; ups], and y, [rows, n / 2], gets silu(product with the gates) * product with the ups.
+  // W is [gates; ups], and y, [rows, n / 2], gets silu(product with the gates) * product with the
+  // ups.
   bool gated = false;
 };
 
-// Products of up to this many rows run as a gemv: some rows of W meet each row of x, and sums along the depth
-// are kept in registers. More rows run as a gemm: x is packed in panels of kLanes rows, and values of W are
-// broadcast against them.
+// Products of up to this many rows run as a gemv: some rows of W meet each row of x, and sums along
+// the depth are kept in registers. More rows run as a gemm: x is packed in panels of kLanes rows,
+// and values of W are broadcast against them.
 constexpr int kMaxGemvRows = 12;
 // Rows of W in a block of a gemm: a multiple of the height of every register tile.
 constexpr int kBlockRows = 48;
@@ -80,9 +81,10 @@ struct Argmax {
   int64_t rows, width;
 };
 
-// One draw from a row of scores: softmax at `temperature`; from it the tokens with at least min_p times the
-// largest probability, from those the top_k largest (0: all), from those the smallest set with a mass of top_p;
-// then the token at the quantile `uniform`, in [0, 1), of the remaining tokens in order of their index.
+// One draw from a row of scores: softmax at `temperature`; from it the tokens with at least min_p
+// times the largest probability, from those the top_k largest (0: all), from those the smallest set
+// with a mass of top_p; then the token at the quantile `uniform`, in [0, 1), of the remaining
+// tokens in order of their index.
 struct Draw {
   int64_t row, top_k;
   float temperature, min_p;
@@ -109,9 +111,9 @@ struct Kernels {
   // Packs rows [from, until) of x as `gemv` reads them; null if it reads them in place.
   void (*pack_gemv[kDtypes])(const Product&, float* to, int64_t from, int64_t until);
   void (*gemv[kDtypes])(const Product&, const float* x, ptrdiff_t x_stride, const Piece&);
-  // W is read in place, or copied to scratch as fp32, where its rows are a constant stride apart. In place, bf16
-  // is multiplied in pairs, so k must be even. fp32 is not copied by instruction sets whose tiles have so few
-  // rows that these fit L1 at any stride.
+  // W is read in place, or copied to scratch as fp32, where its rows are a constant stride apart.
+  // In place, bf16 is multiplied in pairs, so k must be even. fp32 is not copied by instruction
+  // sets whose tiles have so few rows that these fit L1 at any stride.
   VectorGemm in_place[kDtypes], copied[kDtypes];
   void (*embed)(const Embedding&, int64_t from, int64_t until);
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
@@ -121,14 +123,16 @@ struct Kernels {
 };
 const Kernels& kernels(runtime::Isa isa);
 
-// Floats for W in the scratch of `AmxGemm::run`. The sums follow: kAmxBlockRows x kLanes for each panel.
+// Floats for W in the scratch of `AmxGemm::run`. The sums follow: kAmxBlockRows x kLanes for each
+// panel.
 constexpr int64_t kAmxScratch = 10240;
 
-// The gemm of a unit that multiplies tiles, by the type of W. x is packed in panels of ceil(count / 32) KiB, for
-// fp32 three times as large (runtime::kLimbs); a piece is kAmxBlockRows rows of W.
+// The gemm of a unit that multiplies tiles, by the type of W. x is packed in panels of ceil(count /
+// 32) KiB, for fp32 three times as large (runtime::kLimbs); a piece is kAmxBlockRows rows of W.
 struct AmxGemm {
   void (*pack[kDtypes])(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
-  void (*run[kDtypes])(const Product&, const Slice&, const char* panels, const Piece&, char* scratch);
+  void (*run[kDtypes])(const Product&, const Slice&, const char* panels, const Piece&,
+                       char* scratch);
   void (*release)();  // a thread calls it after its last piece
 };
 // Returns null if the instruction set has no such unit.
@@ -145,7 +149,8 @@ void embed(const Kernels& kernels, const Embedding& embedding, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
 void gate(const Kernels& kernels, const Gate& gate, int threads);
 // out = gate of the product. product.y, [rows, n], is scratch and need not be written.
-void multiply_gated(const Kernels& kernels, const AmxGemm* amx, const Product& product, float* out, int threads);
+void multiply_gated(const Kernels& kernels, const AmxGemm* amx, const Product& product, float* out,
+                    int threads);
 void argmax(const Kernels& kernels, const Argmax& argmax, int threads);
 void sample(const Kernels& kernels, const Sample& sample, int threads);
 

@@ -1,27 +1,30 @@
-// Gemm of fp32 rows, rounded to bf16, with a bf16 matrix by a tile unit. W is the left factor and x the right one.
-// Both are packed tile by tile, since rows of W are a power of two apart and would fall on few sets of L1.
+// Gemm of fp32 rows, rounded to bf16, with a bf16 matrix by a tile unit. W is the left factor and x
+// the right one. Both are packed tile by tile, since rows of W are a power of two apart and would
+// fall on few sets of L1.
 #pragma once
 
 #include "gemm/gemm_amx_epilogue.h"
 
 namespace vlora::gemm::VLORA_ISA {
 
-// Maximum number of tiles of depth in a chunk: two rows of them, 40 KiB of W, stay in L1 while panels stream by.
+// Maximum number of tiles of depth in a chunk: two rows of them, 40 KiB of W, stay in L1 while
+// panels stream by.
 constexpr int64_t kChunkTiles = 20;
 static_assert(kChunkTiles * 2 * kTileBytes == kAmxScratch * 4);
 
 // Up to this many panels, copying W costs more than reading rows that share a stride does.
 constexpr int64_t kMaxInPlacePanels = 8;
 
-// Copies tiles [from, from + count) of the depth of a piece's rows of W to scratch, where rows or depth end within
-// a tile.
-inline void copy_partial_tiles(const Product& p, const Slice& slice, const Piece& piece, int64_t from,
-                               int64_t count, char* to) {
+// Copies tiles [from, from + count) of the depth of a piece's rows of W to scratch, where rows or
+// depth end within a tile.
+inline void copy_partial_tiles(const Product& p, const Slice& slice, const Piece& piece,
+                               int64_t from, int64_t count, char* to) {
   const TileRows tiles(p, piece.from);
   for (int64_t k = from; k < from + count; ++k)
     for (int i = 0; i < 2; ++i, to += kTileBytes) {
       const int64_t bytes = (slice.count - k * kTileDepth) * 2;
-      const char* w = static_cast<const char*>(p.w) + (tiles.row[i] * p.k + slice.from + k * kTileDepth) * 2;
+      const char* w =
+          static_cast<const char*>(p.w) + (tiles.row[i] * p.k + slice.from + k * kTileDepth) * 2;
       for (int64_t row = 0; row < tiles.rows[i]; ++row, w += p.k * 2) {
         if (bytes >= kLine) {
           copy_line(w, to + row * kLine);
@@ -33,11 +36,11 @@ inline void copy_partial_tiles(const Product& p, const Slice& slice, const Piece
     }
 }
 
-// Multiplies two tiles of rows of W with one or two panels over `tiles` tiles of depth. kKeep: the tiles of W are
-// also stored to `keep`, contiguously. between() runs after each tile of depth.
+// Multiplies two tiles of rows of W with one or two panels over `tiles` tiles of depth. kKeep: the
+// tiles of W are also stored to `keep`, contiguously. between() runs after each tile of depth.
 template <bool kSecond, bool kKeep, class Work>
-void multiply_pair(const TileSource& w, const char* x, ptrdiff_t panel_bytes, int64_t tiles, float* sums, bool first,
-                   char* keep, const Work& between) {
+void multiply_pair(const TileSource& w, const char* x, ptrdiff_t panel_bytes, int64_t tiles,
+                   float* sums, bool first, char* keep, const Work& between) {
   using Block = TileBlock<2, kSecond ? 2 : 1>;
   if (first)
     Block::zero();
@@ -49,17 +52,21 @@ void multiply_pair(const TileSource& w, const char* x, ptrdiff_t panel_bytes, in
       keep += kTileBytes;
     }
   };
-  Block::template multiply_depth<true>(w, {x, kLine, kTileBytes, panel_bytes}, tiles, store_left, between);
+  Block::template multiply_depth<true>(w, {x, kLine, kTileBytes, panel_bytes}, tiles, store_left,
+                                       between);
   Block::store(sums, kSumStride);
 }
 
 template <class Work>
-void multiply_pair(const TileSource& w, const Piece& piece, int64_t pair, const char* x, ptrdiff_t panel_bytes,
-                   int64_t tiles, float* sums, bool first, char* keep, const Work& between) {
+void multiply_pair(const TileSource& w, const Piece& piece, int64_t pair, const char* x,
+                   ptrdiff_t panel_bytes, int64_t tiles, float* sums, bool first, char* keep,
+                   const Work& between) {
   x += (piece.panel + 2 * pair) * panel_bytes;
   const bool second = 2 * pair + 1 < piece.panels;
-  const auto run = keep ? second ? multiply_pair<true, true, Work> : multiply_pair<false, true, Work>
-                        : second ? multiply_pair<true, false, Work> : multiply_pair<false, false, Work>;
+  const auto run = keep
+                       ? second ? multiply_pair<true, true, Work> : multiply_pair<false, true, Work>
+                   : second ? multiply_pair<true, false, Work>
+                            : multiply_pair<false, false, Work>;
   run(w, x, panel_bytes, tiles, sums, first, keep, between);
 }
 
@@ -70,32 +77,35 @@ inline TileSource in_memory(const Product& p, const Slice& slice, const Piece& p
           (p.gated ? p.n / 2 : kAmxRows) * row};
 }
 
-// For few panels, W is read in place, over the whole depth at once, while the rows of the next piece are prefetched.
-inline void gemm_in_place(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
-                          float* sums, Store how) {
+// For few panels, W is read in place, over the whole depth at once, while the rows of the next
+// piece are prefetched.
+inline void gemm_in_place(const Product& p, const Slice& slice, const char* panels,
+                          const Piece& piece, float* sums, Store how) {
   const int64_t depth = slice.count / kTileDepth, panel_bytes = depth * kTileBytes;
   const TileSource w = in_memory(p, slice, piece, 0);
   PrefetchRows prefetch(p, slice, piece.next);
-  const int64_t pairs = ceil_div(piece.panels, 2), lines = ceil_div(prefetch.lines(), depth * pairs);
+  const int64_t pairs = ceil_div(piece.panels, 2),
+                lines = ceil_div(prefetch.lines(), depth * pairs);
   for (int64_t pair = 0; pair < pairs; ++pair)
-    multiply_pair(w, piece, pair, panels, panel_bytes, depth, sums + pair * kPairFloats, true, nullptr,
-                  [&] { prefetch.advance(lines); });
+    multiply_pair(w, piece, pair, panels, panel_bytes, depth, sums + pair * kPairFloats, true,
+                  nullptr, [&] { prefetch.advance(lines); });
   for (int64_t pair = 0; pair < pairs; ++pair)
     Epilogue(p, piece, 2 * pair, sums + pair * kPairFloats, how).finish();
 }
 
-// Multiplies two tiles of rows of W with all panels of a piece. scratch: a chunk of W, then the sums. The first
-// pair of panels reads W in place and stores its tiles from registers for the other pairs, which costs less than
-// copying them by vectors.
-inline void gemm_bf16(const Product& p, const Slice& slice, const char* panels, const Piece& piece, char* scratch) {
+// Multiplies two tiles of rows of W with all panels of a piece. scratch: a chunk of W, then the
+// sums. The first pair of panels reads W in place and stores its tiles from registers for the other
+// pairs, which costs less than copying them by vectors.
+inline void gemm_bf16(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
+                      char* scratch) {
   const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kTileBytes;
   const int64_t pairs = ceil_div(piece.panels, 2);
   const int64_t chunks = ceil_div(depth, kChunkTiles), chunk = ceil_div(depth, chunks);
   auto* const sums = reinterpret_cast<float*>(scratch + kChunkTiles * 2 * kTileBytes);
   const Store how = store_of(p, slice, piece);
   configure(kAmxRows, kAmxRows, kAmxRows);
-  const bool full_tiles =
-      piece.to - piece.from == (p.gated ? kAmxRows : kAmxBlockRows) && slice.count % kTileDepth == 0;
+  const bool full_tiles = piece.to - piece.from == (p.gated ? kAmxRows : kAmxBlockRows) &&
+                          slice.count % kTileDepth == 0;
   if (full_tiles && piece.panels <= kMaxInPlacePanels) {
     gemm_in_place(p, slice, panels, piece, sums, how);
     return;

@@ -1,5 +1,6 @@
-// What a piece of a gemm by tiles does in addition to its products: it finds its rows of W, prefetches W and y,
-// and writes the sums to y. These steps run in small portions between the products.
+// What a piece of a gemm by tiles does in addition to its products: it finds its rows of W,
+// prefetches W and y, and writes the sums to y. These steps run in small portions between the
+// products.
 #pragma once
 
 #include "gemm/gated.h"
@@ -21,7 +22,8 @@ constexpr int64_t kTileDepth = 2 * kAmxRows;
 // Sums of a pair of panels: floats of a row, and of all.
 constexpr int64_t kSumStride = 2 * kAmxRows, kPairFloats = kAmxBlockRows * kSumStride;
 
-// The rows of W in the two tiles of a piece: neighbouring rows, or gates and the ups that they belong to.
+// The rows of W in the two tiles of a piece: neighbouring rows, or gates and the ups that they
+// belong to.
 struct TileRows {
   int64_t row[2], rows[2];
 
@@ -39,16 +41,19 @@ struct TileRows {
 class PrefetchRows {
  public:
   PrefetchRows(const Product& p, const Slice& slice, int64_t from)
-      : tiles_(p, from), stride_(p.k * int64_t(size_of(p.dtype))),
+      : tiles_(p, from),
+        stride_(p.k * int64_t(size_of(p.dtype))),
         row_lines_(ceil_div(slice.count * int64_t(size_of(p.dtype)), kLine)),
         w_(static_cast<const char*>(p.w) + slice.from * int64_t(size_of(p.dtype))),
-        left_(row_lines_ * (tiles_.rows[0] + tiles_.rows[1])), line_(w_ + tiles_.row[0] * stride_) {}
+        left_(row_lines_ * (tiles_.rows[0] + tiles_.rows[1])),
+        line_(w_ + tiles_.row[0] * stride_) {}
   // Returns the number of cache lines to prefetch.
   int64_t lines() const { return left_; }
   VLORA_INLINE void advance(int64_t lines) {
     while (lines > 0 && left_ > 0) {
       const int64_t in_row = row_lines_ - done_in_row_, now = lines < in_row ? lines : in_row;
-      for (const char* const end = line_ + now * kLine; line_ < end; line_ += kLine) __builtin_prefetch(line_, 0, 2);
+      for (const char* const end = line_ + now * kLine; line_ < end; line_ += kLine)
+        __builtin_prefetch(line_, 0, 2);
       lines -= now, left_ -= now;
       if ((done_in_row_ += now) < row_lines_) return;
       done_in_row_ = 0;
@@ -67,10 +72,13 @@ class PrefetchRows {
 
 inline Store store_of(const Product& p, const Slice& slice, const Piece& piece) {
   const bool aligned = reinterpret_cast<uintptr_t>(p.y) % kLine == 0 && p.y_stride % kAmxRows == 0;
-  return slice.from > 0 ? Store::kAdd : piece.streaming && aligned ? Store::kStream : Store::kOverwrite;
+  return slice.from > 0               ? Store::kAdd
+         : piece.streaming && aligned ? Store::kStream
+                                      : Store::kOverwrite;
 }
 
-// Prefetches the rows of y, in the columns of a piece, that the sums of two panels are about to be written to.
+// Prefetches the rows of y, in the columns of a piece, that the sums of two panels are about to be
+// written to.
 class PrefetchResults {
  public:
   PrefetchResults() = default;
@@ -89,7 +97,8 @@ class PrefetchResults {
   int64_t stride_ = 0, rows_ = 0;
 };
 
-// Writes the sums of two panels to y: four rows of x by the columns of a tile at a time (a quarter of a tile).
+// Writes the sums of two panels to y: four rows of x by the columns of a tile at a time (a quarter
+// of a tile).
 class Epilogue {
  public:
   // Number of quarters in the four tiles of a pair of panels.
@@ -97,8 +106,13 @@ class Epilogue {
 
   Epilogue() = default;
   Epilogue(const Product& p, const Piece& piece, int64_t panel, float* sums, Store how)
-      : p_(&p), sums_(sums), how_(how), row_(piece.from), rows_(piece.to - piece.from),
-        t_((piece.panel + panel) * kAmxRows), count_(panel + 1 < piece.panels ? kQuarters : kQuarters / 2) {}
+      : p_(&p),
+        sums_(sums),
+        how_(how),
+        row_(piece.from),
+        rows_(piece.to - piece.from),
+        t_((piece.panel + panel) * kAmxRows),
+        count_(panel + 1 < piece.panels ? kQuarters : kQuarters / 2) {}
 
   void advance(int64_t quarters) {
     for (; quarters > 0 && next_ < count_; --quarters, ++next_) {
@@ -111,34 +125,36 @@ class Epilogue {
       const int64_t t = t_ + second * kAmxRows + quarter * 4, n = row_ + lower * kAmxRows;
       const int64_t rows = p_->rows - t, columns = rows_ - lower * kAmxRows;
       if (rows <= 0 || columns <= 0) continue;
-      store_transposed(sums_ + lower * kAmxRows * kSumStride + second * kAmxRows, kSumStride, int(quarter),
-                       p_->y + t * p_->y_stride + n, p_->y_stride, int(rows < 4 ? rows : 4),
-                       int(columns < kAmxRows ? columns : kAmxRows), p_->bias ? p_->bias + n : nullptr, how_);
+      store_transposed(sums_ + lower * kAmxRows * kSumStride + second * kAmxRows, kSumStride,
+                       int(quarter), p_->y + t * p_->y_stride + n, p_->y_stride,
+                       int(rows < 4 ? rows : 4), int(columns < kAmxRows ? columns : kAmxRows),
+                       p_->bias ? p_->bias + n : nullptr, how_);
     }
   }
   void finish() { advance(kQuarters); }
 
  private:
-  // For each panel, the first four quarters apply the gate in place, to four rows of W each; the next four write
-  // four rows of x each.
+  // For each panel, the first four quarters apply the gate in place, to four rows of W each; the
+  // next four write four rows of x each.
   void gated_quarter() const {
     const int64_t second = next_ / 8, quarter = next_ % 4, t = t_ + second * kAmxRows + quarter * 4;
     float* const gates = sums_ + second * kAmxRows;
     if (next_ / 4 % 2 == 0) {
       for (int64_t n = 4 * quarter; n < 4 * quarter + 4 && n < rows_; ++n) {
         const float* const biases = p_->bias ? p_->bias + row_ + n : nullptr;
-        gate_line(gates + n * kSumStride, gates + (kAmxRows + n) * kSumStride, biases ? biases[0] : 0,
-                  biases ? biases[p_->n / 2] : 0);
+        gate_line(gates + n * kSumStride, gates + (kAmxRows + n) * kSumStride,
+                  biases ? biases[0] : 0, biases ? biases[p_->n / 2] : 0);
       }
     } else if (const int64_t rows = p_->rows - t; rows > 0) {
-      store_transposed(gates, kSumStride, int(quarter), p_->y + t * p_->y_stride + row_, p_->y_stride,
-                       int(rows < 4 ? rows : 4), int(rows_), nullptr, how_);
+      store_transposed(gates, kSumStride, int(quarter), p_->y + t * p_->y_stride + row_,
+                       p_->y_stride, int(rows < 4 ? rows : 4), int(rows_), nullptr, how_);
     }
   }
 
   static void gate_line(float* gates, const float* ups, float gate_bias, float up_bias) {
     for (int i = 0; i < kAmxRows; i += R::kWidth)
-      gated(R::load(gates + i) + R::all(gate_bias), R::load(ups + i) + R::all(up_bias)).store(gates + i);
+      gated(R::load(gates + i) + R::all(gate_bias), R::load(ups + i) + R::all(up_bias))
+          .store(gates + i);
   }
 
   const Product* p_ = nullptr;
@@ -150,8 +166,8 @@ class Epilogue {
 // Packs panels [from, until) of x: kCount tiles for each tile of depth, made by
 // pack(x, stride, rows, count, to). Rows and depth are filled up with zeros.
 template <int kCount, class Pack>
-inline void pack_panels_of_tiles(const Product& p, const Slice& slice, char* to, int64_t from, int64_t until,
-                                 const Pack& pack) {
+inline void pack_panels_of_tiles(const Product& p, const Slice& slice, char* to, int64_t from,
+                                 int64_t until, const Pack& pack) {
   const int64_t depth = ceil_div(slice.count, kTileDepth);
   to += from * depth * kCount * kTileBytes;
   for (int64_t panel = from; panel < until; ++panel)

@@ -1,4 +1,5 @@
-// Gemm of fp32 rows with an fp32 matrix by a tile unit, both split into limbs (runtime/fp32_limbs.h).
+// Gemm of fp32 rows with an fp32 matrix by a tile unit, both split into limbs
+// (runtime/fp32_limbs.h).
 #pragma once
 
 #include "gemm/gemm_amx_epilogue.h"
@@ -21,7 +22,8 @@ class SplitRows {
  public:
   SplitRows() = default;
   // Tiles [from, from + tiles) of the depth of a piece's rows.
-  SplitRows(const Product& p, const Slice& slice, const Piece& piece, int64_t from, int64_t tiles, char* to)
+  SplitRows(const Product& p, const Slice& slice, const Piece& piece, int64_t from, int64_t tiles,
+            char* to)
       : stride_(p.k), depth_(slice.count - from * kTileDepth), tiles_(tiles), to_(to) {
     const TileRows rows(p, piece.from);
     for (int i = 0; i < 2; ++i) {
@@ -42,7 +44,8 @@ class SplitRows {
         store_limbs(split_truncated(Fp32Line::load(w)), to + i * kLine, 2 * kTileBytes);
     } else {
       for (int i = 0; i < kSplitRows && row + i < rows_[half]; ++i, w += stride_)
-        store_limbs(split_truncated(Fp32Line::load_some(w, int(depth_))), to + i * kLine, 2 * kTileBytes);
+        store_limbs(split_truncated(Fp32Line::load_some(w, int(depth_))), to + i * kLine,
+                    2 * kTileBytes);
     }
     if ((next_ += kSplitRows) < kAmxBlockRows) return;
     next_ = 0, ++tile_;
@@ -61,20 +64,25 @@ class SplitRows {
   char* to_ = nullptr;
 };
 
-// Multiplies two tiles of rows of W with one or two panels over `tiles` tiles of depth. between(tile) runs after
-// each of the six products of a tile of depth. The limbs are ordered so that each limb of x is loaded once; a merge
-// orders them by magnitude (atmm/cpu/merge_limbs.h), which gives other sums.
+// Multiplies two tiles of rows of W with one or two panels over `tiles` tiles of depth.
+// between(tile) runs after each of the six products of a tile of depth. The limbs are ordered so
+// that each limb of x is loaded once; a merge orders them by magnitude (atmm/cpu/merge_limbs.h),
+// which gives other sums.
 template <bool kSecond, class Work>
-void multiply_limbs(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t tiles, float* sums, bool first,
-                    const Work& between) {
+void multiply_limbs(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t tiles, float* sums,
+                    bool first, const Work& between) {
   using Block = TileBlock<2, kSecond ? 2 : 1>;
   if (first)
     Block::zero();
   else
     Block::template load<true>(sums, kSumStride);
   for (int64_t tile = 0; tile < tiles; ++tile, w += kLimbTileBytes, x += kLimbs * kTileBytes) {
-    const auto left = [&](int limb) { Block::load_left(w + limb * 2 * kTileBytes, kLine, kTileBytes); };
-    const auto right = [&](int limb) { Block::template load_right<true>(x + limb * kTileBytes, kLine, panel_bytes); };
+    const auto left = [&](int limb) {
+      Block::load_left(w + limb * 2 * kTileBytes, kLine, kTileBytes);
+    };
+    const auto right = [&](int limb) {
+      Block::template load_right<true>(x + limb * kTileBytes, kLine, panel_bytes);
+    };
     const auto multiply = [&] {
       Block::multiply();
       between(tile);
@@ -89,11 +97,14 @@ void multiply_limbs(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t
   Block::store(sums, kSumStride);
 }
 
-// Multiplies two tiles of rows of W with all panels of a piece. scratch: limbs of a chunk of W, then the sums. While
-// the last pair of panels is multiplied, the next chunk replaces the current one, a tile behind the products; its
-// last tile follows while the first tile of the next chunk is multiplied.
-inline void gemm_limbs(const Product& p, const Slice& slice, const char* panels, const Piece& piece, char* scratch) {
-  const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kLimbs * kTileBytes;
+// Multiplies two tiles of rows of W with all panels of a piece. scratch: limbs of a chunk of W,
+// then the sums. While the last pair of panels is multiplied, the next chunk replaces the current
+// one, a tile behind the products; its last tile follows while the first tile of the next chunk is
+// multiplied.
+inline void gemm_limbs(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
+                       char* scratch) {
+  const int64_t depth = ceil_div(slice.count, kTileDepth),
+                panel_bytes = depth * kLimbs * kTileBytes;
   const int64_t pairs = ceil_div(piece.panels, 2);
   const int64_t chunks = ceil_div(depth, kLimbChunkTiles), chunk = ceil_div(depth, chunks);
   auto* const sums = reinterpret_cast<float*>(scratch + kAmxScratch * 4);
@@ -110,7 +121,8 @@ inline void gemm_limbs(const Product& p, const Slice& slice, const char* panels,
     const int64_t quarters = last ? ceil_div(Epilogue::kQuarters, tiles * kLimbProducts) : 0;
     SplitRows next(p, slice, piece, k + tiles, after < chunk ? after : chunk, scratch);
     for (int64_t pair = 0; pair < pairs; ++pair) {
-      const char* const x = panels + (piece.panel + 2 * pair) * panel_bytes + k * kLimbs * kTileBytes;
+      const char* const x =
+          panels + (piece.panel + 2 * pair) * panel_bytes + k * kLimbs * kTileBytes;
       float* const to = sums + pair * kPairFloats;
       PrefetchResults results;
       if (last && how != Store::kStream) results = PrefetchResults(p, piece, 2 * pair);
@@ -142,7 +154,8 @@ inline void gemm_limbs(const Product& p, const Slice& slice, const char* panels,
   epilogue.finish();
 }
 
-inline void pack_limbs(const Product& p, const Slice& slice, char* to, int64_t from, int64_t until) {
+inline void pack_limbs(const Product& p, const Slice& slice, char* to, int64_t from,
+                       int64_t until) {
   pack_panels_of_tiles<kLimbs>(p, slice, to, from, until, pack_limb_columns);
 }
 

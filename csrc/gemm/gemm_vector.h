@@ -19,8 +19,9 @@ struct PanelGroup {
   int64_t of;  // number of panels in the piece
 };
 
-// Multiplies the rows of a block, read in place, with N panels. Each tile prefetches its own rows of the next block:
-// the share of their depth that belongs to this group of panels, so that memory is read steadily and not in bursts.
+// Multiplies the rows of a block, read in place, with N panels. Each tile prefetches its own rows
+// of the next block: the share of their depth that belongs to this group of panels, so that memory
+// is read steadily and not in bursts.
 template <class P, int N>
 void multiply_in_place(const Product& p, int64_t rows, const Block<P>& now, const Block<P>& next,
                        const PanelGroup& group, const typename P::X* panel, float* c, bool first,
@@ -33,14 +34,17 @@ void multiply_in_place(const Product& p, int64_t rows, const Block<P>& now, cons
   const typename P::W* w = now.w;
   int64_t n = 0;
   for (; n + M <= rows; n += M, w += M * p.k, c += M * kLanes)
-    gemm_tile<P, M, N, LookaheadKind::kPrefetch>(w, p.k, panel, x_register_stride<P>(p.k), now.depth, c, first,
-                                                 {next.w + n * p.k + from, nullptr, nullptr, p.k, end - from, results});
+    gemm_tile<P, M, N, LookaheadKind::kPrefetch>(
+        w, p.k, panel, x_register_stride<P>(p.k), now.depth, c, first,
+        {next.w + n * p.k + from, nullptr, nullptr, p.k, end - from, results});
   for (; n < rows; ++n, w += p.k, c += kLanes)
-    gemm_tile<P, 1, N, LookaheadKind::kNone>(w, p.k, panel, x_register_stride<P>(p.k), now.depth, c, first, {});
+    gemm_tile<P, 1, N, LookaheadKind::kNone>(w, p.k, panel, x_register_stride<P>(p.k), now.depth, c,
+                                             first, {});
 }
 
-// Multiplies the rows of a block with N registers of one panel, or with N panels. While `next` is not null, that is
-// for the first panels of a block, each tile prepares the tiles that follow it, in this block and then in `next`.
+// Multiplies the rows of a block with N registers of one panel, or with N panels. While `next` is
+// not null, that is for the first panels of a block, each tile prepares the tiles that follow it,
+// in this block and then in `next`.
 template <class P, int N, bool kCopied>
 void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>* next,
                     const typename P::X* panel, float* c, bool first) {
@@ -56,16 +60,20 @@ void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const B
   int64_t n = 0;
   for (; n + M <= rows; n += M, w += M * stride, c += M * kLanes) {
     if (!next) {
-      gemm_tile<P, M, N, LookaheadKind::kNone>(w, stride, panel, register_stride, now.depth, c, first, {});
+      gemm_tile<P, M, N, LookaheadKind::kNone>(w, stride, panel, register_stride, now.depth, c,
+                                               first, {});
       continue;
     }
-    // The tile after this one is copied, the one after that is prefetched. Each may belong to the next block.
+    // The tile after this one is copied, the one after that is prefetched. Each may belong to the
+    // next block.
     const bool copy_here = n + 2 * M <= rows, prefetch_here = n + 3 * M <= rows;
-    Lookahead<P> lookahead{prefetch_here ? now.w + (n + 2 * M) * p.k : next->w + (copy_here ? 0 : M) * p.k,
-                           nullptr, nullptr, p.k, now.depth};
+    Lookahead<P> lookahead{
+        prefetch_here ? now.w + (n + 2 * M) * p.k : next->w + (copy_here ? 0 : M) * p.k, nullptr,
+        nullptr, p.k, now.depth};
     const Block<P>& block = copy_here ? now : *next;
     if (!kCopied || !block.depth) {
-      gemm_tile<P, M, N, LookaheadKind::kPrefetch>(w, stride, panel, register_stride, now.depth, c, first, lookahead);
+      gemm_tile<P, M, N, LookaheadKind::kPrefetch>(w, stride, panel, register_stride, now.depth, c,
+                                                   first, lookahead);
       continue;
     }
     const int64_t row = copy_here ? n + M : 0;
@@ -74,8 +82,8 @@ void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const B
     constexpr int kLine = 64 / int(sizeof(typename P::Stored));
     lookahead.columns = (block.depth < now.depth ? block.depth : now.depth) / kLine * kLine;
     if constexpr (kCopied) {
-      gemm_tile<P, M, N, LookaheadKind::kPrefetchAndCopy>(w, stride, panel, register_stride, now.depth, c, first,
-                                                          lookahead);
+      gemm_tile<P, M, N, LookaheadKind::kPrefetchAndCopy>(w, stride, panel, register_stride,
+                                                          now.depth, c, first, lookahead);
       copy_rows<P>(lookahead.from, p.k, M, lookahead.columns, block.depth, lookahead.to);
     }
   }
@@ -86,14 +94,16 @@ void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const B
     }
   }
   for (; n < rows; ++n, w += stride, c += kLanes)
-    gemm_tile<P, 1, N, LookaheadKind::kNone>(w, stride, panel, register_stride, now.depth, c, first, {});
+    gemm_tile<P, 1, N, LookaheadKind::kNone>(w, stride, panel, register_stride, now.depth, c, first,
+                                             {});
 }
 
 // Writes the sums of a group of panels to y in full lines, where a register holds a line.
 template <class Register>
 void store_lines(const Product& p, const Piece& piece, const PanelGroup& group, const float* c) {
   const int64_t rows = piece.to - piece.from;
-  for (int64_t panel = group.first; panel < group.first + group.count; ++panel, c += kBlockRows * kLanes)
+  for (int64_t panel = group.first; panel < group.first + group.count;
+       ++panel, c += kBlockRows * kLanes)
     for (int quarter = 0; quarter < 4; ++quarter) {
       const int64_t t = (piece.panel + panel) * kLanes + 4 * quarter;
       const int64_t count = p.rows - t < 4 ? p.rows - t : 4;
@@ -134,14 +144,16 @@ inline void store_sums(const Product& p, const Piece& piece, const float* c) {
         }
       }
     for (; t < count; ++t)
-      for (int64_t n = 0; n < rows; ++n) y[t * p.y_stride + n] = c[n * kLanes + t] + (bias ? bias[n] : 0);
+      for (int64_t n = 0; n < rows; ++n)
+        y[t * p.y_stride + n] = c[n * kLanes + t] + (bias ? bias[n] : 0);
   }
 }
 
 template <int N>
 using Registers = std::integral_constant<int, N>;
 
-// Multiplies a piece. kCopied: blocks of W are copied to scratch, each while the one before it is multiplied.
+// Multiplies a piece. kCopied: blocks of W are copied to scratch, each while the one before it is
+// multiplied.
 template <class P, bool kCopied>
 void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, float* scratch) {
   static_assert(kBlockRows * kCopyStride<P> <= kCopyFloats, "a block's copy must fit");
@@ -151,7 +163,8 @@ void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, 
   float* const sums = scratch + 2 * kCopyFloats;
   // Returns the number of registers of x that meet W at once, from this panel on.
   auto registers_at = [&](int64_t panel) {
-    if (kFullLines) return int(piece.panels - panel < kPanelsAtOnce ? piece.panels - panel : kPanelsAtOnce);
+    if (kFullLines)
+      return int(piece.panels - panel < kPanelsAtOnce ? piece.panels - panel : kPanelsAtOnce);
     return p.rows - (piece.panel + panel) * kLanes <= R::kWidth ? 1 : int(kLanes / R::kWidth);
   };
   auto block_at = [&](int64_t k) {
@@ -177,7 +190,8 @@ void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, 
       const auto multiply = [&](auto registers, PrefetchResults* results) {
         constexpr int N = decltype(registers)::value;
         if constexpr (kFullLines && !kCopied) {
-          multiply_in_place<P, N>(p, rows, now, next, {panel, count, piece.panels}, x, c, k == 0, results);
+          multiply_in_place<P, N>(p, rows, now, next, {panel, count, piece.panels}, x, c, k == 0,
+                                  results);
         } else {
           multiply_block<P, N, kCopied>(p, rows, now, prepared, x, c, k == 0);
         }
@@ -203,8 +217,8 @@ void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, 
   if (!kFullLines || rows % kLanes != 0) store_sums(p, piece, sums);
 }
 
-// Packs panels of fp32 where a register holds a line, 16 rows by 16 values at a time. The rows of x may be a power of
-// two apart, so they are read once, line by line, and transposed from a copy.
+// Packs panels of fp32 where a register holds a line, 16 rows by 16 values at a time. The rows of x
+// may be a power of two apart, so they are read once, line by line, and transposed from a copy.
 template <class Register>
 void pack_lines(const Product& p, float* to, int64_t from, int64_t until) {
   alignas(64) float lines[kLanes * kLanes] = {};
@@ -219,20 +233,22 @@ void pack_lines(const Product& p, float* to, int64_t from, int64_t until) {
         if (columns == kLanes) {
           Register::load(x + i * p.x_stride + k).store(lines + i * kLanes);
         } else {
-          __builtin_memcpy(lines + i * kLanes, x + i * p.x_stride + k, size_t(columns) * sizeof(float));
+          __builtin_memcpy(lines + i * kLanes, x + i * p.x_stride + k,
+                           size_t(columns) * sizeof(float));
         }
       }
       for (int64_t quarter = 0; 4 * quarter < columns; ++quarter) {
         Register transposed[4];
         Register::transpose(lines, kLanes, int(quarter), transposed);
-        for (int64_t i = 0; i < 4 && 4 * quarter + i < columns; ++i, out += kLanes) transposed[i].store(out);
+        for (int64_t i = 0; i < 4 && 4 * quarter + i < columns; ++i, out += kLanes)
+          transposed[i].store(out);
       }
     }
   }
 }
 
-// Packs panels [from, until) of x: 16 rows interleaved, value by value or, for bf16, pair by pair. Missing rows are
-// zero.
+// Packs panels [from, until) of x: 16 rows interleaved, value by value or, for bf16, pair by pair.
+// Missing rows are zero.
 template <class P>
 void pack_panels(const Product& p, float* to, int64_t from, int64_t until) {
   if constexpr (kFullLines && P::kUnits == 1) return pack_lines<R>(p, to, from, until);

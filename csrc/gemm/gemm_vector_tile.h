@@ -12,14 +12,16 @@ using namespace vlora::runtime::VLORA_ISA;
 // Number of registers for sums.
 constexpr int kAccumulators = R::kWidth == 16 ? 24 : 12;
 
-// A register that holds a line of a panel meets up to four panels at once, as a tile of 6 x 4 registers, so that
-// each value of W is loaded once for all of them: ten loads for 24 products. Smaller registers make up one line.
+// A register that holds a line of a panel meets up to four panels at once, as a tile of 6 x 4
+// registers, so that each value of W is loaded once for all of them: ten loads for 24 products.
+// Smaller registers make up one line.
 constexpr bool kFullLines = R::kWidth == kLanes;
 constexpr int kPanelsAtOnce = kFullLines ? 4 : 1;
 
-// The ways to multiply. Stored is the type of W in memory, W and X are the types of the factors in the product, X
-// that of a panel. kUnits: values of W in a step. kDepth: depth of a block; the part of the panels that are met at
-// once stays in L1 together with the copy of W. kBatch: values that are copied at a time.
+// The ways to multiply. Stored is the type of W in memory, W and X are the types of the factors in
+// the product, X that of a panel. kUnits: values of W in a step. kDepth: depth of a block; the part
+// of the panels that are met at once stays in L1 together with the copy of W. kBatch: values that
+// are copied at a time.
 
 struct Fp32Gemm {
   using Stored = float;
@@ -28,7 +30,8 @@ struct Fp32Gemm {
   static constexpr int kUnits = 1, kDepth = kFullLines ? 128 : 256, kBatch = R::kWidth;
 
   template <int M, int N>
-  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x, ptrdiff_t register_stride) {
+  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x,
+                                ptrdiff_t register_stride) {
     R b[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) b[n] = R::load(x + n * register_stride);
@@ -59,7 +62,8 @@ struct PairsGemm {
   static constexpr int kDepth = 256, kBatch = 2 * R::kWidth;
 
   template <int M, int N>
-  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x, ptrdiff_t register_stride) {
+  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x,
+                                ptrdiff_t register_stride) {
     R::Pairs b[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) b[n] = R::load_pairs(x + n * register_stride);
@@ -73,7 +77,8 @@ struct PairsGemm {
 };
 #endif
 
-// Values between rows of W in scratch. It is not a power of two, so that rows do not fall on the same cache sets.
+// Values between rows of W in scratch. It is not a power of two, so that rows do not fall on the
+// same cache sets.
 template <class P>
 constexpr ptrdiff_t kCopyStride = P::kDepth + 16;
 
@@ -99,8 +104,9 @@ struct PrefetchResults {
   }
 };
 
-// What a tile of M rows does for later tiles between its products, for `columns` of its depth: it prefetches M rows
-// of W, and copies M others that were prefetched before. On their own, both would cost their full time.
+// What a tile of M rows does for later tiles between its products, for `columns` of its depth: it
+// prefetches M rows of W, and copies M others that were prefetched before. On their own, both would
+// cost their full time.
 template <class P>
 struct Lookahead {
   const typename P::Stored *prefetch, *from;
@@ -131,14 +137,16 @@ VLORA_INLINE void gemm_tile(const typename P::W* w, ptrdiff_t stride, const type
     };
     for (int64_t k = 0; k + kLine <= lookahead.columns; k += kLine) {
 #pragma GCC unroll 24
-      for (int m = 0; m < M; ++m) __builtin_prefetch(lookahead.prefetch + m * lookahead.stride + k, 0, 2);
+      for (int m = 0; m < M; ++m)
+        __builtin_prefetch(lookahead.prefetch + m * lookahead.stride + k, 0, 2);
       prefetch_results();
 #pragma GCC unroll 1
       for (int i = 0; i < kLine; i += P::kBatch) {
         if constexpr (kKind == LookaheadKind::kPrefetchAndCopy) {
 #pragma GCC unroll 24
           for (int m = 0; m < M; ++m)
-            P::copy(lookahead.from + m * lookahead.stride + k + i, lookahead.to + m * kCopyStride<P> + k + i);
+            P::copy(lookahead.from + m * lookahead.stride + k + i,
+                    lookahead.to + m * kCopyStride<P> + k + i);
         }
 #pragma GCC unroll 4
         for (int j = 0; j < P::kBatch; j += P::kUnits, w += P::kUnits, panel += P::kUnits * kLanes)
@@ -165,7 +173,8 @@ VLORA_INLINE void gemm_tile(const typename P::W* w, ptrdiff_t stride, const type
 
 // Copies values [from, until) of rows of W to scratch, with zeros up to a full batch.
 template <class P>
-void copy_rows(const typename P::Stored* w, ptrdiff_t stride, int64_t rows, int64_t from, int64_t until, float* to) {
+void copy_rows(const typename P::Stored* w, ptrdiff_t stride, int64_t rows, int64_t from,
+               int64_t until, float* to) {
   for (int64_t n = 0; n < rows; ++n, w += stride, to += kCopyStride<P>) {
     int64_t k = from;
     for (; k + P::kBatch <= until; k += P::kBatch) P::copy(w + k, to + k);

@@ -1,4 +1,5 @@
-// Gemv: a few rows of x with W. A group of rows of W is multiplied at a time; each lane sums a part of the depth.
+// Gemv: a few rows of x with W. A group of rows of W is multiplied at a time; each lane sums a part
+// of the depth.
 #pragma once
 
 #include "gemm/gemm.h"
@@ -16,8 +17,8 @@ constexpr int kTallTileRows = R::kWidth == 16 ? 4 : 2;
 // Bytes that a single row of W is prefetched ahead.
 constexpr ptrdiff_t kPrefetchBytes = 2048;
 
-// The ways to multiply. W and X are the types of the factors in memory, kStep the values of depth in a step.
-// group(rows) is the number of rows of W in a tile with this many rows of x.
+// The ways to multiply. W and X are the types of the factors in memory, kStep the values of depth
+// in a step. group(rows) is the number of rows of W in a tile with this many rows of x.
 
 // Both factors are fp32; x is read in place.
 struct Fp32Gemv {
@@ -27,7 +28,8 @@ struct Fp32Gemv {
   static constexpr bool kInPlace = true;
   static constexpr int group(int rows) { return rows <= 3 ? kGroup : kTallTileRows; }
   template <int N, int T>
-  static VLORA_INLINE void step(R (&acc)[N][T], const W* const (&w)[N], const X* x, ptrdiff_t stride) {
+  static VLORA_INLINE void step(R (&acc)[N][T], const W* const (&w)[N], const X* x,
+                                ptrdiff_t stride) {
     R xs[T];
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) xs[t] = R::load(x + t * stride);
@@ -40,16 +42,19 @@ struct Fp32Gemv {
   }
 };
 
-// W is bf16, widened in registers. In each step the values with even indices are multiplied first, then those with
-// odd ones; x is packed in that order.
+// W is bf16, widened in registers. In each step the values with even indices are multiplied first,
+// then those with odd ones; x is packed in that order.
 struct WidenedGemv {
   using W = uint16_t;
   using X = float;
   static constexpr int kStep = 2 * R::kWidth;
   static constexpr bool kInPlace = false;
-  static constexpr int group(int rows) { return rows <= 2 ? 1 : rows == 3 ? kGroup : kTallTileRows; }
+  static constexpr int group(int rows) {
+    return rows <= 2 ? 1 : rows == 3 ? kGroup : kTallTileRows;
+  }
   template <int N, int T>
-  static VLORA_INLINE void step(R (&acc)[N][T], const W* const (&w)[N], const X* x, ptrdiff_t stride) {
+  static VLORA_INLINE void step(R (&acc)[N][T], const W* const (&w)[N], const X* x,
+                                ptrdiff_t stride) {
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; ++odd) {
       R xs[T];
@@ -80,9 +85,12 @@ struct PairsGemv {
   using X = uint16_t;
   static constexpr int kStep = 2 * R::kWidth;
   static constexpr bool kInPlace = false;
-  static constexpr int group(int rows) { return rows <= 2 ? 1 : rows == 3 ? kGroup : kTallTileRows; }
+  static constexpr int group(int rows) {
+    return rows <= 2 ? 1 : rows == 3 ? kGroup : kTallTileRows;
+  }
   template <int N, int T>
-  static VLORA_INLINE void step(R (&acc)[N][T], const W* const (&w)[N], const X* x, ptrdiff_t stride) {
+  static VLORA_INLINE void step(R (&acc)[N][T], const W* const (&w)[N], const X* x,
+                                ptrdiff_t stride) {
     R::Pairs xs[T];
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) xs[t] = R::load_pairs(x + t * stride);
@@ -104,12 +112,12 @@ struct PairsGemv {
 };
 #endif
 
-// Multiplies N rows of W, from `row` on, with T rows of x, from t0 on. ahead: elements from a row of W to the one
-// that is prefetched meanwhile. A single row is read as one stream with four times the accumulators; the rows that
-// follow it in memory are prefetched.
+// Multiplies N rows of W, from `row` on, with T rows of x, from t0 on. ahead: elements from a row
+// of W to the one that is prefetched meanwhile. A single row is read as one stream with four times
+// the accumulators; the rows that follow it in memory are prefetched.
 template <class P, int N, int T>
-VLORA_INLINE void gemv_tile(const Product& p, int64_t row, const typename P::X* x, ptrdiff_t stride, int64_t t0,
-                            ptrdiff_t ahead) {
+VLORA_INLINE void gemv_tile(const Product& p, int64_t row, const typename P::X* x, ptrdiff_t stride,
+                            int64_t t0, ptrdiff_t ahead) {
   using W = typename P::W;
   constexpr int kLine = 64 / int(sizeof(W)), kSteps = kLine / P::kStep, kChains = N == 1 ? 4 : 1;
   if (N == 1) ahead = kPrefetchBytes / int(sizeof(W));
@@ -184,8 +192,8 @@ VLORA_INLINE void gemv_tile(const Product& p, int64_t row, const typename P::X* 
 
 // A group of rows of W with `rows` rows of x, which are at most T.
 template <class P, int T>
-VLORA_INLINE void gemv_rows(const Product& p, int64_t row, const typename P::X* x, ptrdiff_t stride, int64_t t0,
-                            int64_t rows, ptrdiff_t ahead) {
+VLORA_INLINE void gemv_rows(const Product& p, int64_t row, const typename P::X* x, ptrdiff_t stride,
+                            int64_t t0, int64_t rows, ptrdiff_t ahead) {
   if (rows == T) {
     constexpr int N = P::group(T);
     for (int n = 0; n < kGroup; n += N) gemv_tile<P, N, T>(p, row + n, x, stride, t0, ahead);
@@ -196,8 +204,8 @@ VLORA_INLINE void gemv_rows(const Product& p, int64_t row, const typename P::X* 
 
 // A group of rows of W with all rows of x, in the smallest number of tiles, of nearly equal height.
 template <class P>
-VLORA_INLINE void gemv_group(const Product& p, int64_t row, const typename P::X* x, ptrdiff_t stride,
-                             ptrdiff_t ahead) {
+VLORA_INLINE void gemv_group(const Product& p, int64_t row, const typename P::X* x,
+                             ptrdiff_t stride, ptrdiff_t ahead) {
   const int64_t tiles = ceil_div(p.rows, kGemvRows);
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t t = p.rows * i / tiles;
@@ -211,8 +219,9 @@ void gemv(const Product& p, const float* x, ptrdiff_t stride, const Piece& piece
   stride *= ptrdiff_t(sizeof(float) / sizeof(typename P::X));
   int64_t n = piece.from;
   for (; n + kGroup <= piece.to; n += kGroup) {
-    const int64_t next = n + 2 * kGroup <= piece.to ? n + kGroup
-                         : piece.next >= 0 && piece.next + kGroup <= p.n ? piece.next : n;
+    const int64_t next = n + 2 * kGroup <= piece.to                      ? n + kGroup
+                         : piece.next >= 0 && piece.next + kGroup <= p.n ? piece.next
+                                                                         : n;
     gemv_group<P>(p, n, rows, stride, (next - n) * p.k);
   }
   for (; n < piece.to; ++n)

@@ -1,4 +1,5 @@
-// Draws tokens from rows of scores without sorting more of the vocabulary than the result can depend on.
+// Draws tokens from rows of scores without sorting more of the vocabulary than the result can
+// depend on.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +12,12 @@ namespace vlora::gemm::VLORA_ISA {
 
 // Weights in a block whose sum and maximum are kept.
 constexpr int64_t kSampleBlock = 128;
-// The first floor of the search for enough weights, and the factor between floors; and where it ends.
+// The first floor of the search for enough weights, and the factor between floors; and where it
+// ends.
 constexpr float kFirstFloor = 0.25f, kLowestFloor = 1e-37f;
 
-// The weights of a row (probabilities times a constant: the largest weight is 1), and the sum and maximum of each
-// block of them.
+// The weights of a row (probabilities times a constant: the largest weight is 1), and the sum and
+// maximum of each block of them.
 struct Weights {
   std::vector<float> values, block_max;
   std::vector<double> block_sums;
@@ -31,8 +33,10 @@ struct Weights {
     for (; i + R::kWidth <= width; i += R::kWidth) high = max(high, R::load(scores + i));
     float largest = high.largest();
     for (; i < width; ++i) largest = std::max(largest, scores[i]);
-    // The value that exponential() returns for all scores that are too small, or masked, counts as zero.
-    const R level = R::all(largest), divisor = R::all(temperature), smallest = exponential(R::all(-INFINITY));
+    // The value that exponential() returns for all scores that are too small, or masked, counts as
+    // zero.
+    const R level = R::all(largest), divisor = R::all(temperature),
+            smallest = exponential(R::all(-INFINITY));
     for (size_t block = 0; block < block_sums.size(); ++block) {
       const int64_t until = std::min(width, int64_t(block + 1) * kSampleBlock);
       R sum = R::zero(), top = R::zero();
@@ -75,8 +79,8 @@ struct Candidates {
     }
   }
 
-  // Selects with the highest floor, not below `lowest`, at which enough() is true. Usually a few hundred tokens of
-  // the vocabulary matter.
+  // Selects with the highest floor, not below `lowest`, at which enough() is true. Usually a few
+  // hundred tokens of the vocabulary matter.
   template <class Enough>
   void select_enough(const Weights& weights, float lowest, const Enough& enough) {
     for (float floor = kFirstFloor; floor > std::max(lowest, kLowestFloor); floor *= kFirstFloor) {
@@ -87,8 +91,8 @@ struct Candidates {
   }
 };
 
-// Reduces the candidates to the smallest set with a mass of `mass`: by descending weight, the first of equal ones
-// first, a token stays while the mass before it is too small.
+// Reduces the candidates to the smallest set with a mass of `mass`: by descending weight, the first
+// of equal ones first, a token stays while the mass before it is too small.
 inline void keep_nucleus(const Weights& weights, double mass, Candidates& candidates) {
   auto& tokens = candidates.tokens;
   std::sort(tokens.begin(), tokens.end(), [&](int32_t a, int32_t b) {
@@ -96,19 +100,22 @@ inline void keep_nucleus(const Weights& weights, double mass, Candidates& candid
     return x > y || (x == y && a < b);
   });
   size_t count = 0;
-  for (candidates.total = 0; count < tokens.size() && (count == 0 || candidates.total < mass); ++count)
+  for (candidates.total = 0; count < tokens.size() && (count == 0 || candidates.total < mass);
+       ++count)
     candidates.total += weights.values[size_t(tokens[count])];
   tokens.resize(count);
   std::sort(tokens.begin(), tokens.end());
 }
 
-// Returns the token at the quantile `uniform` of all weights: first its block, by the sums, then the token in it.
+// Returns the token at the quantile `uniform` of all weights: first its block, by the sums, then
+// the token in it.
 inline int64_t pick(const Weights& weights, double uniform) {
   const double target = uniform * weights.total;
   double before = 0;
   size_t block = 0, last = weights.block_sums.size() - 1;
   while (last > 0 && !(weights.block_sums[last] > 0)) --last;
-  while (block < last && before + weights.block_sums[block] <= target) before += weights.block_sums[block++];
+  while (block < last && before + weights.block_sums[block] <= target)
+    before += weights.block_sums[block++];
   const size_t until = std::min(weights.values.size(), (block + 1) * kSampleBlock);
   int64_t token = 0;
   for (size_t i = block * kSampleBlock; i < until; ++i) {
@@ -139,7 +146,8 @@ inline int64_t sample_row(const float* scores, int64_t width, const Draw& draw) 
   bool selected = draw.min_p > 0;
   if (draw.top_k > 0 && draw.top_k < width) {
     selected = true;
-    candidates.select_enough(weights, draw.min_p, [&] { return int64_t(candidates.tokens.size()) >= draw.top_k; });
+    candidates.select_enough(weights, draw.min_p,
+                             [&] { return int64_t(candidates.tokens.size()) >= draw.top_k; });
     if (int64_t(candidates.tokens.size()) > draw.top_k) {
       std::vector<float> values;
       for (const int32_t i : candidates.tokens) values.push_back(weights.values[size_t(i)]);

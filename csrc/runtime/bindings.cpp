@@ -20,8 +20,8 @@ namespace {
 // By the number of the ThreadSource.
 constexpr const char* kThreadSources[] = {"auto", "own", "openmp"};
 
-// Runs a region in which all threads wait at `rounds` barriers; thread number `failing` throws instead. Returns
-// how many times threads arrived. For tests of the team.
+// Runs a region in which all threads wait at `rounds` barriers; thread number `failing` throws
+// instead. Returns how many times threads arrived. For tests of the team.
 int64_t count_barriers(int threads, int rounds, int failing) {
   std::atomic<int64_t> arrivals{0};
   auto work = [&](const runtime::Team& team) {
@@ -29,7 +29,8 @@ int64_t count_barriers(int threads, int rounds, int failing) {
       if (team.thread == failing) throw std::runtime_error("thread " + std::to_string(failing));
       arrivals.fetch_add(1);
       team.wait();
-      if (arrivals.load() < int64_t(i + 1) * team.threads) throw std::logic_error("a thread passed the barrier early");
+      if (arrivals.load() < int64_t(i + 1) * team.threads)
+        throw std::logic_error("a thread passed the barrier early");
     }
   };
   py::gil_scoped_release released;
@@ -37,7 +38,8 @@ int64_t count_barriers(int threads, int rounds, int failing) {
   return arrivals;
 }
 
-// Returns the sum of the numbers below `pieces`, each added by the thread that took it. For tests of the team.
+// Returns the sum of the numbers below `pieces`, each added by the thread that took it. For tests
+// of the team.
 int64_t sum_pieces(int threads, int64_t pieces) {
   std::atomic<int64_t> sum{0};
   py::gil_scoped_release released;
@@ -49,14 +51,21 @@ int64_t sum_pieces(int threads, int64_t pieces) {
 
 void bind_runtime(py::module_& m) {
   m.doc() = "Instruction sets, threads and microbenchmarks that all kernels share.";
-  m.def("isas", [](const std::string& dtype) {
-    std::vector<std::string> names;
-    for (const runtime::Isa isa : runtime::ranked(dtype_of(dtype))) names.push_back(runtime::name_of(isa));
-    return names;
-  }, py::arg("dtype") = "fp32");
-  m.def("isa", [](const std::string& dtype) {
-    return std::string(runtime::name_of(runtime::isa(dtype_of(dtype))));
-  }, py::arg("dtype") = "fp32");
+  m.def(
+      "isas",
+      [](const std::string& dtype) {
+        std::vector<std::string> names;
+        for (const runtime::Isa isa : runtime::ranked(dtype_of(dtype)))
+          names.push_back(runtime::name_of(isa));
+        return names;
+      },
+      py::arg("dtype") = "fp32");
+  m.def(
+      "isa",
+      [](const std::string& dtype) {
+        return std::string(runtime::name_of(runtime::isa(dtype_of(dtype))));
+      },
+      py::arg("dtype") = "fp32");
   m.def("core_peak", [](const std::string& name, const std::string& dtype) {
     for (const runtime::Isa isa : runtime::ranked(dtype_of(dtype)))
       if (name == runtime::name_of(isa)) return runtime::core_peak(isa, dtype_of(dtype));
@@ -81,7 +90,8 @@ void bind_runtime(py::module_& m) {
   m.def("set_thread_source", [](const std::string& name) {
     for (int i = 0; i < 3; ++i)
       if (name == kThreadSources[i]) return runtime::set_thread_source(runtime::ThreadSource(i));
-    throw std::invalid_argument("unknown thread source '" + name + "': it must be auto, own or openmp");
+    throw std::invalid_argument("unknown thread source '" + name +
+                                "': it must be auto, own or openmp");
   });
   m.def("count_barriers", &count_barriers);
   m.def("sum_pieces", &sum_pieces);

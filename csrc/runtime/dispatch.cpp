@@ -15,13 +15,13 @@
 namespace vlora::runtime {
 namespace {
 
-// How much faster a less capable instruction set must be to be preferred. The error of a measurement of a
-// millisecond is smaller.
+// How much faster a less capable instruction set must be to be preferred. The error of a
+// measurement of a millisecond is smaller.
 constexpr double kRequiredSpeedup = 1.1;
 constexpr int kAuto = -1;
 
-// The tile registers are 8 KiB of state, which Linux (5.16 and later) saves only for a process that has asked
-// for them.
+// The tile registers are 8 KiB of state, which Linux (5.16 and later) saves only for a process that
+// has asked for them.
 bool has_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
@@ -53,7 +53,8 @@ double measured_peak(Isa isa, Dtype dtype) {
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
   const Microbenchmarks& benchmarks = microbenchmarks(isa);
-  // The best of ten runs of about 0.1 ms: another process that takes the core keeps it for longer than one run.
+  // The best of ten runs of about 0.1 ms: another process that takes the core keeps it for longer
+  // than one run.
   int64_t rounds = 500;
   double best = 0;
   benchmarks.peak(dtype, rounds);  // powers up the execution units
@@ -71,7 +72,8 @@ bool is_vector(Isa isa) { return isa != Isa::kAmx && isa != Isa::kTwin; }
 }  // namespace
 
 const char* name_of(Isa isa) {
-  static const char* const names[kIsas] = {"twin", "scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+  static const char* const names[kIsas] = {"twin",   "scalar",      "avx2",
+                                           "avx512", "avx512_bf16", "amx"};
   return names[int(isa)];
 }
 

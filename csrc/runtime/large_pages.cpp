@@ -14,9 +14,12 @@ constexpr size_t kPage = 2 << 20, kLine = 64;
 // A region is mapped at once; only pages that are written take physical memory.
 constexpr size_t kRegion = 16 << 20;
 
-size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
+size_t round_up(size_t bytes, size_t multiple) {
+  return (bytes + multiple - 1) / multiple * multiple;
+}
 
-// Regions, each with its free ranges by address. Allocation is first fit; adjacent free ranges are joined.
+// Regions, each with its free ranges by address. Allocation is first fit; adjacent free ranges are
+// joined.
 class Regions {
  public:
   char* allocate(size_t bytes) {
@@ -26,7 +29,8 @@ class Regions {
         if (size >= bytes) return take(region, address, bytes);
     const size_t size = round_up(std::max(bytes, kRegion), kPage);
     // One page more is mapped, so that the region can begin on a page boundary.
-    void* const mapped = mmap(nullptr, size + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* const mapped =
+        mmap(nullptr, size + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     char* const base = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(mapped), kPage));
     madvise(base, size, MADV_HUGEPAGE);  // if it fails, the pages are ordinary ones
@@ -92,7 +96,8 @@ class Regions {
 };
 
 Regions& regions() {
-  static Regions* const all = new Regions;  // never deleted: allocations may be released during exit
+  static Regions* const all =
+      new Regions;  // never deleted: allocations may be released during exit
   return *all;
 }
 

@@ -30,7 +30,8 @@ double measured_memory_bandwidth() {
     for (int64_t offset = 0; offset < kBytes; offset += 64) _mm_clflush(memory.get() + offset);
     _mm_mfence();
     const auto start = std::chrono::steady_clock::now();
-    sink = sink + microbenchmarks(isa(Dtype::kFp32)).read(reinterpret_cast<const float*>(memory.get()), kBytes / 4);
+    sink = sink + microbenchmarks(isa(Dtype::kFp32))
+                      .read(reinterpret_cast<const float*>(memory.get()), kBytes / 4);
     best = std::max(best, double(kBytes) / seconds_since(start));
   }
   return best;
@@ -47,7 +48,8 @@ Machine caches_of(const char* folder) {
     std::string type;
     int64_t size = 0;
     char unit = 0;
-    if (!(level_file >> level) || !(type_file >> type) || !(size_file >> size) || size <= 0) continue;
+    if (!(level_file >> level) || !(type_file >> type) || !(size_file >> size) || size <= 0)
+      continue;
     size_file >> unit;
     size <<= unit == 'M' ? 20 : unit == 'K' ? 10 : 0;
     if (type == "Instruction") continue;
@@ -61,7 +63,8 @@ Machine caches_of(const char* folder) {
 const Machine& machine() {
   static const Machine measured = [] {
     Machine m = caches_of("/sys/devices/system/cpu/cpu0/cache");
-    for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) m.peak[int(dtype)] = core_peak(isa(dtype), dtype);
+    for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16})
+      m.peak[int(dtype)] = core_peak(isa(dtype), dtype);
     m.memory = measured_memory_bandwidth();
     return m;
   }();

@@ -16,8 +16,8 @@ VLORA_INLINE Quad sums_of(R a, R b, R c, R d) {
   return (s[0] + s[1]) + (s[2] + s[3]);
 }
 
-// Returns e to the power of x, to about 1.5 units in the last place. Below -87.3 it returns the smallest
-// normal number, above 88 the value at 88, for a NaN a NaN.
+// Returns e to the power of x, to about 1.5 units in the last place. Below -87.3 it returns the
+// smallest normal number, above 88 the value at 88, for a NaN a NaN.
 VLORA_INLINE R exponential(R x) {
   // The bound is the first operand: where x is a NaN, min and max return their second one.
   x = max(R::all(-87.33f), min(R::all(88.0f), x));

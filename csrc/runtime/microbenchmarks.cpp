@@ -16,9 +16,10 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Returns the best rate of all threads together. prepare(threads) returns a function that does a round of work
-// and returns its amount; each round runs between two barriers. (Adding up the best round of each thread gives
-// a rate that the machine never reaches: 84 GB/s for a memory of 50 GB/s.)
+// Returns the best rate of all threads together. prepare(threads) returns a function that does a
+// round of work and returns its amount; each round runs between two barriers. (Adding up the best
+// round of each thread gives a rate that the machine never reaches: 84 GB/s for a memory of 50
+// GB/s.)
 template <class Prepare>
 double best_rate(int threads, double seconds, const Prepare& prepare) {
   std::atomic<bool> finished{false};
@@ -54,7 +55,8 @@ Dtype best_loop(Dtype dtype) {
 double peak(Dtype dtype, double seconds, int threads) {
   const Microbenchmarks& benchmarks = microbenchmarks(isa(dtype));
   const Dtype loop = best_loop(dtype);
-  return best_rate(threads, seconds, [&](int) { return [&] { return benchmarks.peak(loop, 100000); }; });
+  return best_rate(threads, seconds,
+                   [&](int) { return [&] { return benchmarks.peak(loop, 100000); }; });
 }
 
 double bandwidth(int64_t bytes, double seconds, int threads) {

@@ -1,4 +1,5 @@
-// The microbenchmarks of one instruction set. Each set compiles them in one generated unit, after its vectors.
+// The microbenchmarks of one instruction set. Each set compiles them in one generated unit, after
+// its vectors.
 #pragma once
 
 #include "runtime/types.h"

@@ -1,4 +1,5 @@
-// Four fp32 values in an SSE register, which every x86-64 CPU has: sums over lanes, and 4 x 4 transposes.
+// Four fp32 values in an SSE register, which every x86-64 CPU has: sums over lanes, and 4 x 4
+// transposes.
 #pragma once
 
 #include <xmmintrin.h>

@@ -22,7 +22,8 @@ struct R {
   static R broadcast(const float* p) { return {_mm256_broadcast_ss(p)}; }
   // Repeats p[0], p[1].
   static R broadcast_two(const float* p) {
-    return {_mm256_castsi256_ps(_mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+    return {_mm256_castsi256_ps(
+        _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
   }
   // Repeats p[odd], p[2 + odd].
   static R broadcast_two_of_four(const float* p, int odd) {
@@ -30,7 +31,9 @@ struct R {
     return {odd ? _mm256_permute_ps(four, 0xdd) : _mm256_permute_ps(four, 0x88)};
   }
   // Returns those of 2 * kWidth bf16 values that have an even, or an odd, index.
-  static R even(const uint16_t* p) { return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs(p), 16))}; }
+  static R even(const uint16_t* p) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs(p), 16))};
+  }
   static R odd(const uint16_t* p) {
     return {_mm256_castsi256_ps(_mm256_and_si256(pairs(p), _mm256_set1_epi32(int(0xffff0000u))))};
   }
@@ -41,16 +44,21 @@ struct R {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(rounded(*this, *this)));
   }
   // Stores both as 16 contiguous bf16.
-  static void store_two(R a, R b, uint16_t* p) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), rounded(a, b)); }
-  // Stores both as 16 bf16, interleaved value by value, rounding as `store` does. A NaN must be a quiet one, as results
-  // of arithmetic are.
+  static void store_two(R a, R b, uint16_t* p) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), rounded(a, b));
+  }
+  // Stores both as 16 bf16, interleaved value by value, rounding as `store` does. A NaN must be a
+  // quiet one, as results of arithmetic are.
   static void store_interleaved(R even, R odd, uint16_t* p) {
-    const __m256i low = _mm256_srli_epi32(even.rounded_in_upper_half(), 16), high = odd.rounded_in_upper_half();
+    const __m256i low = _mm256_srli_epi32(even.rounded_in_upper_half(), 16),
+                  high = odd.rounded_in_upper_half();
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(low, high, 0xaa));
   }
   // Stores that bypass the caches.
   void stream(float* p) const { _mm256_stream_ps(p, r); }
-  static void stream_two(R a, R b, uint16_t* p) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), rounded(a, b)); }
+  static void stream_two(R a, R b, uint16_t* p) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), rounded(a, b));
+  }
   // Stores the sum of each pair of neighbours among 16 values.
   static void store_pair_sums(const R (&v)[2], float* p) {
     const __m256 sums = _mm256_hadd_ps(v[0].r, v[1].r);  // within halves of 128 bits
@@ -68,7 +76,8 @@ struct R {
   R nearest() const { return {_mm256_round_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
   // Returns the first `count` lanes of this register and the remaining lanes of `others`.
   R first(int count, R others) const {
-    const __m256i some = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256i some =
+        _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     return {_mm256_blendv_ps(others.r, r, _mm256_castsi256_ps(some))};
   }
   // Shifts the low bits of each value to where its exponent is.

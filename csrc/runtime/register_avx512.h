@@ -22,7 +22,9 @@ struct R {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16))};
   }
   // Loads the first `count` values, at most 16, and zeros.
-  static R load_some(const float* p, int count) { return {_mm512_maskz_loadu_ps(first_lanes(count), p)}; }
+  static R load_some(const float* p, int count) {
+    return {_mm512_maskz_loadu_ps(first_lanes(count), p)};
+  }
   static R load_some(const uint16_t* p, int count) {
     const __m256i bf16 = _mm256_maskz_loadu_epi16(first_lanes(count), p);
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16))};
@@ -30,7 +32,8 @@ struct R {
   static R broadcast(const float* p) { return {_mm512_set1_ps(*p)}; }
   // Repeats p[0], p[1].
   static R broadcast_two(const float* p) {
-    return {_mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+    return {_mm512_castsi512_ps(
+        _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
   }
   // Repeats p[odd], p[2 + odd].
   static R broadcast_two_of_four(const float* p, int odd) {
@@ -50,21 +53,25 @@ struct R {
   // Rounds to the nearest bf16, ties to even. A NaN keeps its sign and stays a NaN.
   void store(uint16_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), rounded()); }
   void store_some(float* p, int count) const { _mm512_mask_storeu_ps(p, first_lanes(count), r); }
-  void store_some(uint16_t* p, int count) const { _mm256_mask_storeu_epi16(p, first_lanes(count), rounded()); }
+  void store_some(uint16_t* p, int count) const {
+    _mm256_mask_storeu_epi16(p, first_lanes(count), rounded());
+  }
   // Stores both as 32 contiguous bf16.
   static void store_two(R a, R b, uint16_t* p) { _mm512_storeu_si512(p, rounded(a, b)); }
   // Stores that bypass the caches.
   void stream(float* p) const { _mm512_stream_ps(p, r); }
   void stream(uint16_t* p) const { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), rounded()); }
-  static void stream_two(R a, R b, uint16_t* p) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), rounded(a, b)); }
+  static void stream_two(R a, R b, uint16_t* p) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), rounded(a, b));
+  }
   // Stores the sum of each pair of neighbours among 16 values.
   static void store_pair_sums(const R (&v)[1], float* p) {
     const __m512 sums = _mm512_add_ps(v[0].r, _mm512_permute_ps(v[0].r, 0xb1));
     _mm256_storeu_ps(p, _mm512_castps512_ps256(_mm512_maskz_compress_ps(0x5555, sums)));
   }
 
-  // Splits the values of `a`, then of `b`, into the upper half of their bits and the rest rounded to bf16.
-  // The two add up to the value within 2^-16 of it.
+  // Splits the values of `a`, then of `b`, into the upper half of their bits and the rest rounded
+  // to bf16. The two add up to the value within 2^-16 of it.
   static void store_split(R a, R b, uint16_t* high, uint16_t* low) {
     _mm512_storeu_si512(high, upper_halves(a.r, b.r));
     const R first{without_upper_half(a.r)}, second{without_upper_half(b.r)};

@@ -56,11 +56,12 @@ struct R {
   // Stores the sum of each pair of neighbours among 16 values.
   static void store_pair_sums(const R (&v)[4], float* p) {
     for (int i = 0; i < 4; i += 2)
-      _mm_storeu_ps(p + 2 * i, _mm_add_ps(_mm_shuffle_ps(v[i].r, v[i + 1].r, _MM_SHUFFLE(2, 0, 2, 0)),
-                                          _mm_shuffle_ps(v[i].r, v[i + 1].r, _MM_SHUFFLE(3, 1, 3, 1))));
+      _mm_storeu_ps(p + 2 * i,
+                    _mm_add_ps(_mm_shuffle_ps(v[i].r, v[i + 1].r, _MM_SHUFFLE(2, 0, 2, 0)),
+                               _mm_shuffle_ps(v[i].r, v[i + 1].r, _MM_SHUFFLE(3, 1, 3, 1))));
   }
-  // Splits the values of `a`, then of `b`, into the upper half of their bits and the rest rounded to bf16.
-  // The two add up to the value within 2^-16 of it.
+  // Splits the values of `a`, then of `b`, into the upper half of their bits and the rest rounded
+  // to bf16. The two add up to the value within 2^-16 of it.
   static void store_split(R a, R b, uint16_t* high, uint16_t* low) {
     float values[2 * kWidth];
     a.store(values);
@@ -82,7 +83,8 @@ struct R {
   R nearest() const { return {_mm_cvtepi32_ps(_mm_cvtps_epi32(r))}; }
   // Returns the first `count` lanes of this register and the remaining lanes of `others`.
   R first(int count, R others) const {
-    const __m128 some = _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_set1_epi32(count), _mm_setr_epi32(0, 1, 2, 3)));
+    const __m128 some =
+        _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_set1_epi32(count), _mm_setr_epi32(0, 1, 2, 3)));
     return {_mm_or_ps(_mm_and_ps(some, r), _mm_andnot_ps(some, others.r))};
   }
   // Shifts the low bits of each value to where its exponent is.
@@ -104,7 +106,9 @@ struct R {
     __m128 even, odd;
   };
   static Pairs load_pairs(const uint16_t* p) { return {R::even(p).r, R::odd(p).r}; }
-  static Pairs broadcast_pair(const uint16_t* p) { return {_mm_set1_ps(fp32_of(p[0])), _mm_set1_ps(fp32_of(p[1]))}; }
+  static Pairs broadcast_pair(const uint16_t* p) {
+    return {_mm_set1_ps(fp32_of(p[0])), _mm_set1_ps(fp32_of(p[1]))};
+  }
   static Pairs broadcast_two_pairs(const uint16_t* p) {
     const float values[4] = {fp32_of(p[0]), fp32_of(p[1]), fp32_of(p[2]), fp32_of(p[3])};
     return {broadcast_two_of_four(values, 0).r, broadcast_two_of_four(values, 1).r};

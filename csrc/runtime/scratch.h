@@ -9,8 +9,8 @@
 
 namespace vlora::runtime {
 
-// One allocation, aligned to a cache line and as large as the largest request so far. Its contents are
-// lost when it grows. Meant to be thread_local.
+// One allocation, aligned to a cache line and as large as the largest request so far. Its contents
+// are lost when it grows. Meant to be thread_local.
 class Scratch {
  public:
   Scratch() = default;
@@ -37,8 +37,9 @@ class Scratch {
   int64_t size_ = 0;  // floats
 };
 
-// The same in large pages, for buffers that are read from end to end again and again. Ordinary pages are
-// scattered over physical memory, so that by chance too many of their lines fall on the same sets of L2.
+// The same in large pages, for buffers that are read from end to end again and again. Ordinary
+// pages are scattered over physical memory, so that by chance too many of their lines fall on the
+// same sets of L2.
 class LargeScratch {
  public:
   float* get(int64_t floats) {

@@ -21,14 +21,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a waiting thread spins before it sleeps. Waking it by a futex takes 10 to 50 us; less time passes
-// between two kernels of a layer.
+// How long a waiting thread spins before it sleeps. Waking it by a futex takes 10 to 50 us; less
+// time passes between two kernels of a layer.
 constexpr auto kSpin = std::chrono::microseconds(40);
 
 thread_local bool in_region = false;
 
-// Treats subnormal numbers as zeros while it exists (FTZ and DAZ). Some CPUs take over a hundred cycles for
-// each of them, and the softmax produces many: weights far below the largest one.
+// Treats subnormal numbers as zeros while it exists (FTZ and DAZ). Some CPUs take over a hundred
+// cycles for each of them, and the softmax produces many: weights far below the largest one.
 class FlushSubnormals {
  public:
   FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
@@ -79,8 +79,8 @@ class Pool {
     calls_.value().fetch_add(1);
     calls_.wake(threads - 1);
     region.run(0, threads);
-    // In an independent region, workers that have not entered by now have nothing to do. Otherwise all of them
-    // have to enter and to leave.
+    // In an independent region, workers that have not entered by now have nothing to do. Otherwise
+    // all of them have to enter and to leave.
     for (;;) {
       uint32_t gate = gate_.load();
       const bool complete = independent || count(gate, kJoined) == threads - 1;
@@ -95,13 +95,14 @@ class Pool {
   }
 
  private:
-  // The gate's value: a bit that says whether it is open, and three counts of workers at these bit positions:
-  // those wanted, those that have entered, and those inside.
+  // The gate's value: a bit that says whether it is open, and three counts of workers at these bit
+  // positions: those wanted, those that have entered, and those inside.
   static constexpr uint32_t kOpen = 1u << 31;
   static constexpr int kWanted = 20, kJoined = 10, kInside = 0, kMaxCount = 1023;
   static int count(uint32_t gate, int position) { return int(gate >> position & kMaxCount); }
 
-  // Starts workers until there are `workers` of them. Returns that number, or fewer if the system refuses more.
+  // Starts workers until there are `workers` of them. Returns that number, or fewer if the system
+  // refuses more.
   int start(int workers) {
     while (workers_ < workers) {
       try {
@@ -151,8 +152,8 @@ struct OpenMp {
 
   explicit operator bool() const { return parallel && thread && threads; }
 
-  // Runs a region on `wanted` threads of a team that keeps its largest size so far, since the runtime ends and
-  // starts threads whenever the size changes.
+  // Runs a region on `wanted` threads of a team that keeps its largest size so far, since the
+  // runtime ends and starts threads whenever the size changes.
   void run(int wanted, RegionState& region) const {
     thread_local int largest = 0;
     largest = std::max(largest, wanted);
@@ -215,8 +216,8 @@ struct AtFork {
 }  // namespace
 
 void Signal::wake(int threads) {
-  // With a single order of all operations, either this thread sees the sleeping one, or that one sees the change
-  // before it sleeps.
+  // With a single order of all operations, either this thread sees the sleeping one, or that one
+  // sees the change before it sleeps.
   if (asleep_.load(std::memory_order_seq_cst))
     syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
 }
@@ -240,7 +241,8 @@ void Barrier::wait(int threads) {
   if (round & kBroken) throw Broken{};
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
     arrived_.store(0, std::memory_order_relaxed);
-    // Not an addition, which could undo the bit that another thread sets when it breaks up the region.
+    // Not an addition, which could undo the bit that another thread sets when it breaks up the
+    // region.
     uint32_t expected = round;
     round_.value().compare_exchange_strong(expected, (round + 1) & ~kBroken);
     round_.wake(INT_MAX);
@@ -263,7 +265,8 @@ bool set_thread_source(ThreadSource source) {
 
 ThreadSource thread_source() {
   if (requested == ThreadSource::kOwn || forked || !openmp()) return ThreadSource::kOwn;
-  return requested == ThreadSource::kOpenMp || !openmp_sleeps() ? ThreadSource::kOpenMp : ThreadSource::kOwn;
+  return requested == ThreadSource::kOpenMp || !openmp_sleeps() ? ThreadSource::kOpenMp
+                                                                : ThreadSource::kOwn;
 }
 
 void run_region(int threads, bool independent, Region work, void* context) {

@@ -1,15 +1,17 @@
 // The team of threads that all kernels of the process share.
 //
-// There are two ways to use it. `share_out` and `run_independent` are for work in pieces that do not depend on
-// each other: a free thread takes the next piece, and a thread that is late, because another process has its
-// core, finds none left and is not waited for. `run_on` is for regions with barriers (`Team::wait`): all
-// threads take part; inside it, work is best taken in pieces as well (`Pieces`).
+// There are two ways to use it. `share_out` and `run_independent` are for work in pieces that do
+// not depend on each other: a free thread takes the next piece, and a thread that is late, because
+// another process has its core, finds none left and is not waited for. `run_on` is for regions with
+// barriers (`Team::wait`): all threads take part; inside it, work is best taken in pieces as well
+// (`Pieces`).
 //
-// Threads are kept and reused; those that a region does not need stay asleep. A waiting thread spins briefly,
-// then sleeps. If torch's OpenMP threads spin while they wait (that is, OMP_WAIT_POLICY is not PASSIVE), they
-// are borrowed instead, since two teams would compete for the same cores. A call inside a region, or while
-// another thread's region runs, runs on its caller alone. An exception in any thread ends the region and is
-// rethrown by the call. A forked child gets a team of its own.
+// Threads are kept and reused; those that a region does not need stay asleep. A waiting thread
+// spins briefly, then sleeps. If torch's OpenMP threads spin while they wait (that is,
+// OMP_WAIT_POLICY is not PASSIVE), they are borrowed instead, since two teams would compete for the
+// same cores. A call inside a region, or while another thread's region runs, runs on its caller
+// alone. An exception in any thread ends the region and is rethrown by the call. A forked child
+// gets a team of its own.
 #pragma once
 
 #include <atomic>
@@ -81,8 +83,8 @@ class Pieces {
 
 // Where threads come from. kAuto follows the rule at the top of this file.
 enum class ThreadSource { kAuto, kOwn, kOpenMp };
-// Sets the source, for tests and sanitizers; must not be called while a region runs. Returns false if the
-// process has no OpenMP runtime to borrow from.
+// Sets the source, for tests and sanitizers; must not be called while a region runs. Returns false
+// if the process has no OpenMP runtime to borrow from.
 bool set_thread_source(ThreadSource source);
 // Returns kOwn or kOpenMp.
 ThreadSource thread_source();
@@ -95,16 +97,16 @@ void run_region(int threads, bool independent, Region work, void* context);
 template <class Work>
 void run_on(int threads, Work& work) {
   run_region(
-      threads, false,
-      [](void* context, const Team& team) { (*static_cast<Work*>(context))(team); }, &work);
+      threads, false, [](void* context, const Team& team) { (*static_cast<Work*>(context))(team); },
+      &work);
 }
 
 // The same for work that has no barriers and is taken in pieces.
 template <class Work>
 void run_independent(int threads, Work& work) {
   run_region(
-      threads, true,
-      [](void* context, const Team& team) { (*static_cast<Work*>(context))(team); }, &work);
+      threads, true, [](void* context, const Team& team) { (*static_cast<Work*>(context))(team); },
+      &work);
 }
 
 // Calls work(piece) for all pieces, on up to `threads` threads.

@@ -10,8 +10,8 @@
 
 namespace vlora::runtime::VLORA_ISA {
 
-// The instructions are inline assembly: the compiler's intrinsics do not accept a register number that is
-// a template parameter.
+// The instructions are inline assembly: the compiler's intrinsics do not accept a register number
+// that is a template parameter.
 struct TileRegisters {
   template <class Shapes>
   static void configure(const Shapes& shapes) {
@@ -29,7 +29,10 @@ struct TileRegisters {
   // Loads data that is not read again soon, without evicting other lines from L1.
   template <int T>
   static void load_streaming(const void* from, ptrdiff_t line_bytes) {
-    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(line_bytes), "i"(T) : "memory");
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2"
+                 :
+                 : "r"(from), "r"(line_bytes), "i"(T)
+                 : "memory");
   }
   template <int T>
   static void store(void* to, ptrdiff_t line_bytes) {
@@ -54,8 +57,9 @@ struct Bf16Line {
   void store(char* to) const { _mm512_store_si512(to, bits); }
   // Interleaves the two halves of the line: values 0, 16, 1, 17, …
   Bf16Line interleaved() const {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return {_mm512_permutexvar_epi16(order, bits)};
   }
 };
@@ -65,10 +69,15 @@ struct Fp32Line {
   __m512 low, high;
 
   static Fp32Line zero() { return {_mm512_setzero_ps(), _mm512_setzero_ps()}; }
-  static Fp32Line load(const float* from) { return {_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)}; }
-  static Fp32Line load_some(const float* from, int count) { return load_two(from, count, from + 16, count - 16); }
+  static Fp32Line load(const float* from) {
+    return {_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)};
+  }
+  static Fp32Line load_some(const float* from, int count) {
+    return load_two(from, count, from + 16, count - 16);
+  }
   // Two halves of up to 16 values each, the rest zero.
-  static Fp32Line load_two(const float* first, int first_count, const float* second, int second_count) {
+  static Fp32Line load_two(const float* first, int first_count, const float* second,
+                           int second_count) {
     return {_mm512_maskz_loadu_ps(first_lanes(first_count), first),
             _mm512_maskz_loadu_ps(first_lanes(second_count), second)};
   }
@@ -104,12 +113,15 @@ VLORA_INLINE void transpose_pairs(const Bf16Line (&lines)[16], char* to) {
   }
 }
 
-VLORA_INLINE void copy_line(const char* from, char* to) { _mm512_store_si512(to, _mm512_loadu_si512(from)); }
+VLORA_INLINE void copy_line(const char* from, char* to) {
+  _mm512_store_si512(to, _mm512_loadu_si512(from));
+}
 
 // Writes columns 4 quarter … 4 quarter + 3 of a tile of sums, transposed, as up to four rows of y:
 // `columns` values of `rows` rows. `bias` (or null) is added, except where sums are added to y.
-VLORA_INLINE void store_transposed(const float* tile, ptrdiff_t line, int quarter, float* y, ptrdiff_t stride,
-                                   int rows, int columns, const float* bias, Store how) {
+VLORA_INLINE void store_transposed(const float* tile, ptrdiff_t line, int quarter, float* y,
+                                   ptrdiff_t stride, int rows, int columns, const float* bias,
+                                   Store how) {
   const __mmask16 valid = first_lanes(columns);
   const __m512 biases = bias ? _mm512_maskz_loadu_ps(valid, bias) : _mm512_setzero_ps();
   __m512 lines[4];

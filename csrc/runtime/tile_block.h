@@ -1,5 +1,5 @@
-// The block of sums that every AMX kernel computes: up to four tiles in registers. Included after the
-// tile registers of an instruction set (tile_amx.h or tile_twin.h).
+// The block of sums that every AMX kernel computes: up to four tiles in registers. Included after
+// the tile registers of an instruction set (tile_amx.h or tile_twin.h).
 #pragma once
 
 #include <type_traits>
@@ -24,24 +24,23 @@ VLORA_INLINE void for_each_index(const Body& body) {
   for_each_index(body, std::make_integer_sequence<int, N>{});
 }
 
-// Tiles of a factor in memory. Lines of a tile, tiles along the depth, and the two tiles of a step are
-// this many bytes apart.
+// Tiles of a factor in memory. Lines of a tile, tiles along the depth, and the two tiles of a step
+// are this many bytes apart.
 struct TileSource {
   const char* at;
   ptrdiff_t line, depth, second;
 };
 
-// Sums of kTall tiles of rows by kWide tiles of columns, at most four, in registers 0 … 3. Registers 4
-// and 5 hold tiles of the left factor, 6 and 7 tiles of the right one.
+// Sums of kTall tiles of rows by kWide tiles of columns, at most four, in registers 0 … 3.
+// Registers 4 and 5 hold tiles of the left factor, 6 and 7 tiles of the right one.
 template <int kTall, int kWide>
 struct TileBlock {
   static_assert(kTall <= 2 && kTall * kWide <= 4);
   using U = TileRegisters;
 
   static VLORA_INLINE void zero() {
-    for_each_sum([](auto row, auto column, auto sum) __attribute__((always_inline)) {
-      U::template zero<sum.value>();
-    });
+    for_each_sum([](auto row, auto column, auto sum)
+                     __attribute__((always_inline)) { U::template zero<sum.value>(); });
   }
   // Loads the sums, whose rows are `stride` floats apart. kStreaming: they are not read again soon.
   template <bool kStreaming = false>
@@ -56,7 +55,8 @@ struct TileBlock {
   }
   static VLORA_INLINE void store(float* sums, ptrdiff_t stride) {
     for_each_sum([&](auto row, auto column, auto sum) __attribute__((always_inline)) {
-      U::template store<sum.value>(sums + row.value * kAmxRows * stride + column.value * kLanes, 4 * stride);
+      U::template store<sum.value>(sums + row.value * kAmxRows * stride + column.value * kLanes,
+                                   4 * stride);
     });
   }
 
@@ -92,8 +92,8 @@ struct TileBlock {
     if constexpr (kTall > 1) multiply_row<1>();
   }
 
-  // Adds left times right over `count` tiles of depth, each tile being used once. loaded(At<row>{}) runs
-  // after each tile of the left factor is loaded, between() after each tile of depth.
+  // Adds left times right over `count` tiles of depth, each tile being used once. loaded(At<row>{})
+  // runs after each tile of the left factor is loaded, between() after each tile of depth.
   template <bool kStreaming, class Loaded, class Between>
   static VLORA_INLINE void multiply_depth(TileSource left, TileSource right, int64_t count,
                                           const Loaded& loaded, const Between& between) {
@@ -113,7 +113,9 @@ struct TileBlock {
 
  private:
   // Registers 0 and 1 have the shape of the upper tile of rows, 2 and 3 that of the lower one.
-  static constexpr int sum_of_tiles(int row, int column) { return kTall > 1 ? 2 * row + column : column; }
+  static constexpr int sum_of_tiles(int row, int column) {
+    return kTall > 1 ? 2 * row + column : column;
+  }
 
   template <class Body>
   static VLORA_INLINE void for_each_sum(const Body& body) {

@@ -1,5 +1,5 @@
-// Products of rows of bf16 pairs with packed panels by a tile unit. Included after the tile registers of
-// an instruction set (tile_amx.h or tile_twin.h).
+// Products of rows of bf16 pairs with packed panels by a tile unit. Included after the tile
+// registers of an instruction set (tile_amx.h or tile_twin.h).
 #pragma once
 
 #include "runtime/tile_block.h"
@@ -43,23 +43,24 @@ inline void configure(int upper, int lower, int steps) {
 
 // `count` tiles of depth, of `steps` steps each.
 template <bool kLower, bool kSecond>
-void multiply_block(const TileProduct& p, const char* left, const char* right, int64_t count, int steps,
-                    bool first) {
+void multiply_block(const TileProduct& p, const char* left, const char* right, int64_t count,
+                    int steps, bool first) {
   using Block = TileBlock<kLower ? 2 : 1, kSecond ? 2 : 1>;
   if (first)
     Block::zero();
   else
     Block::load(p.out, p.out_stride);
-  Block::template multiply_depth<false>({left, p.left_bytes, 4 * steps, kAmxRows * p.left_bytes},
-                                        {right, p.step_bytes, steps * p.step_bytes, p.panel_bytes}, count,
-                                        [](auto) {}, [] {});
+  Block::template multiply_depth<false>(
+      {left, p.left_bytes, 4 * steps, kAmxRows * p.left_bytes},
+      {right, p.step_bytes, steps * p.step_bytes, p.panel_bytes}, count, [](auto) {}, [] {});
   Block::store(p.out, p.out_stride);
 }
 
 inline void multiply_tiles(const TileProduct& p) {
   const int upper = p.rows < kAmxRows ? p.rows : kAmxRows, lower = p.rows - upper;
   const auto run = lower ? p.panels > 1 ? multiply_block<true, true> : multiply_block<true, false>
-                         : p.panels > 1 ? multiply_block<false, true> : multiply_block<false, false>;
+                   : p.panels > 1 ? multiply_block<false, true>
+                                  : multiply_block<false, false>;
   const char* left = static_cast<const char*>(p.left);
   const char* right = static_cast<const char*>(p.right);
   const int64_t full = p.steps / kAmxRows, rest = p.steps % kAmxRows;

@@ -1,5 +1,6 @@
-// AMX's tile registers emulated in plain C++, for tests on CPUs without AMX. An operation that AMX would
-// fault on aborts the process. The rest of the file is the plain C++ equivalent of tile_amx.h.
+// AMX's tile registers emulated in plain C++, for tests on CPUs without AMX. An operation that AMX
+// would fault on aborts the process. The rest of the file is the plain C++ equivalent of
+// tile_amx.h.
 #pragma once
 
 #include <cstdlib>
@@ -43,7 +44,8 @@ struct TileRegisters {
   static void load(const void* from, ptrdiff_t line_bytes) {
     zero<T>();
     for (int row = 0; row < at(T).rows; ++row)
-      std::memcpy(at(T).line[row], static_cast<const char*>(from) + row * line_bytes, size_t(at(T).line_bytes));
+      std::memcpy(at(T).line[row], static_cast<const char*>(from) + row * line_bytes,
+                  size_t(at(T).line_bytes));
   }
   template <int T>
   static void load_streaming(const void* from, ptrdiff_t line_bytes) {
@@ -53,12 +55,14 @@ struct TileRegisters {
   static void store(void* to, ptrdiff_t line_bytes) {
     if (!at(T).rows) std::abort();
     for (int row = 0; row < at(T).rows; ++row)
-      std::memcpy(static_cast<char*>(to) + row * line_bytes, at(T).line[row], size_t(at(T).line_bytes));
+      std::memcpy(static_cast<char*>(to) + row * line_bytes, at(T).line[row],
+                  size_t(at(T).line_bytes));
   }
   template <int C, int A, int B>
   static void multiply() {
     Register &c = at(C), &a = at(A), &b = at(B);
-    if (c.rows != a.rows || c.line_bytes != b.line_bytes || a.line_bytes != 4 * b.rows || !c.rows) std::abort();
+    if (c.rows != a.rows || c.line_bytes != b.line_bytes || a.line_bytes != 4 * b.rows || !c.rows)
+      std::abort();
     for (int m = 0; m < c.rows; ++m)
       for (int k = 0; k < b.rows; ++k)
         for (int n = 0; n < c.line_bytes / 4; ++n) {
@@ -94,8 +98,11 @@ struct Fp32Line {
 
   static Fp32Line zero() { return {}; }
   static Fp32Line load(const float* from) { return load_some(from, 32); }
-  static Fp32Line load_some(const float* from, int count) { return load_two(from, count, from + 16, count - 16); }
-  static Fp32Line load_two(const float* first, int first_count, const float* second, int second_count) {
+  static Fp32Line load_some(const float* from, int count) {
+    return load_two(from, count, from + 16, count - 16);
+  }
+  static Fp32Line load_two(const float* first, int first_count, const float* second,
+                           int second_count) {
     Fp32Line line = {};
     for (int k = 0; k < 16 && k < first_count; ++k) line.value[k] = first[k];
     for (int k = 0; k < 16 && k < second_count; ++k) line.value[16 + k] = second[k];
@@ -109,7 +116,8 @@ struct Fp32Line {
   }
   Bf16Line take_upper_half() {
     Bf16Line line;
-    for (int k = 0; k < 32; ++k) line.value[k] = vlora::runtime::VLORA_ISA::take_upper_half(value[k]);
+    for (int k = 0; k < 32; ++k)
+      line.value[k] = vlora::runtime::VLORA_ISA::take_upper_half(value[k]);
     return line;
   }
   Bf16Line take_rounded() {
@@ -121,13 +129,15 @@ struct Fp32Line {
 
 inline void transpose_pairs(const Bf16Line (&lines)[16], char* to) {
   for (int t = 0; t < 16; ++t)
-    for (int pair = 0; pair < 16; ++pair) std::memcpy(to + pair * 64 + t * 4, &lines[t].value[2 * pair], 4);
+    for (int pair = 0; pair < 16; ++pair)
+      std::memcpy(to + pair * 64 + t * 4, &lines[t].value[2 * pair], 4);
 }
 
 inline void copy_line(const char* from, char* to) { std::memcpy(to, from, 64); }
 
-inline void store_transposed(const float* tile, ptrdiff_t line, int quarter, float* y, ptrdiff_t stride,
-                             int rows, int columns, const float* bias, Store how) {
+inline void store_transposed(const float* tile, ptrdiff_t line, int quarter, float* y,
+                             ptrdiff_t stride, int rows, int columns, const float* bias,
+                             Store how) {
   for (int i = 0; i < rows && i < 4; ++i)
     for (int n = 0; n < columns; ++n) {
       float& to = y[i * stride + n];

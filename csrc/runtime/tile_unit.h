@@ -28,9 +28,9 @@ struct TileProduct {
   ptrdiff_t panel_bytes;  // bytes between panels
   int panels;             // 1 … kAmxBlockPanels
   int64_t steps;
-  float* out;             // panel n begins at out + 16 n
-  ptrdiff_t out_stride;   // floats between rows
-  bool first;             // whether the sums start from zero, not from `out`
+  float* out;            // panel n begins at out + 16 n
+  ptrdiff_t out_stride;  // floats between rows
+  bool first;            // whether the sums start from zero, not from `out`
 };
 
 struct TileUnit {

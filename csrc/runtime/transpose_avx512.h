@@ -8,7 +8,8 @@
 namespace vlora::runtime::VLORA_ISA {
 
 // Returns columns 4 quarter … 4 quarter + 3 of 16 lines that are `stride` floats apart.
-VLORA_INLINE void transpose_quarter(const float* lines, ptrdiff_t stride, int quarter, __m512 (&columns)[4]) {
+VLORA_INLINE void transpose_quarter(const float* lines, ptrdiff_t stride, int quarter,
+                                    __m512 (&columns)[4]) {
   __m512 r[4];
   for (int i = 0; i < 4; ++i) {
     const float* const line = lines + i * stride + 4 * quarter;

@@ -1,12 +1,13 @@
-// Sixteen fp32 values (kLanes) in as many registers of an instruction set as they take. Included after its register
-// header.
+// Sixteen fp32 values (kLanes) in as many registers of an instruction set as they take. Included
+// after its register header.
 #pragma once
 
 #include "runtime/types.h"
 
 namespace vlora::runtime::VLORA_ISA {
 
-// (A template, so that a function that an instruction set does not need is not instantiated for it.)
+// (A template, so that a function that an instruction set does not need is not instantiated for
+// it.)
 template <class R>
 struct VectorOf {
   using V = VectorOf;
@@ -50,7 +51,9 @@ struct VectorOf {
   // Repeats p[0], p[1].
   static VLORA_INLINE Scalar broadcast_two(const float* p) { return R::broadcast_two(p); }
   // Repeats p[odd], p[2 + odd].
-  static VLORA_INLINE Scalar broadcast_two_of_four(const float* p, int odd) { return R::broadcast_two_of_four(p, odd); }
+  static VLORA_INLINE Scalar broadcast_two_of_four(const float* p, int odd) {
+    return R::broadcast_two_of_four(p, odd);
+  }
 
   VLORA_INLINE void add_product(Scalar s, const V& b) {
 #pragma GCC unroll 4
@@ -108,8 +111,8 @@ struct VectorOf {
       streaming ? b.stream(p + kLanes) : b.store(p + kLanes);
     }
   }
-  // The inverse of load_deinterleaved, rounding as `store` does. A NaN must be a quiet one, as results of arithmetic
-  // are.
+  // The inverse of load_deinterleaved, rounding as `store` does. A NaN must be a quiet one, as
+  // results of arithmetic are.
   VLORA_INLINE void store_interleaved(uint16_t* p) const {
     constexpr int kHalf = kRegisters / 2;
 #pragma GCC unroll 4

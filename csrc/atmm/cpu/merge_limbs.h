@@ -1,5 +1,5 @@
-// A merge's products by a tile unit, both factors split into limbs (runtime/fp32_limbs.h). Included after the unit's
-// tile registers and runtime/tile_product.h.
+// A merge's products by a tile unit, both factors split into limbs (runtime/fp32_limbs.h). Included
+// after the unit's tile registers and runtime/tile_product.h.
 #pragma once
 
 #include "atmm/kernels.h"
@@ -21,15 +21,18 @@ inline void limbs_of_rows(const float* b, int64_t rank, int rows, int64_t depth,
   const int64_t limb_bytes = kLimbRows * depth * 2;
   for (int row = 0; row < kLimbRows; ++row)
     for (int64_t k = 0; k < depth; k += kLimbDepth) {
-      const auto values = isa::Fp32Line::load_some(b + row * rank + k, row < rows ? int(rank - k) : 0);
-      isa::store_limbs(isa::split_rounded(values), reinterpret_cast<char*>(to + row * depth + k), limb_bytes);
+      const auto values =
+          isa::Fp32Line::load_some(b + row * rank + k, row < rows ? int(rank - k) : 0);
+      isa::store_limbs(isa::split_rounded(values), reinterpret_cast<char*>(to + row * depth + k),
+                       limb_bytes);
     }
 }
 
-// Splits columns of A, in blocks of two panels, into [block][limb][chunk of the depth][panel], a tile each, whose lines
-// are pairs of depth. Values from `rank` on, and columns beyond the last one of a block, are zero.
-inline void limbs_of_columns(const float* a, ptrdiff_t stride, int64_t rank, int64_t columns, int64_t depth,
-                             uint16_t* to) {
+// Splits columns of A, in blocks of two panels, into [block][limb][chunk of the depth][panel], a
+// tile each, whose lines are pairs of depth. Values from `rank` on, and columns beyond the last one
+// of a block, are zero.
+inline void limbs_of_columns(const float* a, ptrdiff_t stride, int64_t rank, int64_t columns,
+                             int64_t depth, uint16_t* to) {
   const int64_t chunks = depth / kLimbDepth, limb_bytes = depth * kLimbColumns * 2;
   for (int64_t n = 0; n < columns; n += kPanel) {
     const int count = int(columns - n < kPanel ? columns - n : kPanel);
@@ -37,19 +40,21 @@ inline void limbs_of_columns(const float* a, ptrdiff_t stride, int64_t rank, int
     char* const panel = block + n % kLimbColumns / kPanel * kTileBytes;
     for (int64_t k = 0; k < depth; k += 2) {
       const float* const row = a + k * stride + n;
-      const auto values =
-          isa::Fp32Line::load_two(row, k < rank ? count : 0, row + stride, k + 1 < rank ? count : 0);
+      const auto values = isa::Fp32Line::load_two(row, k < rank ? count : 0, row + stride,
+                                                  k + 1 < rank ? count : 0);
       const auto limbs = isa::split_rounded(values);
       char* const line = panel + k / kLimbDepth * 2 * kTileBytes + k % kLimbDepth / 2 * 64;
       for (int i = 0; i < kLimbs; ++i) limbs.line[i].interleaved().store(line + i * limb_bytes);
     }
     // The second panel of the last block may lie beyond the columns.
     if (n + kPanel >= columns && n % kLimbColumns == 0)
-      for (int64_t i = 0; i < kLimbs * chunks; ++i) __builtin_memset(panel + kTileBytes + i * 2 * kTileBytes, 0, kTileBytes);
+      for (int64_t i = 0; i < kLimbs * chunks; ++i)
+        __builtin_memset(panel + kTileBytes + i * 2 * kTileBytes, 0, kTileBytes);
   }
 }
 
-// out = in + sign * sums, for one row of kLimbGroup blocks, whose sums are kBlockFloats apart, or its first `columns`.
+// out = in + sign * sums, for one row of kLimbGroup blocks, whose sums are kBlockFloats apart, or
+// its first `columns`.
 template <class T, bool kStream>
 VLORA_INLINE void add_row(const float* sums, const T* in, T* out, V::Scalar sign, int64_t columns) {
   constexpr int kBlocks = kLimbGroup;
@@ -79,16 +84,18 @@ VLORA_INLINE void add_row(const float* sums, const T* in, T* out, V::Scalar sign
   }
 }
 
-// Merges up to 32 rows. Sums go through scratch, two blocks at a time, and are added to W between the products of the
-// next two, so that the tile unit and the vectors work at the same time. Two blocks make two cache lines of a row, which
-// memory accepts best as streaming stores (one block: 16.6 ms instead of 10.6; two threads, rank 16, bf16). Four blocks
-// evict the factors from L1.
+// Merges up to 32 rows. Sums go through scratch, two blocks at a time, and are added to W between
+// the products of the next two, so that the tile unit and the vectors work at the same time. Two
+// blocks make two cache lines of a row, which memory accepts best as streaming stores (one
+// block: 16.6 ms instead of 10.6; two threads, rank 16, bf16). Four blocks evict the factors from
+// L1.
 template <class T, bool kStream>
 void merge_limbs(const LimbRows& p) {
   alignas(64) static thread_local float sums[2][kLimbGroup * kBlockFloats];
   constexpr int64_t kColumns = kLimbGroup * kLimbColumns;
   const int64_t chunks = p.depth / kLimbDepth;
-  const int64_t left_limb = kLimbRows * p.depth * 2, right_limb = p.depth * kLimbColumns * 2;  // bytes
+  const int64_t left_limb = kLimbRows * p.depth * 2,
+                right_limb = p.depth * kLimbColumns * 2;  // bytes
   const ptrdiff_t left_line = p.depth * 2;
   const V::Scalar sign = V::broadcast(&p.sign);
   const T* in = static_cast<const T*>(p.in);
@@ -104,8 +111,8 @@ void merge_limbs(const LimbRows& p) {
     int added = 0;  // rows of `ready_sums` that have been added
     const auto add_rows = [&](int until) {
       for (; added < until; ++added) {
-        add_row<T, kStream>(ready_sums + added * kLimbColumns, in + added * p.stride, out + added * p.stride, sign,
-                            ready);
+        add_row<T, kStream>(ready_sums + added * kLimbColumns, in + added * p.stride,
+                            out + added * p.stride, sign, ready);
         if (!next) continue;
         // Prefetches as much of the next rows to L2.
         for (int64_t n = 0; n < kColumns; n += 64 / int64_t(sizeof(T)))
@@ -119,7 +126,8 @@ void merge_limbs(const LimbRows& p) {
     const int products = int(chunks) * kLimbProducts * blocks;
     int done = 0;
     const auto load_left = [&](int limb, int64_t chunk) {
-      Block::load_left(rows + limb * left_limb + chunk * kLimbDepth * 2, left_line, runtime::kAmxRows * left_line);
+      Block::load_left(rows + limb * left_limb + chunk * kLimbDepth * 2, left_line,
+                       runtime::kAmxRows * left_line);
     };
     const auto load_right = [&](int limb, int64_t chunk) {
       Block::load_right(right + limb * right_limb + chunk * 2 * kTileBytes, 64, kTileBytes);
@@ -130,8 +138,8 @@ void merge_limbs(const LimbRows& p) {
     };
     for (int block = 0; block < blocks; ++block, right += kLimbs * right_limb) {
       Block::zero();
-      // Small products come first, so that the sum is rounded as often as one of fp32 is; among them the order needs
-      // few loads. (A gemm orders them by loads alone: gemm/gemm_amx_limbs.h.)
+      // Small products come first, so that the sum is rounded as often as one of fp32 is; among
+      // them the order needs few loads. (A gemm orders them by loads alone: gemm/gemm_amx_limbs.h.)
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         load_left(2, chunk), load_right(0, chunk), multiply();
         load_left(0, chunk), load_right(2, chunk), multiply();
@@ -139,7 +147,8 @@ void merge_limbs(const LimbRows& p) {
         load_left(1, chunk), multiply();
         load_right(0, chunk), multiply();
       }
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) load_left(0, chunk), load_right(0, chunk), multiply();
+      for (int64_t chunk = 0; chunk < chunks; ++chunk)
+        load_left(0, chunk), load_right(0, chunk), multiply();
       Block::store(sums[group % 2] + block * kBlockFloats, kLimbColumns);
     }
     if (ready) {
