@@ -109,8 +109,8 @@ def unit(
 ) -> Unit:
     """Generate the translation unit of one part of a directory's kernels for one instruction set.
 
-    It includes the registers and vectors of `isa` and then `includes`; `body` follows inside namespace
-    vlora::DIRECTORY::ISA.
+    It includes the registers and vectors of `isa` and then `includes`; `body` follows inside
+    namespace vlora::DIRECTORY::ISA.
     """
     defines = "".join("#define " + d.replace("=", " ", 1) + "\n" for d in isa.defines)
     text = (

@@ -162,13 +162,13 @@ struct OpenMp {
       RegionState& region;
       int wanted;
       // They repeat the runtime's own synchronization in a form that thread sanitizers see.
-      std::atomic<int> begun{0}, ended{0};
+      std::atomic<int> started{0}, ended{0};
     } borrowed{*this, region, wanted};
-    borrowed.begun.store(1, std::memory_order_release);
+    borrowed.started.store(1, std::memory_order_release);
     parallel(
         [](void* data) {
           Borrowed& b = *static_cast<Borrowed*>(data);
-          (void)b.begun.load(std::memory_order_acquire);
+          (void)b.started.load(std::memory_order_acquire);
           const int thread = b.openmp.thread(), threads = std::min(b.wanted, b.openmp.threads());
           if (thread < threads) b.region.run(thread, threads);
           b.ended.fetch_add(1, std::memory_order_release);

@@ -90,7 +90,7 @@ bool set_thread_source(ThreadSource source);
 ThreadSource thread_source();
 
 using Region = void (*)(void* context, const Team& team);
-// independent: threads that have not begun when the caller's part is done are not waited for.
+// independent: threads that have not started when the caller's part is done are not waited for.
 void run_region(int threads, bool independent, Region work, void* context);
 
 // Calls work(team) on `threads` threads, or on the caller alone. The caller is thread 0.
