@@ -23,7 +23,7 @@ MIXED = ((5, 100), (1, 700), (130, 33), (1, 0), (1, 15), (1, 16))
 
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
-def _threads(request: pytest.FixtureRequest, _threads_put_back: None) -> None:
+def _threads(request: pytest.FixtureRequest, _restore_threads: None) -> None:
     torch.set_num_threads(request.param)
 
 
