@@ -65,9 +65,7 @@ AVX512_BF16 = Isa(
     (*_AVX512, "-mavx512bf16"),
     ("VLORA_HAS_BF16_PRODUCTS", "kPeakAccumulators=16"),
 )
-AVX512 = Isa(
-    "avx512", "kAvx512", "runtime/register_avx512.h", _AVX512, ("kPeakAccumulators=16",)
-)
+AVX512 = Isa("avx512", "kAvx512", "runtime/register_avx512.h", _AVX512, ("kPeakAccumulators=16",))
 AVX2 = Isa(
     "avx2",
     "kAvx2",
@@ -75,9 +73,7 @@ AVX2 = Isa(
     ("-mavx2", "-mfma"),
     ("kPeakAccumulators=6",),
 )
-SCALAR = Isa(
-    "scalar", "kScalar", "runtime/register_scalar.h", (), ("kPeakAccumulators=4",)
-)
+SCALAR = Isa("scalar", "kScalar", "runtime/register_scalar.h", (), ("kPeakAccumulators=4",))
 ISAS = (AVX512_BF16, AVX512, AVX2, SCALAR)
 """Instruction sets with vectors only, the most capable first."""
 AMX = Isa(
