@@ -39,7 +39,7 @@ class Admission:
         self._limits = limits
         self._max_model_len = max_model_len
         self._merge_is_lossy = merge_is_lossy
-        self._vocabulary = Vocabulary(reader.tokenizer)
+        self._vocabulary = Vocabulary(reader.tokenizer, config.vocabulary)
         self._tokenizing = threading.Lock()
 
     def prepare(self, request: Request) -> RequestState:

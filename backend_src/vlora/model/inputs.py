@@ -46,8 +46,8 @@ class PromptReader:
     def read(self, text: str, images: ImageFeatures | None) -> Prompt:
         """Return the prompt of a text with one placeholder per image.
 
-        Raises InvalidArgument if the numbers of placeholders and images differ, or the features do
-        not fit the model.
+        Raises InvalidArgument if the numbers of placeholders and images differ, the features do not
+        fit the model, or the text has a token that the embedding lacks.
         """
         if images is not None:
             images.check(self._config.hidden)
@@ -60,6 +60,7 @@ class PromptReader:
                 f"the prompt has {placeholders} image placeholder{'s' * (placeholders != 1)}"
                 f" for {count} image{'s' * (count != 1)}"
             )
+        self._check_embedded(tokens)
         if images is None or count == 0:
             return Prompt.of_text(tokens)
         ids: list[int] = []
@@ -75,6 +76,22 @@ class PromptReader:
             feature_row.extend(range(first, first + rows))
             image += 1
         return Prompt(tuple(ids), torch.tensor(feature_row), torch.from_numpy(images.features))
+
+    def _check_embedded(self, tokens: list[int]) -> None:
+        """Raise InvalidArgument if a token has no embedding and is no image placeholder.
+
+        A tokenizer may have more tokens than the model: they are added for other models.
+        """
+        size = self._config.vocabulary
+        if max(tokens, default=0) < size:
+            return
+        beyond = next((t for t in tokens if t >= size and t != self._config.image_token), None)
+        if beyond is not None:
+            text = self.tokenizer.convert_ids_to_tokens(beyond)
+            raise InvalidArgument(
+                f"the prompt has token {beyond} ({text!r}), which the model's embedding lacks;"
+                f" its tokens are from 0 to {size - 1}"
+            )
 
     def _tokenize(self, text: str) -> list[int]:
         """Return the token ids of `text`, with at most one begin-of-text token.

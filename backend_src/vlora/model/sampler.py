@@ -189,6 +189,8 @@ def _penalised(
     scores = logits.astype(np.float32, copy=True)
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.asarray([*prompt, *output], dtype=np.int64))
+        # A placeholder of images may lie beyond the embedding.
+        seen = seen[seen < scores.size]
         values = scores[seen].astype(np.float64)
         penalty = np.float32(params.repetition_penalty)
         scores[seen] = _finite(np.where(values > 0, values / penalty, values * penalty))

@@ -19,21 +19,23 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class Vocabulary:
-    """Bytes of every token.
+    """Bytes of every token that the model can generate.
 
     bytes_of: bytes by token id; b"" for special tokens, which never appear in text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, size: int | None = None) -> None:
+        """size: rows of the LM head, if the tokenizer may have more tokens than that."""
         added = tokenizer.added_tokens_decoder
         # Byte-level tokenizers write bytes as printable characters. SentencePiece-like ones write a
         # space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind it is.
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         self._alphabet = _byte_level_alphabet()
         special = set(tokenizer.all_special_ids)
-        self.bytes_of: list[bytes] = [b""] * len(tokenizer)
+        size = len(tokenizer) if size is None else size
+        self.bytes_of: list[bytes] = [b""] * min(len(tokenizer), size)
         for text, token in tokenizer.get_vocab().items():
-            if token in special or (token in added and added[token].special):
+            if token >= size or token in special or (token in added and added[token].special):
                 continue
             self.bytes_of[token] = text.encode() if token in added else self._to_bytes(text)
 
