@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from tests.support.engine_client import Collector, request
+from tests.support.engine_client import PATIENCE, Collector, request
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.errors import InvalidArgument, NotFound, VLoraError
+from vlora.model.inputs import Prompt
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 
@@ -205,6 +208,40 @@ def test_an_end_of_text_beyond_the_embedding_is_not_masked(
     while not engine.idle:
         outputs += engine.step()
     assert outputs[-1].error is None
+
+
+def test_a_prompt_of_more_bytes_than_the_context_can_hold_is_not_tokenized(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizing the largest prompt takes seconds."""
+    read: list[str] = []
+    monkeypatch.setattr(engine.admission.reader, "read", lambda text, images: read.append(text))
+    with pytest.raises(InvalidArgument, match=r"has \d+ bytes; the context of 1024 tokens holds"):
+        engine.prepare(request("x", prompt="what is it? " * 80_000))
+    assert not read
+
+
+def test_a_prompt_does_not_wait_for_another_one_to_be_tokenized(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizing, proceed = threading.Event(), threading.Event()
+    read = engine.admission.reader.read
+
+    def slowly(text: str, features: ImageFeatures | None) -> Prompt:
+        if text == "slow":
+            tokenizing.set()
+            assert proceed.wait(PATIENCE)
+        return read(text, features)
+
+    monkeypatch.setattr(engine.admission.reader, "read", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(engine.prepare, request("slow", prompt="slow"))
+        assert tokenizing.wait(PATIENCE)
+        quick = threads.submit(engine.prepare, request("quick"))
+        done, _ = wait([quick], timeout=5)
+        proceed.set()
+        assert done
+        assert slow.result().sequence.prompt_length > 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from vlora.errors import InvalidArgument
 from vlora.ids import NO_IMAGE
 from vlora.model.decoder_config import DecoderConfig
+from vlora.model.token_length import TokenLength
 from vlora.request import ImageFeatures
 
 
@@ -37,11 +38,34 @@ class Prompt:
 
 
 class PromptReader:
-    """Tokenizer of a checkpoint, which also expands image placeholders."""
+    """Tokenizer of a checkpoint, which also expands image placeholders.
+
+    Safe to use from several threads at once: the tokenizer is not changed after construction, and
+    it does not hold Python's lock while it works.
+    """
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         self._config = config
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._backend = self.tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._token_length = TokenLength(self.tokenizer)
+
+    def check_length(self, text: str, context: int) -> None:
+        """Raise InvalidArgument if `text` cannot fit a context of this many tokens.
+
+        Costs no time. A text that passes may still be too long, which its tokens then show.
+        """
+        size, limit = (
+            len(text.encode(errors="replace")),
+            self._token_length.max_bytes(text, context),
+        )
+        if size > limit:
+            raise InvalidArgument(
+                f"the prompt has {size} bytes; the context of {context} tokens holds at most"
+                f" {limit:.0f}"
+            )
 
     def read(self, text: str, images: ImageFeatures | None) -> Prompt:
         """Return the prompt of a text with one placeholder per image.
@@ -101,6 +125,7 @@ class PromptReader:
         """
         bos = self.tokenizer.bos_token
         has_bos = bool(bos) and text.startswith(bos)
-        # No warning for a long prompt: it is rejected later if it exceeds the context.
-        encoded = self.tokenizer(text, add_special_tokens=not has_bos, verbose=False)
-        return list(encoded["input_ids"])
+        # Unlike `encode` it releases Python's lock; unlike the tokenizer itself it changes nothing
+        # and computes no offsets, which takes longer than the tokens.
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=not has_bos)
+        return list(encoded.ids)

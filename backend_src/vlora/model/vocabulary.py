@@ -18,6 +18,10 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
+BYTE_ALPHABET = _byte_level_alphabet()
+"""Byte of each character in the tokens of a byte-level tokenizer."""
+
+
 class Vocabulary:
     """Bytes of every token that the model can generate.
 
@@ -30,7 +34,6 @@ class Vocabulary:
         # Byte-level tokenizers write bytes as printable characters. SentencePiece-like ones write a
         # space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind it is.
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
-        self._alphabet = _byte_level_alphabet()
         special = set(tokenizer.all_special_ids)
         size = len(tokenizer) if size is None else size
         self.bytes_of: list[bytes] = [b""] * min(len(tokenizer), size)
@@ -42,7 +45,7 @@ class Vocabulary:
     def _to_bytes(self, text: str) -> bytes:
         """Return the bytes of a token from its text in the tokenizer's vocabulary."""
         if self._byte_level:
-            return bytes(self._alphabet[character] for character in text)
+            return bytes(BYTE_ALPHABET[character] for character in text)
         if match := _BYTE_TOKEN.match(text):
             return bytes([int(match[1], 16)])
         return text.replace("▁", " ").encode()
