@@ -51,8 +51,8 @@ class Health(IntEnum):
     READY = 0
     """The server answers requests."""
     DEAD = 1
-    """There is no server, a model's process has ended, or the deadline passed without an answer and
-    without a forward pass."""
+    """The server does not listen, a model's process has ended, or the deadline passed without an
+    answer and without a forward pass."""
     ALIVE = 3
     """The server runs but accepts no requests now: it starts, drains, or its queue is full."""
 
