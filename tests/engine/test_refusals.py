@@ -139,7 +139,7 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
 
 @pytest.fixture(scope="module")
 def wide_tokenizer(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose tokenizer has tokens that its embedding lacks."""
+    """Return a checkpoint whose tokenizer has tokens that its embedding lacks."""
     folder = tmp_path_factory.mktemp("wide") / "checkpoint"
     shutil.copytree(checkpoint, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
