@@ -1,4 +1,4 @@
-"""`lmm` and `lmm_unary`: the vLLM backend's interface, and the extensions."""
+"""Tests of `lmm` and `lmm_unary`: the interface of the vLLM backend, and our extensions of it."""
 
 import json
 import math

@@ -18,10 +18,10 @@ from vlora.model.rotary import rope_frequencies, unsupported_rope
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of the decoder.
+    """Architecture of the decoder, as read from a checkpoint.
 
     context: maximum number of positions of a sequence.
-    prefix: what precedes `layers` in the module names of transformers' model.
+    prefix: part before `layers` in the module names of the transformers model.
     biased: targets with a bias.
     tied: whether the LM head is the embedding matrix.
     image_token: id of the image placeholder, None for a checkpoint without images.
