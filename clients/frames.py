@@ -7,7 +7,7 @@ Frames are uint8 [height, width, 3], RGB.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -122,20 +122,22 @@ class VideoFile:
                     raise ClientError(f"{self._path} contains no video stream")
                 video = container.streams.video[0]
                 fps = max(1, round(float(video.average_rate or 30)))
-                second: list[Pixels] = []
-                passed = 0
+                # Only the frames of a chunk are converted and kept: a file may claim any rate.
+                wanted = evenly_spaced(fps, self._frames_per_chunk)
+                kept: list[Pixels] = []
+                count = passed = 0
                 for frame in container.decode(video):
-                    second.append(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8))
-                    if len(second) == fps:
-                        yield self._chunk(second)
-                        second, passed = [], passed + 1
-                if len(second) * 2 >= fps or (second and not passed):
-                    yield self._chunk(second)
+                    if count in wanted:
+                        pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+                        kept += [pixels] * wanted.count(count)
+                    count += 1
+                    if count == fps:
+                        yield Chunk(kept)
+                        kept, count, passed = [], 0, passed + 1
+                if count * 2 >= fps or (count and not passed):
+                    yield Chunk([kept[i] for i in evenly_spaced(len(kept), len(wanted))])
         except self._av.error.FFmpegError as error:
             raise ClientError(f"cannot read the video {self._path}: {error}") from None
-
-    def _chunk(self, second: Sequence[Pixels]) -> Chunk:
-        return Chunk([second[i] for i in evenly_spaced(len(second), self._frames_per_chunk)])
 
 
 class SyntheticCamera:

@@ -26,7 +26,7 @@ def probe(
     ] = False,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Port of the server's metrics, to tell a long queue from a hung server."),
+        typer.Option(help="Port of the server's metrics, to tell a busy server from a hung one."),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print nothing; only set the exit status.")
@@ -48,7 +48,7 @@ def probe(
     """Check a server by asking for one token, which passes through every model.
 
     Exit status 0: the server answers. 3: it runs but accepts no requests now (starting, draining,
-    queue full; with --metrics-port also a queue longer than the deadline). 1: there is no server,
+    queue full; with --metrics-port also busy for longer than the deadline). 1: there is no server,
     a model's process has ended, or no answer came within the deadline. 2: a TLS file cannot be
     read. A server that is starting can only be recognized on its own machine.
     """

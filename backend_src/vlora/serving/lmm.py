@@ -24,6 +24,7 @@ from vlora.errors import Cancelled, Unavailable, VLoraError
 from vlora.request import MIN_STOPPABLE_ID, ImageFeatures, Output, OutputSink, Request
 from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.codec import Call, adapter_name, is_cancel, prepare, read_call
+from vlora.serving.held_bytes import HeldBytes, bytes_of
 from vlora.serving.responder import Responder, as_vlora_error
 from vlora.serving.tensors import Tensors, strings
 from vlora.vision.prompts import ChatTemplate
@@ -101,6 +102,7 @@ class LmmService:
         self._encode = encode
         self._pool = pool
         self._live: dict[str, Responder] = {}
+        self._held = HeldBytes(limits.max_in_flight_bytes)
         self._encoding: dict[str, _Encoding] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -126,6 +128,7 @@ class LmmService:
             if self._closed.is_set():
                 raise Unavailable("the server is shutting down")
             self._engine.admit(request_id, client_id)
+            self._held.hold(request_id, bytes_of(tensors))
             call = read_call(tensors, parameters, client_id, self._limits)
             with self._lock:
                 self._live[request_id] = responder
@@ -180,6 +183,8 @@ class LmmService:
             text = strings([encoding.call.text])
             features = self._encode({"text_input": text, **encoding.images})
             if self._take_encoding(request_id) is not None:
+                # This thread owns the request now, so nothing releases the bytes meanwhile.
+                self._held.hold(request_id, features.features.nbytes)
                 self._submit(encoding.call.with_images(features), request_id, encoding.responder)
         except Exception as error:
             if request_id in self._live:
@@ -241,6 +246,7 @@ class LmmService:
             log.exception("could not send an error to its client")
 
     def _forget(self, request_id: str) -> None:
+        self._held.release(request_id)
         with self._lock:
             self._live.pop(request_id, None)
 
