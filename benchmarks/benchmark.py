@@ -5,14 +5,18 @@ Subclasses import torch and the package inside their methods only, so that `--he
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
 import typer
 from rich.console import RenderableType
+
+if TYPE_CHECKING:
+    from benchmarks.machine import RooflineByThreads
 
 Row = dict[str, Any]
 """One measured row, as it is written to JSON."""
@@ -83,19 +87,29 @@ class Benchmark(ABC, Generic[CellT]):
     conditions: ClassVar[Sequence[str]] = ()
     """Keys of meta that must be equal for a run to be continued."""
 
-    def __init__(self, *, quick: bool) -> None:
+    def __init__(self, *, quick: bool, grid: Path) -> None:
         self.quick = quick
+        self.grid_path = grid
+        self.rooflines: RooflineByThreads | None = None
+        """The rooflines whose figures belong into meta."""
         self.rows: list[Row] = []
         """All rows so far. The runner appends what `run` yields."""
         self.status: Callable[[str], None] = lambda text: None
         """Shows what is being measured. The runner replaces it."""
 
-    @abstractmethod
     def meta(self) -> dict[str, Any]:
-        """Return what the figures depend on, beyond what `report.machine_meta` describes.
+        """Return what the figures depend on, in addition to `report.machine_meta`.
 
         It is called before the first cell and again before the JSON file is written.
         """
+        from benchmarks.machine import operator_meta
+
+        meta = {"grid": self.grid_path.name, **self.settings(), **operator_meta()}
+        return meta | ({"limits": self.rooflines.as_meta()} if self.rooflines else {})
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options that are part of meta."""
+        return {}
 
     @abstractmethod
     def cells(self) -> Sequence[CellT]:
@@ -148,6 +162,12 @@ def parse_thread_counts(text: str) -> list[int]:
     if not counts or min(counts) < 1:
         raise typer.BadParameter(f"--threads {text!r} is not a list of positive numbers like 1,2")
     return counts
+
+
+def load_grid_values(path: Path, *, quick: bool) -> dict[str, Any]:
+    """Return the entries of a grid file; with `quick`, those of its `quick` entry replace them."""
+    values: dict[str, Any] = json.loads(path.read_text())
+    return values | (values["quick"] if quick else {})
 
 
 def server_threads() -> int:

@@ -6,7 +6,6 @@ demo model.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from benchmarks.benchmark import (
     Row,
     at_least,
     demo_folder,
+    load_grid_values,
 )
 
 if TYPE_CHECKING:
@@ -135,21 +135,18 @@ class PrefixBenchmark(Benchmark[int]):
         threads: Annotated[int, typer.Option(help="Threads of the engine.")] = 1,
         quick: QuickOption = False,
     ) -> None:
-        super().__init__(quick=quick)
+        super().__init__(quick=quick, grid=GRIDS / "prefix.json")
         from benchmarks import machine
 
         machine.set_threads(threads)
         self._threads = threads
         self._model = model or demo_folder() / "checkpoint"
-        grid = json.loads((GRIDS / "prefix.json").read_text())
-        self._grid: dict[str, Any] = grid | (grid["quick"] if quick else {})
+        self._grid = load_grid_values(self.grid_path, quick=quick)
         self._conversations: Conversations | None = None
         self._rounds: list[ConversationRound] = []
 
-    def meta(self) -> dict[str, Any]:
-        from benchmarks import machine
-
-        return {"grid": "prefix.json", "threads": self._threads, **machine.operator_meta()}
+    def settings(self) -> dict[str, Any]:
+        return {"threads": self._threads}
 
     def cells(self) -> Sequence[int]:
         return range(self._grid["repeats"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from benchmarks.benchmark import (
     at_least,
     at_most,
     demo_folder,
+    load_grid_values,
 )
 
 if TYPE_CHECKING:
@@ -62,23 +62,20 @@ class AdaptersBenchmark(Benchmark[str]):
         threads: Annotated[int, typer.Option(help="Threads of the engine.")] = 1,
         quick: QuickOption = False,
     ) -> None:
-        super().__init__(quick=quick)
+        super().__init__(quick=quick, grid=GRIDS / "adapters.json")
         from benchmarks import machine
 
         machine.set_threads(threads)
         self._threads = threads
         self._model = model or demo_folder() / "checkpoint"
-        grid = json.loads((GRIDS / "adapters.json").read_text())
-        self._grid: dict[str, Any] = grid | (grid["quick"] if quick else {})
+        self._grid = load_grid_values(self.grid_path, quick=quick)
         self._roofline = machine.RooflineByThreads()(threads)
         self._scratch = tempfile.TemporaryDirectory()
         self._adapters: ManyAdapters | None = None
         self._results: list[AdaptersResult] = []
 
-    def meta(self) -> dict[str, Any]:
-        from benchmarks import machine
-
-        return {"grid": "adapters.json", "threads": self._threads, **machine.operator_meta()}
+    def settings(self) -> dict[str, Any]:
+        return {"threads": self._threads}
 
     def cells(self) -> Sequence[str]:
         return PARTS

@@ -42,21 +42,18 @@ class AttentionBenchmark(Benchmark["AttentionCell"]):
         quick: QuickOption = False,
         grid: GridOption = None,
     ) -> None:
-        super().__init__(quick=quick)
+        super().__init__(quick=quick, grid=grid or GRIDS / "attention.json")
         from benchmarks import machine
         from benchmarks.attention.measurement import load_grid
 
         self._threads = threads or server_threads()
         machine.set_threads(self._threads)
-        self._grid = grid or GRIDS / "attention.json"
-        self._cells = load_grid(self._grid, parse_types(dtypes), quick=quick)
+        self._cells = load_grid(self.grid_path, parse_types(dtypes), quick=quick)
         self._roofline = machine.RooflineByThreads()(self._threads)
         self._results: list[AttentionResult] = []
 
-    def meta(self) -> dict[str, Any]:
-        from benchmarks import machine
-
-        return {"grid": self._grid.name, "threads": self._threads, **machine.operator_meta()}
+    def settings(self) -> dict[str, Any]:
+        return {"threads": self._threads}
 
     def cells(self) -> Sequence[AttentionCell]:
         return self._cells

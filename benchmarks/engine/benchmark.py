@@ -64,7 +64,7 @@ class EngineBenchmark(Benchmark[Job]):
         grid: GridOption = None,
         root: RootOption = None,
     ) -> None:
-        super().__init__(quick=quick)
+        super().__init__(quick=quick, grid=grid or GRIDS / "engine.json")
         from benchmarks import llava, machine
         from benchmarks.engine.measurement import load_grid
         from vlora.config import Options
@@ -77,8 +77,7 @@ class EngineBenchmark(Benchmark[Job]):
         self._split = split_threads(Options(**self._options))
         machine.set_threads(self._split.engine)
         self._model = model
-        self._grid = grid or GRIDS / "engine.json"
-        self._loads, self._repeats = load_grid(self._grid, quick=quick)
+        self._loads, self._repeats = load_grid(self.grid_path, quick=quick)
         self._dtypes = parse_types(dtypes)
         self._peers, self._served = peers, served
         self._checkpoint = llava.make(llava.MODELS[model], root)
@@ -86,12 +85,11 @@ class EngineBenchmark(Benchmark[Job]):
         self._engines: EnginePair | None = None
         self._results: list[EngineResult] = []
 
-    def meta(self) -> dict[str, Any]:
-        from benchmarks import machine
-
-        meta = {"grid": self._grid.name, "model": self._model, **machine.operator_meta()}
-        meta |= {"threads": self._split._asdict()}
-        return meta | ({"peers": {"peft_mixed": str(self._peer_dtype())}} if self._peers else {})
+    def settings(self) -> dict[str, Any]:
+        settings = {"model": self._model, "threads": self._split._asdict()}
+        if self._peers:
+            settings["peers"] = {"peft_mixed": str(self._peer_dtype())}
+        return settings
 
     def cells(self) -> Sequence[Job]:
         loads = [(load, dtype) for dtype in self._dtypes for load in self._loads]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.benchmark import load_grid_values
 from benchmarks.engine.in_process import InProcess, StepTrace
 from benchmarks.engine.load import KINDS, REQUESTS, Load, LoadTimes
 from benchmarks.engine.over_grpc import OverGrpc
@@ -77,13 +77,10 @@ class EngineResult:
 
 def load_grid(path: Path, *, quick: bool) -> tuple[list[Load], int]:
     """Return the loads of a grid file and the number of repeats."""
-    grid = json.loads(path.read_text())
-    chosen = grid | (grid["quick"] if quick else {})
-    requests = chosen.get("requests", REQUESTS)
-    loads = [
-        Load(kind, count, requests) for kind in chosen["kinds"] for count in chosen["adapters"]
-    ]
-    return loads, chosen["repeats"]
+    grid = load_grid_values(path, quick=quick)
+    requests = grid.get("requests", REQUESTS)
+    loads = [Load(kind, count, requests) for kind in grid["kinds"] for count in grid["adapters"]]
+    return loads, grid["repeats"]
 
 
 class EnginePair:

@@ -81,7 +81,7 @@ class KernelsBenchmark(Benchmark[Job]):
             ),
         ] = None,
     ) -> None:
-        super().__init__(quick=quick)
+        super().__init__(quick=quick, grid=grid or GRIDS / "kernels.json")
         if isa is not None:
             _restrict_torch(isa)  # This must precede the first import of torch.
         from benchmarks import machine
@@ -91,19 +91,12 @@ class KernelsBenchmark(Benchmark[Job]):
         if isa is not None:
             machine.use_isa(isa)
         self._counts = parse_thread_counts(threads)
-        self._grid = grid or GRIDS / "kernels.json"
-        self._cells = load_grid(self._grid, parse_types(dtypes), quick=quick)
+        self._cells = load_grid(self.grid_path, parse_types(dtypes), quick=quick)
         self._effort = QUICK if quick else FULL
-        self._rooflines = machine.RooflineByThreads()
+        self.rooflines = self._rooflines = machine.RooflineByThreads()
         self._plot = plot
         self._results: list[KernelResult] = []
         self._stability: list[Row] = []
-
-    def meta(self) -> dict[str, Any]:
-        from benchmarks import machine
-
-        grid = {"grid": self._grid.name, **machine.operator_meta()}
-        return grid | {"limits": self._rooflines.as_meta()}
 
     def cells(self) -> Sequence[Job]:
         from benchmarks.kernels.measurement import stability_cells

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from benchmarks.policies.policy_engine import PolicyEngine
 
 QUICK_SECONDS = 40.0
-"""Time for replays with --quick, after loading and calibrating."""
+"""Time of a run with --quick, loading and calibrating included."""
 SIMULATION_SHARE = 0.06
 """Share of the time that is kept for traces that are only simulated."""
 
@@ -88,15 +88,14 @@ class PoliciesBenchmark(Benchmark[Job]):
         grid: GridOption = None,
         root: RootOption = None,
     ) -> None:
-        super().__init__(quick=quick)
+        super().__init__(quick=quick, grid=grid or GRIDS / "policies.json")
         from benchmarks import machine
         from benchmarks.policies.grid import PolicyGrid
 
         (self._dtype,) = parse_types(dtype)
         self._threads = server_threads()
         machine.set_threads(self._threads)
-        self._path = grid or GRIDS / "policies.json"
-        self._grid = PolicyGrid.load(self._path, quick=quick)
+        self._grid = PolicyGrid.load(self.grid_path, quick=quick)
         self._plot, self._root = plot, root
         seconds = minutes * 60 if minutes is not None else QUICK_SECONDS if quick else 1e9
         self._deadline = time.monotonic() + seconds
@@ -105,11 +104,9 @@ class PoliciesBenchmark(Benchmark[Job]):
         self._engine: PolicyEngine | None = None
         self._simulating_again = False
 
-    def meta(self) -> dict[str, Any]:
-        from benchmarks import machine
-
-        meta = {"grid": self._path.name, "dtype": self._dtype, "threads": self._threads}
-        return meta | {"workloads": self._grid.values["workloads"], **machine.operator_meta()}
+    def settings(self) -> dict[str, Any]:
+        workloads = self._grid.values["workloads"]
+        return {"dtype": self._dtype, "threads": self._threads, "workloads": workloads}
 
     def resume(self, rows: Sequence[Row]) -> list[Row]:
         from benchmarks.policies.source_fingerprint import current

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.benchmark import load_grid_values
 from benchmarks.policies.traces import TracedRequest, Workload
 from benchmarks.timing import rotated
 
@@ -77,8 +77,7 @@ class PolicyGrid:
 
     @classmethod
     def load(cls, path: Path, *, quick: bool) -> PolicyGrid:
-        values = json.loads(path.read_text())
-        return cls(values | (values["quick"] if quick else {}))
+        return cls(load_grid_values(path, quick=quick))
 
     def cells(self) -> Iterator[PolicyCell]:
         """Yield the cells to measure, seed by seed: an early end leaves complete settings.

@@ -59,27 +59,23 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
         grid: GridOption = None,
         root: RootOption = None,
     ) -> None:
-        super().__init__(quick=quick)
+        super().__init__(quick=quick, grid=grid or GRIDS / "step.json")
         from benchmarks import machine
         from benchmarks.step.measurement import FULL, QUICK, load_grid
 
         self._threads = threads or server_threads()
         machine.set_threads(self._threads)
-        self._grid = grid or GRIDS / "step.json"
         chosen = None if models is None else models.split(",")
-        self._cells = load_grid(self._grid, parse_types(dtypes), chosen, quick=quick)
+        self._cells = load_grid(self.grid_path, parse_types(dtypes), chosen, quick=quick)
         self._effort = QUICK if quick else FULL
-        self._rooflines = machine.RooflineByThreads()
+        self.rooflines = self._rooflines = machine.RooflineByThreads()
         self._root = root
         self._results: list[StepResult] = []
         self._slow_downs: list[float] = []
         self._memory: dict[str, Any] = {}
 
-    def meta(self) -> dict[str, Any]:
-        from benchmarks import machine
-
-        grid = {"grid": self._grid.name, "threads": self._threads, **machine.operator_meta()}
-        return grid | {"limits": self._rooflines.as_meta()}
+    def settings(self) -> dict[str, Any]:
+        return {"threads": self._threads}
 
     def cells(self) -> Sequence[tuple[StepCell, ...]]:
         groups = itertools.groupby(self._cells, key=lambda cell: (cell.model, cell.dtype))

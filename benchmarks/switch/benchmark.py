@@ -61,28 +61,21 @@ class SwitchBenchmark(Benchmark[Job]):
         grid: GridOption = None,
         root: RootOption = None,
     ) -> None:
-        super().__init__(quick=quick)
+        super().__init__(quick=quick, grid=grid or GRIDS / "switch.json")
         from benchmarks import machine
         from benchmarks.switch.merges import load_models
 
         counts = parse_thread_counts(threads)
         self._counts = counts[-1:] if quick else counts
         self._dtypes = parse_types(dtypes)
-        self._path = grid or GRIDS / "switch.json"
-        self._grid: dict[str, Any] = json.loads(self._path.read_text())
-        self._models = load_models(self._path, self._dtypes, quick=quick)
+        self._grid: dict[str, Any] = json.loads(self.grid_path.read_text())
+        self._models = load_models(self.grid_path, self._dtypes, quick=quick)
         self._plot, self._root = plot, root
-        self._rooflines = machine.RooflineByThreads()
+        self.rooflines = self._rooflines = machine.RooflineByThreads()
         self._merges: list[MergeResult] = []
         self._changes: list[ModeChangeGaps] = []
         self._delora: list[DeloraResult] = []
         self._drifts: list[Row] = []
-
-    def meta(self) -> dict[str, Any]:
-        from benchmarks import machine
-
-        grid = {"grid": self._path.name, **machine.operator_meta()}
-        return grid | {"limits": self._rooflines.as_meta()}
 
     def cells(self) -> Sequence[Job]:
         return [

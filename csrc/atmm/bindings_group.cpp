@@ -24,7 +24,8 @@ namespace {
 std::unique_ptr<SegmentList> make_segments(
     const std::vector<std::tuple<int64_t, int64_t, int32_t, int32_t>>& rows) {
   std::vector<Segment> segments;
-  for (const auto& [start, length, slot, sign] : rows) segments.push_back({start, length, slot, sign});
+  for (const auto& [start, length, slot, sign] : rows)
+    segments.push_back({start, length, slot, sign});
   return std::make_unique<SegmentList>(std::move(segments));
 }
 
@@ -43,8 +44,8 @@ struct Factors {
   Matrix a, b;
 };
 
-// The packed pairs of all slots at one moment. A call uses the snapshot it started with, whatever is
-// published meanwhile; a slot's memory is freed with the last snapshot that refers to it.
+// The packed pairs of all slots at one moment. A call uses the snapshot it started with, whatever
+// is published meanwhile; a slot's memory is freed with the last snapshot that refers to it.
 struct Snapshot {
   std::vector<Pair> pairs;                           // [slots][outputs]
   std::vector<std::shared_ptr<const void>> storage;  // of each slot
@@ -69,8 +70,8 @@ class Group {
     }
   }
 
-  // Returns the bytes of one adapter's packed matrices, a multiple of 64. ranks: by output, 0 for an
-  // output that is not targeted.
+  // Returns the bytes of one adapter's packed matrices, a multiple of 64. ranks: by output, 0 for
+  // an output that is not targeted.
   size_t slot_bytes(const std::vector<int64_t>& ranks) const {
     if (ranks.size() != outputs_.size())
       throw std::invalid_argument(std::to_string(ranks.size()) + " pairs for " +
@@ -85,8 +86,8 @@ class Group {
 
   // Packs one adapter (its factors by output, or none) and publishes it in an existing slot or the
   // next one. The matrices are read before this returns, without the interpreter's lock. into:
-  // (address, bytes) of memory of the caller that outlives every call that may use the slot; without
-  // it the group allocates.
+  // (address, bytes) of memory of the caller that outlives every call that may use the slot;
+  // without it the group allocates.
   void set_slot(int64_t slot, const std::vector<std::optional<Factors>>& factors,
                 const std::optional<std::pair<uintptr_t, size_t>>& into) {
     std::vector<int64_t> ranks;
@@ -101,9 +102,9 @@ class Group {
                                       std::to_string(a.rows) + " does not fit");
       }
     if (into && (into->second < bytes || into->first % 64))
-      throw std::invalid_argument("a slot of " + std::to_string(bytes) + " bytes does not fit into " +
-                                  std::to_string(into->second) + " bytes that begin " +
-                                  std::to_string(into->first % 64) +
+      throw std::invalid_argument("a slot of " + std::to_string(bytes) +
+                                  " bytes does not fit into " + std::to_string(into->second) +
+                                  " bytes that begin " + std::to_string(into->first % 64) +
                                   " bytes after a multiple of 64");
     py::gil_scoped_release released;
     const std::shared_ptr<char> storage = into ? nullptr : runtime::in_large_pages(bytes);
@@ -195,8 +196,9 @@ class Group {
     previous = snapshot_;
     auto next = std::make_shared<Snapshot>(*previous);
     if (slot < 0 || size_t(slot) > next->storage.size())
-      throw std::invalid_argument("slot " + std::to_string(slot) + " does not exist and is not the" +
-                                  " next one; there are " + std::to_string(next->storage.size()));
+      throw std::invalid_argument("slot " + std::to_string(slot) +
+                                  " does not exist and is not the" + " next one; there are " +
+                                  std::to_string(next->storage.size()));
     const size_t outputs = outputs_.size();
     if (size_t(slot) == next->storage.size()) {
       next->storage.emplace_back();

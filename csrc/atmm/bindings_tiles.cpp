@@ -47,8 +47,8 @@ const TileConfig& configuration_named(const std::string& name) {
   throw std::invalid_argument("no configuration is named '" + name + "'");
 }
 
-// Replaces the table of the instruction set in use, for each type that has entries. Without entries a
-// type has no table.
+// Replaces the table of the instruction set in use, for each type that has entries. Without entries
+// a type has no table.
 void use_table(const TableRows& rows) {
   State& s = state();
   std::vector<Entry> entries[kDtypes];
@@ -145,7 +145,8 @@ void bind_tiles(py::module_& m) {
     return std::make_tuple(key.low, key.high);
   });
   m.def("built_in", [](const std::string& operation, const std::string& dtype, int64_t rows,
-                       int64_t d_in, int64_t d_out, int64_t rank, int64_t segments, int64_t threads) {
+                       int64_t d_in, int64_t d_out, int64_t rank, int64_t segments,
+                       int64_t threads) {
     return name_of(
         built_in(shape_of(operation, dtype, rows, d_in, d_out, rank, segments, threads)));
   });
@@ -154,7 +155,8 @@ void bind_tiles(py::module_& m) {
                           int64_t rank, int64_t l1, int64_t l2, double memory, bool widening,
                           bool tiles) {
     const Shape shape = shape_of(operation, dtype, rows, 1024, 1024, rank, 1, 1);
-    return name_of(built_in(shape, runtime::Machine{l1, l2, 32 << 20, {}, memory}, widening, tiles));
+    return name_of(
+        built_in(shape, runtime::Machine{l1, l2, 32 << 20, {}, memory}, widening, tiles));
   });
   m.def("use_table", &use_table);
   m.def("pin", &pin);

@@ -13,7 +13,8 @@ namespace vlora::atmm {
 // Returns the kernels of the instruction set in use.
 const Kernels& current_kernels(Dtype dtype);
 
-// Chooses tiles in this order: an explicit configuration, the pinned one, the table's, the built-in.
+// Chooses tiles in this order: an explicit configuration, the pinned one, the table's, the
+// built-in.
 class TileChooser : public Chooser {
  public:
   // config: index into configurations(operation), or -1. Throws std::invalid_argument if it is too

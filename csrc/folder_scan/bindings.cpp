@@ -26,8 +26,8 @@ struct CloseFolder {
 };
 using Folder = std::unique_ptr<DIR, CloseFolder>;
 
-// Returns the folder's entries in ascending order, without "." and "..". `error` is set to the errno
-// of a failed read, or to 0.
+// Returns the folder's entries in ascending order, without "." and "..". `error` is set to the
+// errno of a failed read, or to 0.
 std::vector<std::string> sorted_entries(DIR* folder, int* error) {
   std::vector<std::string> names;
   errno = 0;

@@ -1,4 +1,4 @@
-"""`make deploy-check`: what needs downloads, other programs and minutes; no part of `make test`."""
+"""Tests of `make deploy-check`, which need downloads, other programs and minutes."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tools() -> Path:
-    """The folder of the commands that come from PyPI."""
+    """Return the folder of the commands that come from PyPI."""
     return kit.pypi()

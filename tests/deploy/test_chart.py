@@ -1,4 +1,4 @@
-"""The chart, rendered by Helm's own library and validated by the schemas that were published."""
+"""The chart, rendered by Helm's own library and validated with published schemas."""
 
 from __future__ import annotations
 
@@ -27,28 +27,30 @@ CUSTOM = {"PodMonitor", "PrometheusRule", "InferencePool", "ServingRuntime"}
 
 
 def custom_resources(tools: Path) -> dict[str, dict[str, Any]]:
-    found = render(tools, EVERYTHING)
-    return {one["kind"]: one for one in found["resources"] if one["kind"] in CUSTOM}
+    resources = render(tools, EVERYTHING)["resources"]
+    return {resource["kind"]: resource for resource in resources if resource["kind"] in CUSTOM}
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_it_renders_and_validates_strictly_for_two_versions(tools: Path, name: str) -> None:
-    found = render(tools, VALUES[name])
-    assert found.get("error") is None
-    assert found["lint"] == []
-    assert found["faults"] == []
-    assert set(found["custom"]) <= CUSTOM
-    kinds = {one["kind"] for one in found["resources"]}
+def test_the_chart_renders_and_validates_for_two_versions_of_kubernetes(
+    tools: Path, name: str
+) -> None:
+    rendered = render(tools, VALUES[name])
+    assert rendered.get("error") is None
+    assert rendered["lint"] == []
+    assert rendered["faults"] == []
+    assert set(rendered["custom"]) <= CUSTOM
+    kinds = {one["kind"] for one in rendered["resources"]}
     assert {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= kinds
-    assert f"{ENSEMBLE}/generate" in found["notes"]
+    assert f"{ENSEMBLE}/generate" in rendered["notes"]
     if name == "everything":
         assert {*CUSTOM, "HorizontalPodAutoscaler"} <= kinds
 
 
-def test_what_validates_refuses_an_unknown_key_and_an_unknown_kind(
+def test_the_validation_rejects_an_unknown_key_and_an_unknown_kind(
     tools: Path, tmp_path: Path
 ) -> None:
-    """The check itself: that a wrong manifest is seen."""
+    """The check itself notices a wrong manifest."""
     for wrong in ("spec: {replica: 1}", "kind: Deploymint"):
         chart = tmp_path / wrong[:4]
         (chart / "templates").mkdir(parents=True)
@@ -56,8 +58,8 @@ def test_what_validates_refuses_an_unknown_key_and_an_unknown_kind(
         head = "apiVersion: apps/v1\nmetadata: {name: a}\n"
         kind = "" if wrong.startswith("kind") else "kind: Deployment\n"
         (chart / "templates" / "a.yaml").write_text(f"{head}{kind}{wrong}\n")
-        found = render(tools, {}, chart)
-        assert len(found["faults"]) == len(VERSIONS), found
+        rendered = render(tools, {}, chart)
+        assert len(rendered["faults"]) == len(VERSIONS), rendered
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,11 @@ def test_what_validates_refuses_an_unknown_key_and_an_unknown_kind(
         {"envoy": {"enabled": True}, "service": {"headless": False}},
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(tools: Path, values: dict[str, Any]) -> None:
+def test_invalid_values_are_rejected(tools: Path, values: dict[str, Any]) -> None:
     assert render(tools, values).get("error")
 
 
-def test_monitors_and_rules_fit_the_models_of_the_prometheus_operator(tools: Path) -> None:
+def test_monitors_and_rules_fit_the_schemas_of_the_prometheus_operator(tools: Path) -> None:
     folder = kit.npm(kit.MODELS_OF_PROMETHEUS)
     resources = custom_resources(tools)
     package = kit.MODELS_OF_PROMETHEUS.rpartition("@")[0]
@@ -92,17 +94,17 @@ def test_monitors_and_rules_fit_the_models_of_the_prometheus_operator(tools: Pat
             " console.log(validate(one) ? 'valid' : JSON.stringify(validate.errors));"
         )
         wrong = {**resources[kind], "spec": 5}
-        given = json.dumps([resources[kind], wrong])
-        said = kit.output_of(["node", "--input-type=module", "-e", script], given).splitlines()
+        text = json.dumps([resources[kind], wrong])
+        said = kit.output_of(["node", "--input-type=module", "-e", script], text).splitlines()
         assert said[0] == "valid", said[0]
         assert said[1] != "valid"
 
 
 @pytest.mark.parametrize("kind", sorted(CUSTOM))
-def test_a_custom_resource_validates_strictly_by_its_definition(tools: Path, kind: str) -> None:
+def test_a_custom_resource_fits_its_definition(tools: Path, kind: str) -> None:
     folder = os.environ.get("CRDS")
     if folder is None:
-        pytest.skip("no package carries the definitions: CRDS=DIR names a folder with their YAML")
+        pytest.skip("no package has the definitions; set CRDS=DIR to a folder with their YAML")
     resource = custom_resources(tools)[kind]
     definitions = [
         one
@@ -123,15 +125,15 @@ def test_a_custom_resource_validates_strictly_by_its_definition(tools: Path, kin
 
 
 def strict(schema: Any) -> Any:
-    """A structural schema in which fields that it does not name are refused."""
+    """Return a structural schema that rejects fields which it does not name."""
     if isinstance(schema, list):
-        return [strict(one) for one in schema]
+        return [strict(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: strict(value) for key, value in schema.items() if key != "format"}
+    result = {key: strict(value) for key, value in schema.items() if key != "format"}
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     open_ended = schema.get("x-kubernetes-preserve-unknown-fields")
     if isinstance(schema.get("properties"), dict) and not open_ended:
-        made.setdefault("additionalProperties", False)
-    return made
+        result.setdefault("additionalProperties", False)
+    return result

@@ -1,4 +1,4 @@
-"""compose.yaml by the schema that the Compose specification publishes."""
+"""Validation of compose.yaml with the schema of the Compose specification."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def check(tools: Path, file: Path) -> str:
     )
 
 
-def test_it_is_valid(tools: Path) -> None:
+def test_the_file_is_valid(tools: Path) -> None:
     assert "ok" in check(tools, COMPOSE)
 
 
-def test_a_key_that_the_specification_does_not_know_is_seen(tools: Path, tmp_path: Path) -> None:
+def test_the_check_notices_an_unknown_key(tools: Path, tmp_path: Path) -> None:
     file = tmp_path / "compose.yaml"
     file.write_text(COMPOSE.read_text().replace("shm_size:", "shm:"))
     with pytest.raises(pytest.fail.Exception, match="shm"):

@@ -1,4 +1,4 @@
-"""Envoy, with the chart's own configuration, over two real servers."""
+"""Envoy with the chart's configuration in front of two real servers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
 def configuration(tools: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Of the chart's ConfigMap."""
-    for one in render(tools, values)["resources"]:
-        if one["kind"] == "ConfigMap" and "envoy.yaml" in one["data"]:
-            found: dict[str, Any] = yaml.safe_load(one["data"]["envoy.yaml"])
-            return found
+    """Return Envoy's configuration from the chart's ConfigMap."""
+    for resource in render(tools, values)["resources"]:
+        if resource["kind"] == "ConfigMap" and "envoy.yaml" in resource["data"]:
+            config: dict[str, Any] = yaml.safe_load(resource["data"]["envoy.yaml"])
+            return config
     raise AssertionError("the chart renders no configuration for Envoy")
 
 
-def over(servers: list[TritonServer], config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration for these servers: their addresses instead of one name in the cluster's
-    DNS, and health checks every second instead of every ten. All else is the chart's."""
+def adapted_to(servers: list[TritonServer], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration for these servers.
+
+    It has their addresses instead of one name in the cluster's DNS, and health checks every second
+    instead of every ten. The rest is the chart's.
+    """
     for cluster in config["static_resources"]["clusters"]:
         protocol = cluster["name"].removeprefix("servers_")
         cluster["type"] = "STATIC"
@@ -73,22 +76,22 @@ class Proxy:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/{path}") as answer:
             return str(answer.read().decode())
 
-    def is_well(self, server: TritonServer) -> bool:
-        """Whether Envoy sends this server anything."""
-        return self._of(server, "health_flags") == "healthy"
+    def is_healthy(self, server: TritonServer) -> bool:
+        """Return whether Envoy sends requests to this server."""
+        return self._read(server, "health_flags") == "healthy"
 
-    def sent(self, server: TritonServer) -> int:
-        """Streams that it was sent; health checks do not count."""
-        return int(self._of(server, "rq_total"))
+    def streams_to(self, server: TritonServer) -> int:
+        """Return the number of streams that Envoy sent to it, without health checks."""
+        return int(self._read(server, "rq_total"))
 
-    def _of(self, server: TritonServer, what: str) -> str:
+    def _read(self, server: TritonServer, what: str) -> str:
         name = f"servers_grpc::127.0.0.1:{server.options.grpc_port}::{what}::"
-        (line,) = (one for one in self.admin("clusters").splitlines() if one.startswith(name))
+        (line,) = (line for line in self.admin("clusters").splitlines() if line.startswith(name))
         return line.removeprefix(name)
 
 
 class Stream:
-    """One request on a gRPC stream of its own, through Envoy."""
+    """One request through Envoy, on its own gRPC stream."""
 
     def __init__(self, proxy: Proxy, adapter: str, sampling: dict[str, Any]) -> None:
         self._arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
@@ -100,7 +103,7 @@ class Stream:
         self._client.async_stream_infer("lmm", to_inputs(values), enable_empty_final_response=True)
 
     def next(self) -> bool:
-        """Wait for a response; whether it was the final one. Raises the error that came instead."""
+        """Wait for a response; return whether it was the final one. Raises an error response."""
         result, error = self._arrived.get(timeout=60)
         if error is not None:
             self._client.close()
@@ -116,11 +119,11 @@ class Stream:
 
 
 def home_of(proxy: Proxy, adapter: str, servers: list[TritonServer]) -> TritonServer:
-    """The one server that answers this adapter's streams."""
-    before = [proxy.sent(server) for server in servers]
+    """Return the only server that answers this adapter's streams."""
+    before = [proxy.streams_to(server) for server in servers]
     for _ in range(3):
         Stream(proxy, adapter, SHORT).finish()
-    added = [proxy.sent(server) - then for server, then in zip(servers, before, strict=True)]
+    added = [proxy.streams_to(server) - then for server, then in zip(servers, before, strict=True)]
     assert sorted(added) == [*[0] * (len(servers) - 1), 3], added
     return servers[added.index(3)]
 
@@ -147,26 +150,26 @@ def proxy(tools: Path, servers: list[TritonServer], tmp_path: Path) -> Iterator[
     port, admin = kit.free_ports("http_port", "grpc_port").values()
     values = {"envoy": {"enabled": True, "port": port, "adminPort": admin, "hashHeader": HEADER}}
     file = tmp_path / "envoy.yaml"
-    file.write_text(yaml.safe_dump(over(servers, configuration(tools, values))))
+    file.write_text(yaml.safe_dump(adapted_to(servers, configuration(tools, values))))
     command = [tools / "envoy", "-c", file, "--concurrency", "1", "--use-dynamic-base-id"]
     with kit.running(command, tmp_path / "envoy.log") as process:
-        made = Proxy(port, admin)
+        envoy = Proxy(port, admin)
 
         def is_up() -> bool:
             assert process.poll() is None, (tmp_path / "envoy.log").read_text()[-3000:]
             try:
-                return all(made.is_well(server) for server in servers)
+                return all(envoy.is_healthy(server) for server in servers)
             except (OSError, ValueError):
                 return False
 
         until(is_up)
-        yield made
+        yield envoy
 
 
 @pytest.mark.parametrize(
     "values", [{"envoy": {"enabled": True}}, {"envoy": {"enabled": True}, "tls": TLS}, EVERYTHING]
 )
-def test_envoy_takes_the_charts_configuration(
+def test_envoy_accepts_the_charts_configuration(
     tools: Path, values: dict[str, Any], tmp_path: Path
 ) -> None:
     names = ("tls.crt", "ca.crt", "clients.crt")
@@ -179,7 +182,7 @@ def test_envoy_takes_the_charts_configuration(
     kit.output_of([tools / "envoy", "--mode", "validate", "-c", tmp_path / "envoy.yaml"])
 
 
-def test_an_adapter_stays_with_its_server_until_that_dies(
+def test_an_adapter_stays_on_its_server_until_that_ends(
     proxy: Proxy, servers: list[TritonServer]
 ) -> None:
     homes = {adapter: home_of(proxy, adapter, servers) for adapter in ADAPTERS}
@@ -187,33 +190,33 @@ def test_an_adapter_stays_with_its_server_until_that_dies(
     assert homes == {adapter: home_of(proxy, adapter, servers) for adapter in ADAPTERS}
     dying, staying = servers
     of = {server.pid: adapter for adapter, server in homes.items()}
-    lost, kept = (Stream(proxy, of[server.pid], LONG) for server in servers)
+    lost, finished = (Stream(proxy, of[server.pid], LONG) for server in servers)
     assert not lost.next()
-    assert not kept.next()
-    before = proxy.sent(staying)
+    assert not finished.next()
+    before = proxy.streams_to(staying)
     os.kill(dying.pid, signal.SIGKILL)
-    with pytest.raises(InferenceServerException) as told:
+    with pytest.raises(InferenceServerException) as raised:
         lost.finish()
-    # INTERNAL: that the stream was reset is all that Envoy can tell once an answer has begun.
-    assert told.value.status() in ("StatusCode.INTERNAL", "StatusCode.UNAVAILABLE"), told.value
-    # What it is sent while it dies is in flight too; what comes then finds no connection there, and
-    # is tried at the other server before any health check has told.
+    # Once an answer has started, Envoy can only reset the stream, which is INTERNAL.
+    assert raised.value.status() in ("StatusCode.INTERNAL", "StatusCode.UNAVAILABLE"), raised.value
+    # Requests sent while the server ends are in flight as well. Later ones find no connection there
+    # and are sent to the other server, even before a health check has failed.
     until(lambda: dying.poll() is not None)
     for _ in range(5):
         Stream(proxy, of[dying.pid], SHORT).finish()
-    kept.finish()
-    assert proxy.sent(staying) - before == 5, "what was in flight is not sent again"
-    until(lambda: not proxy.is_well(dying))
+    finished.finish()
+    assert proxy.streams_to(staying) - before == 5, "requests in flight are not sent again"
+    until(lambda: not proxy.is_healthy(dying))
     with urllib.request.urlopen(f"http://127.0.0.1:{proxy.port}/v2/health/ready") as answer:
         assert answer.status == 200
 
 
-def test_a_server_whose_model_died_gets_nothing_though_triton_calls_it_ready(
+def test_a_server_with_a_dead_model_gets_no_requests_although_triton_reports_it_ready(
     proxy: Proxy, servers: list[TritonServer]
 ) -> None:
     adapter = next(one for one in ADAPTERS if home_of(proxy, one, servers) is servers[0])
     os.kill(servers[0].models["lmm"], signal.SIGKILL)
-    until(lambda: not proxy.is_well(servers[0]))
+    until(lambda: not proxy.is_healthy(servers[0]))
     with urllib.request.urlopen(f"http://{servers[0].http_url}/v2/health/ready") as answer:
         assert answer.status == 200
     assert home_of(proxy, adapter, servers[1:]) is servers[1]

@@ -1,9 +1,11 @@
 """The Dockerfiles: linted, and replayed instruction by instruction in a clean root.
 
-No registry is needed: Debian's own root with its Python stands in for the base image. Needs root
-(mounts) and the ports 8000 to 8002. REPLAY_SHARED: files and folders of this machine, separated by
-colons, that its settings of pip need; TORCH_INDEX: the build argument; REPLAY_WHEEL: a wheel that
-stands for the build stage, which takes minutes.
+No registry is needed: a Debian root with its Python replaces the base image. The tests need root
+permissions (for mounts) and the ports 8000 to 8002. Environment variables:
+
+REPLAY_SHARED: files and folders of this machine that its settings of pip need, separated by colons.
+TORCH_INDEX: value of the build argument.
+REPLAY_WHEEL: a wheel that replaces the build stage, which takes minutes.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ from vlora.launcher.probe import Health
 FILES = ["Dockerfile", "Dockerfile.cpu"]
 DEBIAN = "http://deb.debian.org/debian"
 PYTHON = "ca-certificates,libpython3.11,python3,python3-dev,python3-venv"
-"""What python:3.11-slim has, of Debian; the environment that is made of it stands at /usr/local."""
+"""Debian packages with the contents of python:3.11-slim; a virtual environment is at /usr/local."""
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "make", "nvcc")
 LIBRARY = "wheels/lib/libvlora_atmm_cuda.so"
 STOP_SECONDS = 60
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_hadolint_has_no_complaint(tools: Path, file: str) -> None:
+def test_hadolint_reports_nothing(tools: Path, file: str) -> None:
     assert (
         kit.output_of([tools / "hadolint", "--failure-threshold", "style", kit.DOCKER / file]) == ""
     )
 
 
-def stand_in() -> Path:
-    """A clean root in the place of python:3.11-slim-bookworm."""
+def base_root() -> Path:
+    """Return a clean root that replaces python:3.11-slim-bookworm."""
     root = kit.WORK / "roots" / "python"
     if not (root / "usr" / "local" / "bin" / "pip").exists():
         shutil.rmtree(root, ignore_errors=True)
@@ -60,7 +62,7 @@ def stand_in() -> Path:
 
 
 def replayed(stages: list[Stage], folder: Path) -> Iterator[Replay]:
-    """Every instruction of every stage, in roots under `folder`."""
+    """Replay all instructions of all stages, in roots under `folder`; yield each stage's replay."""
     listed = kit.output_of(["git", "ls-files"], cwd=kit.ROOT).splitlines()
     context = folder / "context"
     for name in listed:
@@ -68,7 +70,7 @@ def replayed(stages: list[Stage], folder: Path) -> Iterator[Replay]:
             (context / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(kit.ROOT / name, context / name)
     arguments = {key: os.environ[key] for key in ("TORCH_INDEX",) if key in os.environ}
-    shared = [Path(one) for one in os.environ.get("REPLAY_SHARED", "").split(":") if one]
+    shared = [Path(name) for name in os.environ.get("REPLAY_SHARED", "").split(":") if name]
     roots: dict[str, Path] = {}
     wheel = os.environ.get("REPLAY_WHEEL")
     if wheel is not None:
@@ -80,7 +82,7 @@ def replayed(stages: list[Stage], folder: Path) -> Iterator[Replay]:
         stages = stages[1:]
     for stage in stages:
         root = folder / (stage.name or "final")
-        kit.output_of(["cp", "--archive", "--reflink=auto", stand_in(), root])
+        kit.output_of(["cp", "--archive", "--reflink=auto", base_root(), root])
         replay = Replay(root, context, roots, arguments, shared)
         for one in stage.instructions:
             started = time.monotonic()
@@ -92,23 +94,25 @@ def replayed(stages: list[Stage], folder: Path) -> Iterator[Replay]:
 
 
 def without(one: Instruction, words: str) -> Instruction:
-    """A RUN without the command that has these words; what that would have made is there, empty."""
+    """Return a RUN without the command that has these words; its output is an empty file."""
     commands = [command for command in one.value.split("&&") if words not in command]
-    made = [f"mkdir -p /wheels/lib && touch /{LIBRARY}"] if "cuda_build" in words else commands
-    return Instruction("RUN", " && ".join(made))
+    replacement = (
+        [f"mkdir -p /wheels/lib && touch /{LIBRARY}"] if "cuda_build" in words else commands
+    )
+    return Instruction("RUN", " && ".join(replacement))
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Not under /tmp: the roots take gigabytes."""
-    place = kit.WORK / "roots" / f"run-{os.getpid()}"
-    place.mkdir(parents=True)
-    yield place
-    shutil.rmtree(place)
+    """Yield a folder for the roots, which take gigabytes: too much for /tmp."""
+    folder = kit.WORK / "roots" / f"run-{os.getpid()}"
+    folder.mkdir(parents=True)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts need root")
-def test_the_cpu_image_builds_and_serves_read_only_as_a_user_without_compilers(
+def test_the_cpu_image_serves_read_only_as_a_user_and_has_no_compilers(
     folder: Path,
 ) -> None:
     stages = read((kit.DOCKER / "Dockerfile.cpu").read_text())
@@ -116,44 +120,48 @@ def test_the_cpu_image_builds_and_serves_read_only_as_a_user_without_compilers(
     last = stages[-1]
     assert final.user == "10001:10001"
     for name in COMPILERS:
-        found = subprocess.run(
+        located = subprocess.run(
             final.command(["/bin/sh", "-c", f"command -v {name}"]), capture_output=True, text=True
         )
-        assert found.stdout == "", found.stdout
+        assert located.stdout == "", located.stdout
 
     entry = [*last.last("ENTRYPOINT").words, *last.last("CMD").words]
     log = folder / "serve.log"
     with kit.running(final.command(entry, read_only=True), log) as outer:
         served = until(lambda: psutil.Process(outer.pid).children())[0]
 
-        where = ["nsenter", f"--target={served.pid}", "--mount", "--pid"]
+        enter = ["nsenter", f"--target={served.pid}", "--mount", "--pid"]
 
-        def look(words: list[str]) -> int:
-            return subprocess.run([*where, *final.inside(words)], capture_output=True).returncode
+        def run_inside(words: list[str]) -> int:
+            return subprocess.run([*enter, *final.inside(words)], capture_output=True).returncode
 
-        until(lambda: served.cmdline()[2:3] == ["serve"])  # after mounts and `exec`
-        assert look(["/usr/bin/test", "-w", "/tmp"]) == 0
-        write = [*where, "chroot", str(final.root), "/usr/bin/touch", "/written"]
+        # The process becomes `vlora serve` after the mounts.
+        until(lambda: served.cmdline()[2:3] == ["serve"])
+        assert run_inside(["/usr/bin/test", "-w", "/tmp"]) == 0
+        write = [*enter, "chroot", str(final.root), "/usr/bin/touch", "/written"]
         wrote = subprocess.run(write, capture_output=True, text=True)
         assert "Read-only file system" in wrote.stderr, wrote.stderr
         health = last.last("HEALTHCHECK").words
 
-        def asked(command: list[str], status: int) -> bool:
+        def exits_with(command: list[str], status: int) -> bool:
             assert outer.poll() is None, log.read_text()[-3000:]
-            return look(command) == status
+            return run_inside(command) == status
 
-        until(lambda: asked(health, 0), seconds=120)  # alive from the start on
+        # The server counts as alive while it starts.
+        until(lambda: exits_with(health, 0), seconds=120)
         question = [word for word in health if word != "--alive"]
-        until(lambda: asked(question, Health.READY), seconds=300)
+        until(lambda: exits_with(question, Health.READY), seconds=300)
         assert ask_all("127.0.0.1:8001", print) == (15, 15)
         served.send_signal(getattr(signal, last.last("STOPSIGNAL").value))
         assert outer.wait(STOP_SECONDS) == 0, log.read_text()[-3000:]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts need root")
-def test_the_gpu_images_own_steps_but_those_of_nvidias_images(folder: Path) -> None:
-    """Not run: nvcc and tritonserver, which only NVIDIA's images have. Their compilers are Debian's
-    here, to be seen gone."""
+def test_the_gpu_image_builds_without_the_steps_that_need_nvidias_images(folder: Path) -> None:
+    """The steps with nvcc and tritonserver, which only NVIDIA's images have, are left out.
+
+    Debian's compilers are installed in their place, to check that the image removes them.
+    """
     build, run = read((kit.DOCKER / "Dockerfile").read_text())
     left_out = {"tools.tile_search.cuda_build": 0, "tritonserver --help": 0}
     for stage in (build, run):
@@ -167,10 +175,10 @@ def test_the_gpu_images_own_steps_but_those_of_nvidias_images(folder: Path) -> N
     run.instructions.insert(0, Instruction("RUN", compilers))
     *_, final = replayed([build, run], folder)
     for name in COMPILERS:
-        found = subprocess.run(
+        located = subprocess.run(
             final.command(["/bin/sh", "-c", f"command -v {name}"]), capture_output=True, text=True
         )
-        assert found.stdout == "", found.stdout
+        assert located.stdout == "", located.stdout
     health = run.last("HEALTHCHECK").words
     done = subprocess.run(final.command(health, read_only=True), capture_output=True, text=True)
     assert done.returncode == Health.DEAD, done.stderr

@@ -1,4 +1,4 @@
-"""What the chart's pod would run, run here: arguments, probes, metrics, with TLS too."""
+"""The container of the chart's pod, run here: arguments, probes and metrics, also with TLS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINE = {"max_num_seqs": 3, "engine_threads": 1}
 
 
 def certificates(folder: Path) -> Path:
-    """A secret as cert-manager makes them, and an authority of clients that is the same."""
+    """Create the files of a secret like cert-manager's, with the same authority for clients."""
     folder.mkdir()
     openssl = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={NAME}"]
     openssl += ["-addext", f"subjectAltName=DNS:{NAME}"]
@@ -37,15 +37,15 @@ def certificates(folder: Path) -> Path:
 
 @contextmanager
 def pod(tools: Path, values: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
-    """The server's container while it runs; what it mounts lies in `folder` instead."""
+    """Run the server's container and yield it; its mounted files are in `folder`."""
     ports = kit.free_ports("http", "grpc", "metrics")
-    found = render(tools, {**values, "ports": ports, "engine": ENGINE})["resources"]
+    resources = render(tools, {**values, "ports": ports, "engine": ENGINE})["resources"]
     (container,) = next(
         one["spec"]["template"]["spec"]["containers"]
-        for one in found
+        for one in resources
         if one["kind"] == "Deployment" and one["metadata"]["name"] == "vision"
     )
-    options = next(one["data"] for one in found if "model.json" in one.get("data", {}))
+    options = next(one["data"] for one in resources if "model.json" in one.get("data", {}))
     (folder / "model.json").write_text(options["model.json"])
     text = json.dumps(container)
     for mounted in ("/etc/vlora/", "/tls/"):
@@ -63,22 +63,22 @@ def pod(tools: Path, values: dict[str, Any], folder: Path) -> Iterator[dict[str,
 
 
 def passes(container: dict[str, Any], name: str) -> bool:
-    """Whether the kubelet would call this probe a success."""
-    asked = container[name].get("httpGet")
-    if asked is None:
+    """Return whether the probe succeeds, as the kubelet would decide."""
+    http_get = container[name].get("httpGet")
+    if http_get is None:
         command = container[name]["exec"]["command"]
         assert command[0] == "vlora"
         seconds = container[name]["timeoutSeconds"]
         return subprocess.run([VLORA, *command[1:]], timeout=seconds).returncode == 0
     try:
-        url = f"http://127.0.0.1:{container['ports'][asked['port']]}{asked['path']}"
+        url = f"http://127.0.0.1:{container['ports'][http_get['port']]}{http_get['path']}"
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
 
 
-def test_it_serves_its_probes_pass_and_its_metrics_are_where_the_monitor_looks(
+def test_the_pod_serves_its_probes_pass_and_the_monitor_finds_its_metrics(
     tools: Path, tmp_path: Path
 ) -> None:
     with pod(tools, {}, tmp_path) as container:
@@ -97,9 +97,7 @@ def test_it_serves_its_probes_pass_and_its_metrics_are_where_the_monitor_looks(
     assert "SIGKILL" not in (tmp_path / "serve.log").read_text()
 
 
-def test_with_tls_it_answers_who_has_a_certificate_and_nobody_else(
-    tools: Path, tmp_path: Path
-) -> None:
+def test_with_tls_only_clients_with_a_certificate_are_answered(tools: Path, tmp_path: Path) -> None:
     certificates(tmp_path / "tls")
     with pod(tools, {"tls": TLS}, tmp_path) as container:
         assert passes(container, "livenessProbe")

@@ -1,4 +1,4 @@
-"""Prometheus over a real server: it scrapes, its rules fire, the dashboard's queries have data."""
+"""Prometheus with a real server: scraping, the rules, and the dashboard's queries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def programs() -> Path:
 
 
 class Prometheus:
-    """Asks a running one."""
+    """A client of a running Prometheus."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1"
@@ -51,9 +51,9 @@ class Prometheus:
             return None
 
     def values(self, query: str) -> list[float]:
-        """Of every series that the query has now."""
-        found = self.get("query", query=query)
-        return [] if found is None else [float(one["value"][1]) for one in found["result"]]
+        """Return the present value of every series of the query."""
+        result = self.get("query", query=query)
+        return [] if result is None else [float(one["value"][1]) for one in result["result"]]
 
     def firing(self) -> set[str]:
         alerts = (self.get("alerts") or {"alerts": []})["alerts"]
@@ -62,8 +62,11 @@ class Prometheus:
 
 @contextmanager
 def scraping(programs: Path, target: str, folder: Path) -> Iterator[Prometheus]:
-    """Prometheus with the config of compose, but for the target, one second instead of five, and
-    alerts that wait for nothing."""
+    """Run Prometheus with the configuration of compose and yield a client.
+
+    It differs in the target, in an interval of one second instead of five, and in alerts that fire
+    without a delay.
+    """
     config = yaml.safe_load(CONFIG.read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
@@ -82,14 +85,14 @@ def scraping(programs: Path, target: str, folder: Path) -> Iterator[Prometheus]:
         yield Prometheus(port)
 
 
-def test_the_rules_and_the_config_are_sound(programs: Path, tmp_path: Path) -> None:
+def test_the_rules_and_the_configuration_are_valid(programs: Path, tmp_path: Path) -> None:
     kit.output_of([programs / "promtool", "check", "rules", ALERTS])
     (tmp_path / "alerts.yaml").write_text(ALERTS.read_text())
     (tmp_path / "prometheus.yaml").write_text(CONFIG.read_text())
     kit.output_of([programs / "promtool", "check", "config", tmp_path / "prometheus.yaml"])
 
 
-def test_every_alert_fires_on_its_made_up_fault_and_on_no_other(programs: Path) -> None:
+def test_each_alert_fires_only_for_its_simulated_fault(programs: Path) -> None:
     rules = {one["alert"] for one in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]}
     tried = {
         one["alertname"]
@@ -101,7 +104,7 @@ def test_every_alert_fires_on_its_made_up_fault_and_on_no_other(programs: Path) 
     kit.output_of([programs / "promtool", "test", "rules", FAULTS])
 
 
-def test_a_real_server_is_scraped_every_query_has_data_and_its_end_fires_an_alert(
+def test_every_query_has_data_from_a_real_server_and_its_end_fires_an_alert(
     programs: Path, checkpoint: Path, adapters_dir: Path, tmp_path: Path
 ) -> None:
     options = ServerOptions(model=checkpoint, adapters=adapters_dir, log=tmp_path / "server.log")
@@ -111,22 +114,22 @@ def test_a_real_server_is_scraped_every_query_has_data_and_its_end_fires_an_aler
         with scraping(programs, target, tmp_path) as prometheus:
             until(lambda: prometheus.values("up") == [1.0])
 
-            def asked_and_answered() -> list[str]:
-                """One of each kind of request; the queries that have no figure yet."""
+            def queries_without_data() -> list[str]:
+                """Send one request of each kind; return the queries that have no value yet."""
                 for name in ("attention-r4", "all-r8"):
                     keys = {"lora_name": name, "max_tokens": 5, "ignore_eos": True}
                     asker.stream("lmm", text_input="hello", stream=True, sampling_parameters=keys)
                 asker.once("video_analytics", text_input="?", image=picture())
                 with pytest.raises(Refused):
                     asker.once("lmm_unary", text_input="?", sampling_parameters={"lora_name": "x"})
-                found = {query: prometheus.values(query) for query in QUERIES}
+                results = {query: prometheus.values(query) for query in QUERIES}
                 return [
                     query
-                    for query, values in found.items()
+                    for query, values in results.items()
                     if not values or any(math.isnan(value) for value in values)
                 ]
 
-            until(lambda: not asked_and_answered())
+            until(lambda: not queries_without_data())
             by_code = 'sum by (code) (vlora:request_errors_total{code="NOT_FOUND"})'
             until(lambda: sum(prometheus.values(by_code)) >= 1)
             assert prometheus.firing() == set()

@@ -33,7 +33,7 @@ from vlora.request import ImageFeatures, Output, Request
 WEIGHTS = "adapter_model.safetensors"
 
 
-def vary(folder: Path, seed: int) -> None:
+def replace_weights(folder: Path, seed: int) -> None:
     """Replace an adapter's weights by random ones of the same shapes, by an atomic rename."""
     torch.manual_seed(seed)
     weights = {k: torch.randn_like(v) * 0.3 for k, v in load_file(folder / WEIGHTS).items()}
@@ -48,7 +48,7 @@ def twelve(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     for index in range(12):
         kind = ("attention-r4", "feed-forward-r16", "all-r8")[index % 3]
         shutil.copytree(adapters_dir / kind, root / f"a{index:02}")
-        vary(root / f"a{index:02}", index)
+        replace_weights(root / f"a{index:02}", index)
     return root
 
 
@@ -210,7 +210,7 @@ def test_a_running_request_ends_with_the_adapter_version_it_started_with(
     asked = request("old", adapter="a00", prompt="<s>what is it, 0?", max_tokens=6)
     engine.add(engine.prepare(asked), 0.0)
     before = engine.step()
-    vary(root / "a00", 99)
+    replace_weights(root / "a00", 99)
     engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in sorted(root.iterdir())})
     engine.add(
         engine.prepare(request("new", adapter="a00", prompt=asked.prompt, max_tokens=6)), 1.0
@@ -253,7 +253,7 @@ def test_a_file_that_became_invalid_is_an_error_of_its_requests_only(
     elif fault == "vanished":
         shutil.rmtree(root / "a00")
     else:
-        vary(root / "a00", 5)
+        replace_weights(root / "a00", 5)
     outputs = run(engine, *burst(engine)[:4])
     assert isinstance(outputs["r0"].error, InvalidArgument)
     assert "adapter 'a00'" in str(outputs["r0"].error)
@@ -349,7 +349,7 @@ def test_folders_can_be_added_changed_and_removed_while_serving(
     # A symbolic link, as in a hub's cache, whose target then changes.
     for index, name in enumerate(("one", "other")):
         shutil.copytree(adapters_dir / "attention-r4", tmp_path / name)
-        vary(tmp_path / name, 70 + index)
+        replace_weights(tmp_path / name, 70 + index)
     (root / "linked").symlink_to(tmp_path / "one")
     until(lambda: "linked" in serving.adapters.names())
     serving.submit(request("first", adapter="linked"), sink)
@@ -369,7 +369,7 @@ def test_a_changed_folder_is_served_within_five_seconds(checkpoint: Path, root: 
     loop = EngineLoop(engine_of(checkpoint, root), max_waiting=10)
     try:
         before = loop.adapters.info("a00").digest
-        vary(root / "a00", 42)
+        replace_weights(root / "a00", 42)
         shutil.copytree(root / "a01", root / "new")
         until(lambda: "new" in loop.adapters.names(), seconds=5.0)
         until(lambda: loop.adapters.info("a00").digest not in ("", before), seconds=5.0)

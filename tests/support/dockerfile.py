@@ -1,6 +1,6 @@
-"""Reads a Dockerfile, and replays what it does in a clean root instead of in an image.
+"""Parsing of a Dockerfile, and replaying it in a clean root instead of in an image.
 
-Not known here: registries. What stands in for a base image is the caller's to give.
+No registry is used: the caller provides a root in place of the base image.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import pytest
 MOUNT = re.compile(r"^--mount=type=bind,from=(\w+),source=(\S+),target=(\S+)\s+")
 VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-OF_THE_CONTAINER = {"LABEL", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
-"""What changes no file."""
-CARRIED = ("PIP_",)
-"""How the variables begin that a replay takes over: a machine's own settings of pip."""
+NO_FILES = {"LABEL", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+"""Instructions that change no files."""
+INHERITED = ("PIP_",)
+"""Prefixes of environment variables that a replay inherits: the machine's settings of pip."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Instruction:
 
     @property
     def words(self) -> list[str]:
-        """Of the JSON form, as in `CMD ["a", "b"]`."""
-        found = re.search(r"\[.*\]$", self.value, re.DOTALL)
-        assert found, f"{self.keyword} {self.value} is not in JSON form"
-        return list(json.loads(found[0]))
+        """The words of an instruction in JSON form, such as `CMD ["a", "b"]`."""
+        words = re.search(r"\[.*\]$", self.value, re.DOTALL)
+        assert words, f"{self.keyword} {self.value} is not in JSON form"
+        return list(json.loads(words[0]))
 
 
 @dataclass
 class Stage:
-    """From one FROM to the next."""
+    """The instructions from one FROM to the next."""
 
     base: str
     name: str
@@ -55,7 +55,10 @@ class Stage:
 
 
 def read(text: str) -> list[Stage]:
-    """The stages of a Dockerfile; arguments before the first FROM are put into the FROM lines."""
+    """Parse the stages of a Dockerfile.
+
+    Arguments before the first FROM are substituted in the FROM lines.
+    """
     arguments: dict[str, str] = {}
     stages: list[Stage] = []
     for one in _instructions(text):
@@ -80,19 +83,24 @@ def _instructions(text: str) -> Iterator[Instruction]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Substitute variables in `text`."""
     return VARIABLE.sub(lambda match: variables.get(match[1] or match[2], ""), text)
 
 
 def settings(text: str) -> dict[str, str]:
-    """Of `ENV a=b c=d`, `LABEL …` and `ARG …`."""
+    """Return the variables in the value of `ENV a=b c=d`, `LABEL …` or `ARG …`."""
     return dict(word.partition("=")[::2] for word in shlex.split(text))
 
 
 class Replay:
-    """One stage in the folder `root`, a whole file system; needs root.
+    """Replays one stage in the folder `root`, which has a complete file system.
 
-    context: where COPY takes files from. stages: roots of the stages before, by their names.
-    shared: folders and files of this machine that are there too, as its settings need them.
+    context: source folder of COPY.
+    stages: roots of the earlier stages, by name.
+    arguments: values of ARG instructions.
+    shared: folders and files of this machine to mount, which its settings need.
+
+    Needs root permissions.
     """
 
     def __init__(
@@ -114,6 +122,7 @@ class Replay:
         self.ran: list[str] = []
 
     def do(self, one: Instruction) -> None:
+        """Execute one instruction."""
         match one.keyword:
             case "RUN":
                 self._run(one.value)
@@ -129,12 +138,8 @@ class Replay:
                 self._inside(one.value).mkdir(parents=True, exist_ok=True)
             case "USER":
                 self.user = one.value
-            case (
-                "LABEL" | "VOLUME" | "EXPOSE" | "STOPSIGNAL" | "HEALTHCHECK" | "ENTRYPOINT" | "CMD"
-            ):
-                pass  # of the container, not of its files
-            case _:
-                pytest.fail(f"no replay of {one.keyword}")
+            case keyword if keyword not in NO_FILES:
+                pytest.fail(f"{keyword} cannot be replayed")
 
     def _inside(self, path: str) -> Path:
         return self.root / str(Path(self.folder) / path).lstrip("/")
@@ -162,20 +167,21 @@ class Replay:
             origin = self._stages[name]
         *sources, target = value.split()
         for source in sources:
-            found = origin / source.lstrip("/")
-            place = self._inside(target)
-            if found.is_dir():
-                shutil.copytree(found, place, dirs_exist_ok=True)
+            path = origin / source.lstrip("/")
+            copy = self._inside(target)
+            if path.is_dir():
+                shutil.copytree(path, copy, dirs_exist_ok=True)
             else:
-                into = place / found.name if target.endswith("/") or place.is_dir() else place
-                into.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(found, into)
+                if target.endswith("/") or copy.is_dir():
+                    copy /= path.name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, copy)
 
     def command(self, words: Sequence[str], read_only: bool = False) -> list[str]:
-        """What runs `words` in the root, with mounts and processes of its own, as PID 1.
+        """Return a command that runs `words` in the root as PID 1, with its own mounts.
 
-        read_only: as the container is to be run: `--read-only`, a tmpfs at /tmp with Docker's
-        options, shared memory of its own.
+        read_only: mount the root read-only, with a tmpfs at /tmp that has Docker's options, as a
+            container with `--read-only` has.
         """
         root = shlex.quote(str(self.root))
         steps = [
@@ -187,8 +193,10 @@ class Replay:
         ]
         for path in self._shared:
             inside = f"{root}{path}"
-            made = f"mkdir -p {inside}" if path.is_dir() else f"touch {inside}"
-            steps.append(f"mkdir -p {root}{path.parent} && {made} && mount --bind {path} {inside}")
+            create = f"mkdir -p {inside}" if path.is_dir() else f"touch {inside}"
+            steps.append(
+                f"mkdir -p {root}{path.parent} && {create} && mount --bind {path} {inside}"
+            )
         if read_only:
             steps.append(f"mount -t tmpfs -o noexec,nosuid,nodev,mode=1777 tmpfs {root}/tmp")
             steps.append(f"mount -o remount,bind,ro {root}")
@@ -197,9 +205,9 @@ class Replay:
         return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "/bin/sh", "-c", script]
 
     def inside(self, words: Sequence[str]) -> list[str]:
-        """`words` in the root, where its mounts are made already."""
-        carried = {key: value for key, value in os.environ.items() if key.startswith(CARRIED)}
-        known = {**carried, **self._arguments, **self.environment}
-        pairs = [f"{key}={value}" for key, value in known.items()]
+        """Return a command that runs `words` in the root, whose mounts must exist."""
+        inherited = {key: value for key, value in os.environ.items() if key.startswith(INHERITED)}
+        variables = {**inherited, **self._arguments, **self.environment}
+        pairs = [f"{key}={value}" for key, value in variables.items()]
         enter = ["chroot", f"--userspec={self.user}", str(self.root)]
         return [*enter, "/usr/bin/env", "-i", *pairs, *words]

@@ -1,7 +1,7 @@
-"""A gRPC server that looks like Triton to the clients, so that they run without one.
+"""A gRPC server that behaves like Triton, for tests of the clients.
 
-It answers `video_analytics` with `moving left` after `delay` seconds, streams the words of
-`visual_retrieval`, and reads raw frames from shared memory. Everything it got is kept.
+It answers `video_analytics` with `moving left` after `delay` seconds, streams words for
+`visual_retrieval`, and reads raw frames from shared memory. It stores all requests.
 """
 
 from __future__ import annotations

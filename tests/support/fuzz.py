@@ -1,14 +1,14 @@
-"""Mutated requests against a running server: every one is answered or refused with a code.
+"""Fuzzing of a running server: every mutated request must be answered or rejected with a code.
 
     .venv/bin/python -m tests.support.fuzz --grpc localhost:8001 --http localhost:8000 --count 10000
 
-Each request is a sound one with one to four mutations of its bytes, shapes, types, JSON,
-parameters, images, ids or requested outputs (`mutations.py`), and goes over unary gRPC, a gRPC
-stream, HTTP `generate`, `generate_stream` or `infer`.
+Each request is a valid one with one to four mutations of its bytes, shapes, types, JSON,
+parameters, images, ids or requested outputs (`mutations.py`). It is sent over unary gRPC, a gRPC
+stream, or HTTP `generate`, `generate_stream` or `infer`.
 
-What is wrong with a server: no final reply within the bound (`hang`), an error without a code of
-ours that is none of Triton's own checks (`untyped`), INTERNAL (`fault`), a traceback, a connection
-that breaks (`dead`), and that sound questions are not answered as before (`parity`).
+Faults of a server: no final reply within the deadline (`hang`), an error that has no code of ours
+and is not from one of Triton's checks (`untyped`), INTERNAL (`fault`), a traceback (`traceback`), a
+connection that breaks (`dead`), and other answers to valid requests than before (`parity`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.support.mutations import Mutator, Question, as_json
 from tests.support.triton_client import picture
 
-BOUND = 60.0
-"""Seconds within which every request must have its final reply."""
+DEADLINE = 60.0
+"""Seconds within which every request must get its final reply."""
 
 CODED = re.compile(r"(?:^|\W)(INVALID_ARG|NOT_FOUND|UNAVAILABLE|CANCELLED|UNSUPPORTED|INTERNAL): ")
 
-TRITONS_OWN = (
+TRITON_CHECKS = (
     "unexpected inference input",
     "unexpected inference output",
     "unexpected shape for input",
@@ -60,32 +60,37 @@ TRITONS_OWN = (
     "Unable to parse '",
     "was not found in the JSON",
 )
-"""What Triton says where it refuses a request before any model of ours sees it."""
+"""Parts of the messages with which Triton itself rejects a request."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """answered, or with the message of its error; `wrong` says what a server must not do."""
+    """The reply to one request.
+
+    code: "answered", an error's code, or the kind of failure.
+    message: the error's message.
+    wrong: the fault of the server, "" if there is none.
+    """
 
     code: str
     message: str = ""
     wrong: str = ""
 
 
-def judged(message: str) -> Reply:
-    """The reply that this error message is."""
+def classify(message: str) -> Reply:
+    """Return the reply for an error message."""
     if "Traceback" in message or re.search(r'File "[^"]+", line \d+', message):
         return Reply("error", message, "traceback")
     coded = CODED.search(message)
     if coded is not None:
         return Reply(coded[1], message, "fault" if coded[1] == "INTERNAL" else "")
-    if any(one in message for one in TRITONS_OWN):
-        return Reply("Triton's own", message)
+    if any(text in message for text in TRITON_CHECKS):
+        return Reply("Triton's check", message)
     return Reply("error", message, "untyped")
 
 
 class Sender:
-    """Sends questions to one server; one per thread."""
+    """Sends questions to one server. Each thread has its own sender."""
 
     def __init__(self, grpc_url: str, http_url: str) -> None:
         self._channel = grpc.insecure_channel(
@@ -99,6 +104,7 @@ class Sender:
         self._channel.close()
 
     def send(self, question: Question) -> Reply:
+        """Send one question in its way."""
         try:
             if question.way in ("unary", "stream"):
                 return self._grpc(question)
@@ -122,12 +128,12 @@ class Sender:
             return Reply("not sent", str(error))
         try:
             if question.way == "unary":
-                self._stub.ModelInfer(request, timeout=BOUND)
+                self._stub.ModelInfer(request, timeout=DEADLINE)
                 return Reply("answered")
             request.parameters["triton_enable_empty_final_response"].bool_param = True
-            for response in self._stub.ModelStreamInfer(iter([request]), timeout=BOUND):
+            for response in self._stub.ModelStreamInfer(iter([request]), timeout=DEADLINE):
                 if response.error_message:
-                    return judged(response.error_message)
+                    return classify(response.error_message)
                 if response.infer_response.parameters["triton_final_response"].bool_param:
                     return Reply("answered")
             return Reply("none", "the stream ended without a final response", "hang")
@@ -136,11 +142,11 @@ class Sender:
                 return Reply("none", "no reply", "hang")
             if error.code() is grpc.StatusCode.UNAVAILABLE and "Socket" in str(error.details()):
                 return Reply("none", str(error.details()), "dead")
-            return judged(str(error.details()))
+            return classify(str(error.details()))
 
     def _http(self, question: Question) -> Reply:
         host, _, port = self._http_url.partition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=BOUND)
+        connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE)
         try:
             body = as_json(question) if question.body is None else question.body
             connection.request("POST", f"/v2/models/{question.model}/{question.way}", body)
@@ -157,28 +163,27 @@ class Sender:
             message = json.loads(text.removeprefix("data: ")).get("error", text)
         except ValueError:
             message = text
-        return judged(str(message))
+        return classify(str(message))
 
 
-ASKED = ("video_analytics", "visual_retrieval")
-NOBODY = "no such adapter"
+PARITY_MODELS = ("video_analytics", "visual_retrieval")
+UNKNOWN_ADAPTER = "no such adapter"
 
 
 def whole_text(content: str) -> str | None:
-    """The answer's text in a reply of `generate` or `generate_stream`, whatever pieces it came in;
-    None where it holds none."""
+    """Return the complete text in a reply of `generate` or `generate_stream`, None without one."""
     pieces = re.findall(r'"text_output":\s*("(?:[^"\\]|\\.)*")', content)
     return "".join(json.loads(piece, strict=False) for piece in pieces) if pieces else None
 
 
-def _sound(sender: Sender, model: str, keys: Mapping[str, object]) -> str:
-    """What a server says to a question that nobody mutated."""
+def _ask_valid(sender: Sender, model: str, keys: Mapping[str, object]) -> str:
+    """Return the server's reply to a valid question."""
     question = Question(model, "generate" if model == "video_analytics" else "generate_stream")
     Mutator._set(question, "text_input", b"What is this?")
     Mutator._set(question, "image", picture((90, 3, 7)))
     Mutator._set(question, "sampling_parameters", json.dumps(keys).encode())
     host, _, port = sender._http_url.partition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=BOUND)
+    connection = http.client.HTTPConnection(host, int(port), timeout=DEADLINE)
     try:
         connection.request("POST", f"/v2/models/{model}/{question.way}", as_json(question))
         return connection.getresponse().read().decode()
@@ -187,34 +192,38 @@ def _sound(sender: Sender, model: str, keys: Mapping[str, object]) -> str:
 
 
 def known_adapters(message: str) -> list[str]:
-    """The adapters that the error about an unknown one lists."""
-    found = re.search(r"Known: ([^\"]*)", message)
-    names = found[1].split(", ") if found else []
+    """Return the adapters that the error for an unknown adapter lists."""
+    match = re.search(r"Known: ([^\"]*)", message)
+    names = match[1].split(", ") if match else []
     return [re.sub(r" and \d+ more$", "", name) for name in names]
 
 
-def sound_questions(sender: Sender) -> list[tuple[str, Mapping[str, object]]]:
-    """Model and sampling keys of sound questions: without an adapter, with the first of the
-    server's that loads, if it has any, and with choices."""
+def valid_questions(sender: Sender) -> list[tuple[str, Mapping[str, object]]]:
+    """Return the models and sampling keys of valid questions.
+
+    They have no adapter, choices, or the first adapter of the server that loads, if there is one.
+    """
     keys: list[Mapping[str, object]] = [{}, {"choices": ["red", "blue"]}]
-    for name in known_adapters(_sound(sender, ASKED[0], {"lora_name": NOBODY})):
-        asked = {"lora_name": name}
-        if whole_text(_sound(sender, ASKED[0], asked)) is not None:
-            keys.append(asked)
+    for name in known_adapters(
+        _ask_valid(sender, PARITY_MODELS[0], {"lora_name": UNKNOWN_ADAPTER})
+    ):
+        with_adapter = {"lora_name": name}
+        if whole_text(_ask_valid(sender, PARITY_MODELS[0], with_adapter)) is not None:
+            keys.append(with_adapter)
             break
-    return [(model, each) for model in ASKED for each in keys]
+    return [(model, sampling) for model in PARITY_MODELS for sampling in keys]
 
 
-def sound_answers(
+def valid_answers(
     sender: Sender, questions: list[tuple[str, Mapping[str, object]]]
 ) -> list[str | None]:
-    """The whole text of the answer to each; None where there is none."""
-    return [whole_text(_sound(sender, model, keys)) for model, keys in questions]
+    """Return the complete text of the answer to each question, None without one."""
+    return [whole_text(_ask_valid(sender, model, keys)) for model, keys in questions]
 
 
 @dataclass
 class Report:
-    """What a run found."""
+    """The results of a run."""
 
     codes: Counter[str] = field(default_factory=Counter)
     ways: Counter[str] = field(default_factory=Counter)
@@ -259,13 +268,13 @@ def run(
     first: int = 0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Report:
-    """Sends `count` questions of `seed` and compares sound answers before and after."""
+    """Send `count` questions of `seed`, and compare answers to valid questions before and after."""
     report = Report()
     senders = [Sender(grpc_url, http_url) for _ in range(threads)]
-    questions = sound_questions(senders[0])
-    before = sound_answers(senders[0], questions)
+    questions = valid_questions(senders[0])
+    before = valid_answers(senders[0], questions)
 
-    def share(number: int) -> None:
+    def send_share(number: int) -> None:
         for index in range(first + number, first + count, threads):
             question = Mutator(seed, index).question()
             started = time.monotonic()
@@ -275,18 +284,18 @@ def run(
 
     try:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(share, range(threads)))
+            list(pool.map(send_share, range(threads)))
         try:
-            after = sound_answers(senders[0], questions)
+            after = valid_answers(senders[0], questions)
         except OSError as error:
             after = [None] * len(before)
-            report.examples.append(f"parity: the server is gone: {error}")
+            report.examples.append(f"parity: the server does not answer: {error}")
     finally:
         for sender in senders:
             sender.close()
     if before != after or None in before:
         report.wrong["parity"] += 1
-        report.examples.insert(0, f"parity: sound answers were {before}, are now {after}")
+        report.examples.insert(0, f"parity: valid answers were {before}, are now {after}")
     return report
 
 
@@ -298,8 +307,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="index of the first request")
     parser.add_argument("--threads", type=int, default=8)
-    given = parser.parse_args()
-    report = run(given.grpc, given.http, given.count, given.seed, given.threads, given.first)
+    options = parser.parse_args()
+    report = run(
+        options.grpc, options.http, options.count, options.seed, options.threads, options.first
+    )
     print("\n".join(report.lines()))
     return 1 if report.wrong else 0
 

@@ -1,7 +1,7 @@
-"""Sound requests and what can be wrong with them: question `index` of a seed, always the same.
+"""Valid requests and their mutations for `fuzz.py`, determined by a seed and an index.
 
-Used by `fuzz.py`. Two requests are never made, since each ends a Triton 2.51 (README): one for
-class results, and one of HTTP's `infer` whose shape claims more than there is memory for.
+Two kinds of requests are never created because they crash Triton 2.51 (README): requests for class
+results, and requests to HTTP's `infer` whose shape is larger than the memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 2, -2, 3),
     "frequency_penalty": (0, 2, -2, "x"),
     "choices": (["red", "blue"], [], ["red"] * 300, [1], "red", ["é" * 50, "ж"], ["a", "ab"]),
-    "lora_name": (None, "attention-r4", "all-r8", "head-r8", "broken", "nobody", "", "../x", 3),
+    "lora_name": (None, "attention-r4", "all-r8", "head-r8", "broken", "unknown", "", "../x", 3),
     "n": (1, 2, "1", 0),
     "best_of": (1, 2),
     "priority": (1,),
@@ -69,7 +69,7 @@ TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw", "dance
 
 @dataclass
 class Tensor:
-    """One input as it goes over the wire; `raw` need not fit shape and type."""
+    """One input as it is sent; `raw` need not fit shape and type."""
 
     datatype: str
     shape: list[int]
@@ -77,17 +77,22 @@ class Tensor:
 
     @classmethod
     def strings(cls, *items: bytes) -> Tensor:
+        """Return a tensor of strings, in Triton's encoding."""
         raw = b"".join(len(item).to_bytes(4, "little") + item for item in items)
         return cls("BYTES", [len(items)], raw)
 
     @classmethod
     def array(cls, array: np.ndarray, datatype: str) -> Tensor:
+        """Return a tensor with the content of `array`."""
         return cls(datatype, list(array.shape), array.tobytes())
 
 
 @dataclass
 class Question:
-    """One request, before a way over the wire is chosen."""
+    """One request, which can be sent in several ways.
+
+    inputs: for gRPC. texts: the same for JSON. kinds: names of the mutations.
+    """
 
     model: str
     way: str
@@ -111,12 +116,13 @@ OUTPUTS = {
 
 
 class Mutator:
-    """Makes question `index` of a seed."""
+    """Creates question number `index` of a seed."""
 
     def __init__(self, seed: int, index: int) -> None:
         self.dice = random.Random(f"{seed} {index}")
 
     def question(self) -> Question:
+        """Return a valid question with one to four mutations."""
         dice = self.dice
         model = dice.choices(MODELS, (6, 5, 6, 4, 2, 1))[0]
         ways = ["stream", "generate_stream"] if model in STREAMS else ["unary", "infer"]
@@ -124,7 +130,7 @@ class Mutator:
         question = Question(model, dice.choice(ways))
         if dice.random() < 0.04:
             question.way = dice.choice(("unary", "infer", "stream", "generate_stream"))
-        self._sound(question)
+        self._make_valid(question)
         mutations: list[Callable[[Question], None]] = [
             self._sampling,
             self._sampling,
@@ -154,7 +160,7 @@ class Mutator:
             question.kinds.append("body")
         return question
 
-    def _sound(self, question: Question) -> None:
+    def _make_valid(self, question: Question) -> None:
         dice = self.dice
         text = dice.choice(("What is this?", "How many stars?", "the star"))
         self._set(question, "text_input", text.encode())
@@ -246,22 +252,22 @@ class Mutator:
         for name in dice.sample(sorted(chosen), dice.randint(1, 3)):
             question.inputs[name] = chosen[name]
 
-    def _one(self, question: Question) -> Tensor:
+    def _choose_input(self, question: Question) -> Tensor:
         if not question.inputs:
             self._set(question, "task", b"vqa")
         return question.inputs[self.dice.choice(sorted(question.inputs))]
 
     def _shape(self, question: Question) -> None:
-        tensor = self._one(question)
+        tensor = self._choose_input(question)
         shapes = ([], [0], [2], [1, 1], [-1], [1] * 9, [len(tensor.raw)], [0, 2**62], [2**40])
         tensor.shape = self.dice.choice(shapes[: -1 if question.way == "infer" else None])
 
     def _datatype(self, question: Question) -> None:
-        tensor = self._one(question)
+        tensor = self._choose_input(question)
         tensor.datatype = self.dice.choice(("BOOL", "INT32", "FP32", "FP64", "UINT8", "BF16", "X"))
 
     def _bytes(self, question: Question) -> None:
-        tensor = self._one(question)
+        tensor = self._choose_input(question)
         raw = bytearray(tensor.raw)
         for _ in range(self.dice.randint(1, 6)):
             if raw:
@@ -305,14 +311,14 @@ class Mutator:
 
 
 def as_json(question: Question) -> bytes:
-    """The body for `generate`, `generate_stream` or `infer`."""
+    """Return the body for `generate`, `generate_stream` or `infer`."""
     if question.way == "infer":
         inputs = [
             {
                 "name": name,
                 "shape": tensor.shape,
                 "datatype": tensor.datatype,
-                "data": _listed(question.texts.get(name)),
+                "data": _as_list(question.texts.get(name)),
             }
             for name, tensor in question.inputs.items()
         ]
@@ -326,5 +332,5 @@ def as_json(question: Question) -> bytes:
     return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogateescape")
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]

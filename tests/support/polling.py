@@ -1,4 +1,4 @@
-"""Waiting for a condition instead of for a time."""
+"""Waiting for a condition."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], seconds: float = 60.0) -> T:
-    """What `condition` returns as soon as that is true; fails the test if it never is."""
+    """Call `condition` until its result is true, and return that; fail the test after `seconds`."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
         time.sleep(0.01)
-    return found
+    return result

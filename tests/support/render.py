@@ -1,8 +1,8 @@
-"""Renders the chart and validates what comes out; run by the checks' own Python, not by ours.
+"""Renders the chart and validates the result. The Python of the deployment checks runs this script.
 
 stdin: {"chart": DIR, "values": {...}, "namespace": NAME, "versions": ["1.33.0", …]}
-stdout: {"error": WHY} where the chart refuses the values, else {"lint": [...], "notes": TEXT,
-"resources": [...], "faults": [...], "custom": [kinds that Kubernetes itself does not know]}
+stdout: {"error": REASON} if the chart rejects the values, else {"lint": [...], "notes": TEXT,
+"resources": [...], "faults": [...], "custom": [kinds that are not Kubernetes' own]}
 """
 
 import json
@@ -16,12 +16,12 @@ from kubernetes_validate.utils import VersionNotSupportedError
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    chart = Chart.load(asked["chart"])
+    request = json.load(sys.stdin)
+    chart = Chart.load(request["chart"])
     try:
-        chart.validate_schema(asked["values"])
-        files = chart.render(asked["values"], name="vision", namespace=asked["namespace"])
-        report = lint(asked["chart"], asked["values"], strict=True)
+        chart.validate_schema(request["values"])
+        files = chart.render(request["values"], name="vision", namespace=request["namespace"])
+        report = lint(request["chart"], request["values"], strict=True)
     except HelmError as error:
         json.dump({"error": str(error)}, sys.stdout)
         return
@@ -35,10 +35,10 @@ def main() -> None:
     ]
     faults, custom = [], set()
     for one in resources:
-        if "." in one["apiVersion"].partition("/")[0] and not known(one):
+        if "." in one["apiVersion"].partition("/")[0] and not is_kubernetes_own(one):
             custom.add(one["kind"])
             continue
-        for version in asked["versions"]:
+        for version in request["versions"]:
             try:
                 kubernetes_validate.validate(one, version, strict=True)
             except (
@@ -49,12 +49,12 @@ def main() -> None:
                 message = getattr(error, "message", str(error))
                 faults.append(f"{version}: {one['kind']} {one['metadata']['name']}: {message}")
     complaints = [one["error"] for one in report["messages"] if one["severity"] > 1]
-    found = {"lint": complaints + report["errors"], "notes": notes, "resources": resources}
-    json.dump({**found, "faults": faults, "custom": sorted(custom)}, sys.stdout, default=str)
+    result = {"lint": complaints + report["errors"], "notes": notes, "resources": resources}
+    json.dump({**result, "faults": faults, "custom": sorted(custom)}, sys.stdout, default=str)
 
 
-def known(resource: dict) -> bool:
-    """Whether its group is one of Kubernetes' own."""
+def is_kubernetes_own(resource: dict) -> bool:
+    """Return whether the group of the resource is one of Kubernetes' own."""
     group = resource["apiVersion"].partition("/")[0]
     return group.endswith(".k8s.io") and not group.startswith("inference.")
 

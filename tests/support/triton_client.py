@@ -1,4 +1,4 @@
-"""A small client for the tests: inputs by name in, outputs by name out, over gRPC and HTTP."""
+"""A client for tests: sends inputs and returns outputs by name, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS |= {
 
 
 class Refused(Exception):
-    """The server answered with an error. status: gRPC's, or None on a stream (it carries none)."""
+    """An error response. status: the gRPC status, None on a stream, which has none."""
 
     def __init__(self, message: str, status: str | None) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Response:
-    """One response: outputs by name, strings decoded; final tells Triton's final flag."""
+    """One response: outputs by name, with decoded strings, and Triton's final flag."""
 
     outputs: Mapping[str, Any]
     final: bool
@@ -53,9 +53,9 @@ class Response:
 
 
 def to_inputs(values: Mapping[str, Any]) -> list[grpcclient.InferInput]:
-    """Inputs from plain values; a dict becomes JSON, a lone value gets shape [1].
+    """Return inputs for plain values. A dict becomes JSON, a single value gets shape [1].
 
-    A ready InferInput passes through, for tests of wrong types and shapes.
+    An InferInput is not changed, for tests with wrong types and shapes.
     """
     return [_to_input(name, value) for name, value in values.items() if value is not None]
 
@@ -73,16 +73,16 @@ def _to_input(name: str, value: Any) -> grpcclient.InferInput:
         array = np.array([_bytes(item) for item in items] + [None], dtype=object)[:-1]
     else:
         array = np.array([value])
-    given = grpcclient.InferInput(name, list(array.shape), kind)
-    given.set_data_from_numpy(array)
-    return given
+    tensor = grpcclient.InferInput(name, list(array.shape), kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
 
 
 def wrong(name: str, array: np.ndarray, kind: str) -> grpcclient.InferInput:
-    """An input of any type and shape."""
-    given = grpcclient.InferInput(name, list(array.shape), kind)
-    given.set_data_from_numpy(array)
-    return given
+    """Return an input of any type and shape."""
+    tensor = grpcclient.InferInput(name, list(array.shape), kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
 
 
 def _requested(names: Sequence[str] | None) -> list[grpcclient.InferRequestedOutput] | None:
@@ -110,7 +110,7 @@ def _read(result: grpcclient.InferResult) -> Response:
 
 
 class Asker:
-    """Asks one server."""
+    """Sends requests to one server."""
 
     def __init__(self, grpc_url: str, http_url: str, metrics_url: str) -> None:
         self.grpc_url = grpc_url
@@ -128,7 +128,7 @@ class Asker:
         outputs: Sequence[str] | None = None,
         **values: Any,
     ) -> Response:
-        """Unary gRPC; every output, or those named."""
+        """Send a unary gRPC request for all outputs or for those named."""
         try:
             result = self.client.infer(
                 model,
@@ -151,9 +151,9 @@ class Asker:
         outputs: Sequence[str] | None = None,
         **values: Any,
     ) -> list[Response]:
-        """All responses of one request on a gRPC stream."""
-        given = {"parameters": parameters, "id": id, "outputs": outputs}
-        with self.streaming(model, **given, **values) as responses:
+        """Send a request on a gRPC stream and return all responses."""
+        options = {"parameters": parameters, "id": id, "outputs": outputs}
+        with self.streaming(model, **options, **values) as responses:
             return list(responses)
 
     @contextmanager
@@ -166,7 +166,10 @@ class Asker:
         outputs: Sequence[str] | None = None,
         **values: Any,
     ) -> Iterator[Iterator[Response]]:
-        """Responses as they come; leaving the block early cancels the stream."""
+        """Send a request on a gRPC stream and yield an iterator of its responses.
+
+        Leaving the block early cancels the stream.
+        """
         client = grpcclient.InferenceServerClient(self.grpc_url)
         arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
         client.start_stream(lambda result, error: arrived.put((result, error)))
@@ -201,11 +204,11 @@ class Asker:
             client.close()
 
     def text(self, model: str, /, **values: Any) -> str:
-        """The whole text of one streamed answer."""
+        """Return the complete text of one streamed answer."""
         return "".join(response["text_output"] for response in self.stream(model, **values))
 
     def http(self, model: str, endpoint: str, body: Mapping[str, Any] | bytes) -> tuple[int, str]:
-        """Status and body of a POST to `generate` or `generate_stream`."""
+        """Send a POST to `generate` or `generate_stream`; return its status and body."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://{self.http_url}/v2/models/{model}/{endpoint}", data=data
@@ -218,7 +221,7 @@ class Asker:
                 return error.code, error.read().decode()
 
     def metrics(self) -> dict[str, float]:
-        """Every sample by its name with labels."""
+        """Return all samples by their names with labels."""
         with urllib.request.urlopen(self.metrics_url, timeout=TIMEOUT) as answer:
             lines = answer.read().decode().splitlines()
         samples = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
@@ -241,7 +244,7 @@ def asking(server: TritonServer) -> Iterator[Asker]:
 def picture(
     colour: tuple[int, int, int] = (200, 30, 30), size: tuple[int, int] = (80, 60)
 ) -> bytes:
-    """A PNG of a square on a plain ground, told apart from others by its colour."""
+    """Return a PNG of a square on a plain ground of this colour."""
     image = Image.new("RGB", size, colour)
     image.paste((255 - colour[0], 255, 0), (10, 10, 30, 30))
     content = io.BytesIO()
@@ -250,5 +253,5 @@ def picture(
 
 
 def pixels(encoded: Sequence[bytes]) -> np.ndarray:
-    """PNGs of one size as `frames_raw`."""
-    return np.stack([np.asarray(Image.open(io.BytesIO(one))) for one in encoded])
+    """Return PNGs of the same size as `frames_raw`."""
+    return np.stack([np.asarray(Image.open(io.BytesIO(png))) for png in encoded])

@@ -62,13 +62,13 @@ def check(operator: LoraOperator, shape: KernelCell, tolerance: float) -> None:
     pairs, x = shape.draw_pairs(generator), shape.draw_rows(generator)
     x = x.to(operator.dtype or x.dtype)
     y = torch.randn(x.shape, generator=generator).to(x.dtype)
-    want = y.double()
+    expected = y.double()
     for segment in shape.segments:
         rows = slice(segment.start, segment.start + segment.length)
         a, b = pairs[segment.slot]
-        want[rows] += x[rows].double() @ a.double().T @ b.double().T
+        expected[rows] += x[rows].double() @ a.double().T @ b.double().T
     operator.prepare(pairs, shape)(y, x)
-    error = (y.double() - want).abs().max() / want.abs().max()
+    error = (y.double() - expected).abs().max() / expected.abs().max()
     assert error < tolerance
 
 
@@ -87,10 +87,10 @@ def test_the_peft_loop_computes_what_peft_computes() -> None:
         layer.lora_B[str(slot)].weight.copy_(pair.b)
     rows = x.view(shape.requests, shape.rows, shape.width)
     names = [str(slot) for slot in shape.slots]
-    want = layer(rows, adapter_names=names)
+    expected = layer(rows, adapter_names=names)
     y = torch.zeros_like(x)
     PeftLoop().prepare(pairs, shape)(y, x)
-    torch.testing.assert_close(y.view_as(want), want)
+    torch.testing.assert_close(y.view_as(expected), expected)
 
 
 def test_einsum_is_left_out_with_a_reason_where_it_would_gather_too_much() -> None:

@@ -52,7 +52,7 @@ def test_a_trace_depends_on_its_seed_alone_and_has_the_requested_rate_and_skew(
 
 
 def costs() -> CostModel:
-    """A row a millisecond, eight ride for nothing; an adapter a tenth of a step."""
+    """Return a model of 8 ms per step of up to 8 rows, then 1 ms per row; adapters add 10 %."""
     knots = ((1, 8e-3), (8, 8e-3), (64, 64e-3))
     profile = Profile(knots, adapter_element=8e-10, adapter_element_row=1e-11, merge=(1e-3, 0.0))
     return CostModel(profile, lambda slot: AdapterSize(10**6, 10**9))
@@ -66,12 +66,12 @@ def replay(policy: str, trace: list[TracedRequest]) -> Replay:
 
 def test_simulated_time_is_that_of_the_cost_model() -> None:
     trace = [TracedRequest(1.0, 0, prompt=8, output=3, limit=16)]
-    found = replay("unmerge_only", trace)
+    unmerged = replay("unmerge_only", trace)
     step = 8e-3 + 8e-4
-    assert found.first == {"s0": pytest.approx(1.0 + step + 8e-5)}
-    assert found.end == {"s0": pytest.approx(1.0 + 3 * step + 8e-5 + 2e-5)}
-    assert found.as_row()["token_latency_ms"] == pytest.approx((3 * step + 1e-4) / 3 * 1e3, 1e-3)
-    assert set(found.modes) == {"unmerged"}
+    assert unmerged.first == {"s0": pytest.approx(1.0 + step + 8e-5)}
+    assert unmerged.end == {"s0": pytest.approx(1.0 + 3 * step + 8e-5 + 2e-5)}
+    assert unmerged.as_row()["token_latency_ms"] == pytest.approx((3 * step + 1e-4) / 3 * 1e3, 1e-3)
+    assert set(unmerged.modes) == {"unmerged"}
     merged = replay("merge_only", trace)
     assert merged.merges == 1
     assert set(merged.modes) == {"merged"}
@@ -214,15 +214,15 @@ def test_a_run_continues_where_a_former_run_ended_and_keeps_its_rows(
 ) -> None:
     monkeypatch.setattr(llava, "MODELS", {"tiny": TINY})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    given = json.loads((GRIDS / "policies.json").read_text())
-    given |= given["quick"] | {"model": "tiny", "capacity_count": 3}
-    given["own"] = {"policies": ["punica"], "seeds": [1], "at": {"load": 0.8, "skew": 0.6}}
-    given["few"] = {"policies": ["unmerge_only", "paper"], "seeds": [1], "adapters": 2}
-    given["closed"] = None
-    given["workloads"] = [{"application": "retrieval", "scale": 0.02, "count": 4}]
-    given["simulated"] |= {"count": 4}
+    values = json.loads((GRIDS / "policies.json").read_text())
+    values |= values["quick"] | {"model": "tiny", "capacity_count": 3}
+    values["own"] = {"policies": ["punica"], "seeds": [1], "at": {"load": 0.8, "skew": 0.6}}
+    values["few"] = {"policies": ["unmerge_only", "paper"], "seeds": [1], "adapters": 2}
+    values["closed"] = None
+    values["workloads"] = [{"application": "retrieval", "scale": 0.02, "count": 4}]
+    values["simulated"] |= {"count": 4}
     grid, out = tmp_path / "grid.json", tmp_path / "out.json"
-    grid.write_text(json.dumps(given | {"quick": {}}))
+    grid.write_text(json.dumps(values | {"quick": {}}))
     command = [
         "--grid",
         str(grid),
@@ -238,21 +238,23 @@ def test_a_run_continues_where_a_former_run_ended_and_keeps_its_rows(
         command_line("policies"), [*command, "--plot", str(tmp_path / "plots")]
     )
     assert second.exit_code == 0, second.output
-    found = json.loads(out.read_text())
-    done = {row["policy"] for row in found["rows"] if row["kind"] == "measured"}
+    written = json.loads(out.read_text())
+    done = {row["policy"] for row in written["rows"] if row["kind"] == "measured"}
     assert done == {*BASELINES, "predictive", "credit", "punica"}
-    kinds = [row["kind"] for row in found["rows"]]
+    kinds = [row["kind"] for row in written["rows"]]
     assert set(kinds) == {"capacity", "measured", "few adapters", "simulated again", "simulated"}
     assert kinds.count("few adapters") == 2
     keys = ("vs_dlora", "vs_own_operators", "worst_vs_best_baseline", "adapter_share")
-    assert all(found["summary"][key] > 0 for key in keys)
+    assert all(written["summary"][key] > 0 for key in keys)
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
     assert {f"figure-{n}.png" for n in ("19-policies", "21-two-adapters", "22-systems")} <= drawn
     assert PolicyGrid.load(grid, quick=True).values["model"] == "tiny"
-    changed = [row for row in found["rows"] if row["kind"] != "capacity"]
+    changed = [row for row in written["rows"] if row["kind"] != "capacity"]
     for row in changed[:2]:
         row["code"] = "other"
-    assert len(current(found["rows"])) == len(found["rows"]) - 2, "the others are measured again"
+    assert len(current(written["rows"])) == len(written["rows"]) - 2, (
+        "the others are measured again"
+    )
     third = CliRunner().invoke(command_line("policies"), [*command, "--dtype", "fp32"])
     assert third.exit_code != 0
     assert "other conditions" in third.output

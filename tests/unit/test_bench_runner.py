@@ -166,6 +166,10 @@ def test_the_list_of_benchmarks_has_a_line_for_each(capsys: pytest.CaptureFixtur
         )
 
 
+def test_each_benchmark_is_registered_under_its_name() -> None:
+    assert [entry.load().name for entry in REGISTRY.values()] == list(REGISTRY)
+
+
 def test_an_unknown_benchmark_is_rejected_with_the_nearest_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -193,9 +197,6 @@ class CountingBenchmark(Benchmark[int]):
     name = "counting"
     bars: ClassVar[Mapping[str, Bar]] = {"rows": at_least(3)}
 
-    def meta(self) -> dict[str, Any]:
-        return {}
-
     def cells(self) -> list[int]:
         return [0, 1, 2]
 
@@ -215,7 +216,7 @@ def test_an_interrupted_run_reports_and_keeps_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    run(CountingBenchmark(quick=False), out)
+    run(CountingBenchmark(quick=False, grid=GRIDS / "kernels.json"), out)
     written = json.loads(out.read_text())
     assert written["rows"] == [{"cell": 0}, {"cell": 1}]
     assert written["summary"] == {"rows": 2}

@@ -28,7 +28,7 @@ GRID = SMALL_GRID | {
 
 
 @pytest.fixture(autouse=True)
-def one_thread(_threads_put_back: None) -> None:
+def one_thread(_restore_threads: None) -> None:
     torch.set_num_threads(1)
 
 

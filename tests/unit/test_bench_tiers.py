@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,14 @@ import torch
 
 from benchmarks.adapters.measurement import ManyAdapters, summarize
 from benchmarks.adapters.requests import draw_names
-from benchmarks.benchmark import GRIDS
+from benchmarks.benchmark import GRIDS, load_grid_values
 from benchmarks.prefix import Conversations
 from benchmarks.prefix import summarize as summarize_rounds
 from tests.support.adapters_grid import SMALL_GRID
 
 
 @pytest.fixture(autouse=True)
-def one_thread(_threads_put_back: None) -> None:
+def one_thread(_restore_threads: None) -> None:
     torch.set_num_threads(1)
 
 
@@ -70,8 +69,7 @@ def test_each_kind_of_trace_has_the_popularity_of_its_name() -> None:
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_grid_has_the_sizes_in_the_names_of_the_summary_keys(quick: bool) -> None:
-    values = json.loads((GRIDS / "adapters.json").read_text())
-    grid = values | (values["quick"] if quick else {})
+    grid = load_grid_values(GRIDS / "adapters.json", quick=quick)
     assert grid["registered"] == [5, 2000]
     assert grid["resident"] == [8, 64]
     assert (grid["burst"]["adapters"], grid["burst"]["room"]) == (200, 8)

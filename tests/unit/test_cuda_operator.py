@@ -213,7 +213,7 @@ def test_an_invalid_segment_alone_is_skipped_and_reported_at_the_next_check(
     tensor = torch.tensor([rows[0], bad, rows[1]], dtype=torch.int32, device=operator.device)
     choice = Choice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
     case.check(case.run(DeviceSegments(tensor, (3,), 3, 20), choice), SOUND)
-    with pytest.raises(DeviceFault, match=f"segment 1 .*{says}.* left out"):
+    with pytest.raises(DeviceFault, match=f"segment 1 .*{says}.* skipped"):
         operator.check()
     operator.check()  # Each fault is reported once.
 
@@ -258,7 +258,7 @@ def test_a_wrong_call_is_rejected_before_the_device_is_used(operator: Operator) 
     library = operator.library
     tiles = c.TilesStruct(c.ROWS, c.ROWS, 1, 8, 1, 1)
     for call, says in (
-        (None, "a null argument"),
+        (None, "an argument is null"),
         (c.CallStruct(rows=1, d_in=8), "max_rank"),
         (c.CallStruct(rows=1, d_in=8, max_rank=8), "projection_count 0"),
         (c.CallStruct(rows=1, d_in=8, max_rank=8, projection_count=1), "waves 0"),

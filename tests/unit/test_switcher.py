@@ -48,7 +48,7 @@ TARGETED: tuple[tuple[str, ...], ...] = (
 
 
 @pytest.fixture(autouse=True)
-def one_thread(_threads_put_back: None) -> None:
+def one_thread(_restore_threads: None) -> None:
     """Use one thread: a second one would not pay off for these matrices."""
     torch.set_num_threads(1)
 

@@ -1,7 +1,7 @@
-"""Measures the profile of the cost model on the engine's own runner and stores it on disk.
+"""Measurement of the cost model's profile on the engine's own runner, stored on disk.
 
-Calibration steps belong to no request and write to pages that nothing holds yet, so calibration
-runs before the first request. It knows the runner and the switcher; nothing of policies.
+Calibration steps belong to no request and write to pages that no sequence holds, so calibration
+runs before the first request. This module knows the runner and the switcher; nothing of policies.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class SyntheticSteps:
         return min(times)
 
     def max_context(self, requests: int) -> int:
-        """Return the number of positions that fit the pages of each of this many requests."""
+        """Return the maximum context if the pages are divided among this many requests."""
         return len(self._pages) // requests * self._block
 
     def merge(self, slot: int, other: int) -> float:
@@ -240,8 +240,8 @@ class Calibration:
     def _add_attention(self, profile: Profile) -> Profile:
         """Measure `position` and `pair` by steps that differ in their context alone.
 
-        `answer` is what the product of the LM head leaves unexplained. The attention contained in
-        the knots of the products is subtracted from them.
+        `answer` is the time of an answer that the product of the LM head does not explain. The
+        knots of the products contain attention, which is subtracted from them.
         """
         steps = self.steps
         largest = profile.products[-1][0]
@@ -268,7 +268,8 @@ class Calibration:
     def _add_adapters(self, profile: Profile) -> Profile:
         """Measure `lora_calls`, `adapter_element` and `adapter_element_row`.
 
-        Measures one small adapter, distinct large ones with a row each, and one with many rows.
+        The measured steps have one small adapter, several large ones with one row each, and one
+        large adapter with `CHUNK_ROWS` rows.
         """
         sizes = self.sizes
         count = min(DISTINCT_ADAPTERS, profile.products[-1][0])
@@ -293,9 +294,9 @@ class Calibration:
         )
 
     def _above_base(self, slots: Sequence[int], rows: int) -> float:
-        """Return the additional seconds of a step with these adapters over the base model's.
+        """Return the seconds that a step with these adapters takes in addition to the base's.
 
-        The two steps are measured interleaved.
+        The two steps are measured in an interleaved order.
         """
         pairs = [
             (self.steps.step(slots, rows, 0), self.steps.step([BASE] * len(slots), rows, 0))

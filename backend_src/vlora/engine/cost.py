@@ -1,4 +1,4 @@
-"""The cost model: predicts the time of a step or a switch.
+"""The cost model, which predicts the time of a step or a switch.
 
 Its profile is measured once per machine, and its predictions are corrected by measured steps. It
 knows sizes, seconds and slots; nothing of torch, requests or policies. A prediction is the sum of a

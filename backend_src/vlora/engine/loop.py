@@ -87,7 +87,10 @@ class EngineLoop:
     def from_options(
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
-        """Load the checkpoint and the adapters, and start. adapter_names: see `multi_lora.json`."""
+        """Load the checkpoint and the adapters, and start the loop.
+
+        adapter_names: the content of `multi_lora.json`, name → folder.
+        """
         torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)
         if engine.scheduler.policy.uses_costs:

@@ -106,9 +106,9 @@ class EngineMemory:
         self._adapters.protected_slot = BASE
         failed = list(self._resolve(waiting))
         first_of: dict[AdapterHandle, Sequence] = {}
-        for item in waiting:
-            if item.adapter is not None:
-                first_of.setdefault(item.adapter, item)
+        for sequence in waiting:
+            if sequence.adapter is not None:
+                first_of.setdefault(sequence.adapter, sequence)
         stuck = self._adapters.advance(list(first_of), running)
         same = stuck is not None and stuck is self._stuck
         self._stuck_steps = self._stuck_steps + 1 if same else 0
@@ -123,17 +123,17 @@ class EngineMemory:
         """Point requests that have not started to the present version of their adapter."""
         changed = self._version != self._adapters.version
         self._version = self._adapters.version
-        for item in waiting:
-            if item.adapter is None:
+        for sequence in waiting:
+            if sequence.adapter is None:
                 continue
-            if changed and not item.holds_adapter:
+            if changed and not sequence.holds_adapter:
                 try:
-                    item.adapter = self._adapters.handle(item.adapter.name)
+                    sequence.adapter = self._adapters.handle(sequence.adapter.name)
                 except VLoraError as error:
-                    yield item.id, error
+                    yield sequence.id, error
                     continue
-            if item.adapter.error is not None:
-                yield item.id, item.adapter.error
+            if sequence.adapter.error is not None:
+                yield sequence.id, sequence.adapter.error
 
     def evicted(self, handle: AdapterHandle) -> None:
         """Make the prefix blocks of an evicted adapter the next to be evicted."""
@@ -143,14 +143,14 @@ class EngineMemory:
 
     def move(self, running: Iterable[Sequence], moves: Moves) -> None:
         """Update the block tables after pages were relocated."""
-        for item in running:
-            item.table.relocate(moves)
+        for sequence in running:
+            sequence.table.relocate(moves)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the pages add up and belong to running sequences."""
         self.pool.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()
-        held = {page for item in running for page in item.table.pages}
+        held = {page for sequence in running for page in sequence.table.pages}
         assert all(self.pool.is_held(page) for page in held)
         assert len(held) == self.pool.kv, (len(held), self.pool.kv)

@@ -28,7 +28,7 @@ class StepPlan:
     chunks: in the order of their rows, which is that of `ids.order_of`.
     preempted: ids of sequences whose pages were taken for older ones.
     live: slot of the adapter merged into the active weights, or BASE for none.
-    cached: tokens that the starting sequences found in the prefix cache.
+    cached: tokens of starting sequences whose keys and values came from the prefix cache.
     """
 
     chunks: tuple[Chunk, ...]

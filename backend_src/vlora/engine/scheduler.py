@@ -1,7 +1,7 @@
-"""The scheduler: which sequences the next step computes, and how much of each.
+"""The scheduler, which decides which sequences the next step computes, and how much of each.
 
-A policy chooses the sequences, their order, and the adapter in the weights. The allocator here
-walks that order and gives out pages and rows. Except for the pages that it allocates and releases,
+A policy chooses the sequences, their order, and the adapter in the weights. The scheduler walks
+that order and allocates pages and rows. Except for the pages that it allocates and releases,
 the scheduler is pure: no torch, no clock but the one it is given.
 """
 

@@ -200,11 +200,11 @@ class Sequence:
         return self.waited + now - since
 
     def scheduled(self, now: float) -> None:
-        """Note that it is part of the step that begins now."""
+        """Note that the sequence is part of the step that begins now."""
         self.waited, self._last_scheduled = self.wait(now), now
 
     def ran(self, now: float) -> None:
-        """Note that the step that it was part of has ended."""
+        """Note that the sequence's step has ended."""
         self._last_scheduled = now
 
 

@@ -56,8 +56,8 @@ class Health(IntEnum):
     READY = 0
     """The server answers requests."""
     DEAD = 1
-    """There is no server, a model's process has ended, or the deadline passed without an answer,
-    a forward pass or an encoded image."""
+    """The server does not listen, a model's process has ended, or the deadline passed without an
+    answer, a forward pass or an encoded image."""
     ALIVE = 3
     """The server runs but accepts no requests now: it starts, drains, or its queue is full."""
 

@@ -2,8 +2,8 @@
 
 The encoder's process sends a begin, elements and an end. For each picture of an element the decoder
 sends its pixels: a sealed memory file. Before it decodes a large picture, it sends the size and
-waits for a permission. An element ends with `DONE`, or with `REFUSED` and a message. A decoder that exceeds a limit ends: by `SIGPROF` for
-its processor time, with `OUT_OF_MEMORY` for its memory.
+waits for a permission. An element ends with `DONE`, or with `REFUSED` and a message. A decoder that
+exceeds a limit ends: by `SIGPROF` for its processor time, with `OUT_OF_MEMORY` for its memory.
 
 Nothing that a decoder sends is trusted: it reads files from strangers.
 """

@@ -1,9 +1,9 @@
 """The images of one request: their limits, and the pixels that they are decoded to.
 
 Counts and sizes in bytes are checked before decoding. Large sizes in pixels are checked when the
-header has been read, before pixels are decoded. A very long strip is refused, since a processor that
-scales the shorter edge would enlarge it enormously. Each frame of an animated file counts towards
-the limit of a request.
+header has been read, before pixels are decoded. A very long strip is refused, since a processor
+that scales the shorter edge would enlarge it enormously. Each frame of an animated file counts
+towards the limit of a request.
 
 This module does not see models or the names of tensors.
 """

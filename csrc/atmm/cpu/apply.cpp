@@ -15,17 +15,23 @@ namespace {
 
 // Seconds of work below which waking a second thread costs more than it saves.
 constexpr double kMinParallelSeconds = 8e-6;
+
 // How much faster adapters are read from cache than from memory; used only to estimate work.
 constexpr double kCachedRate = 3;
+
 // Minimum rows of a block that is divided for balance: a decode step of 16 rows is then two blocks,
 // whose tiles of 4 rows still fill the pipeline.
 constexpr int64_t kMinBlockRows = 8;
+
 // Ratio of the longest thread's share to the mean up to which the shares count as balanced.
 constexpr double kBalanced = 1.08;
+
 // Maximum number of times that blocks are halved for balance.
 constexpr int kMaxHalvings = 5;
+
 // Maximum blocks per thread whose balance is examined; more are balanced by their number.
 constexpr int64_t kManyBlocks = 32;
+
 // Rows per thread up to which all threads share the inside of the segments of a wave that blocks of
 // rows do not balance.
 constexpr int64_t kMaxSharedRows = 24;
@@ -107,7 +113,8 @@ Shape shape_of(const Call& c, const Segment& s, const SegmentList& segments, int
   return shape;
 }
 
-// Estimates the seconds that a segment takes on one thread: the larger of compute and data movement.
+// Estimates the seconds that a segment takes on one thread: the larger of compute and data
+// movement.
 double estimated_seconds(const Call& c, const Segment& s) {
   double adapter_elements = 0;
   double columns = double(c.p.d_in);  // elements moved per row; those of y are read and written
@@ -123,9 +130,9 @@ double estimated_seconds(const Call& c, const Segment& s) {
   return std::max(2 * rows * adapter_elements / machine.peak[int(c.p.dtype)], bytes / rate);
 }
 
-// Whether vdpbf16ps is no faster than fp32 multiply-adds, although it does more at once. Blocks of a
-// few rows then wait for it and not for memory; a single row does not, and from kMinTileUnitRows on
-// there are other ways.
+// Whether vdpbf16ps is no faster than fp32 multiply-adds, although it does more at once. Blocks of
+// a few rows then wait for it and not for memory; a single row does not, and from kMinTileUnitRows
+// on there are other ways.
 bool pairs_are_slow() {
   static const bool slow = !runtime::runs_here(runtime::Isa::kAvx512Bf16) ||
                            runtime::core_peak(runtime::Isa::kAvx512Bf16, Dtype::kBf16) <
@@ -133,8 +140,8 @@ bool pairs_are_slow() {
   return slow;
 }
 
-// Computes blocks of rows until none is left. small: the call for blocks of 2 … kMinTileUnitRows - 1
-// rows, or null if they need no kernels of their own.
+// Computes blocks of rows until all are done. small: the call for blocks of more than one and fewer
+// than kMinTileUnitRows rows, or null if they use the same kernels.
 void apply_blocks(const Call& c, const Call* small, const std::vector<SegmentWork>& segments,
                   runtime::Pieces& pieces) {
   size_t i = 0;
@@ -145,7 +152,8 @@ void apply_blocks(const Call& c, const Call* small, const std::vector<SegmentWor
     const int64_t first = length * index / work.blocks;
     const int64_t rows = length * (index + 1) / work.blocks - first;
     const bool is_small = small && rows > 1 && rows < kMinTileUnitRows;
-    apply_block(is_small ? *small : c, work.config, *work.segment, work.segment->start + first, rows);
+    apply_block(is_small ? *small : c, work.config, *work.segment, work.segment->start + first,
+                rows);
   }
 }
 

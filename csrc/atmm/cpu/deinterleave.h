@@ -11,7 +11,8 @@ namespace vlora::atmm::VLORA_ISA {
 // lanes.
 struct AddedDeinterleaved : Added<uint16_t, false> {
   template <int M, int N>
-  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,
+                                                        int64_t group) {
     const uint16_t* in = static_cast<const uint16_t*>(t.in) + group * t.group_columns;
     uint16_t* out = static_cast<uint16_t*>(t.out) + group * t.group_columns;
     const V::Scalar sign = V::broadcast(&t.sign);
@@ -26,9 +27,9 @@ struct AddedDeinterleaved : Added<uint16_t, false> {
         const bool is_tail = n == N - 1 && cut;
         if (is_tail)
           for (int i = 0; i < t.tail; ++i) tail[i] = from[i];
-        V sum = V::load_apart(is_tail ? tail : from);
+        V sum = V::load_deinterleaved(is_tail ? tail : from);
         sum.add_product(sign, acc[m][n]);
-        sum.store_together(is_tail ? tail : to);
+        sum.store_interleaved(is_tail ? tail : to);
         if (is_tail)
           for (int i = 0; i < t.tail; ++i) to[i] = tail[i];
       }

@@ -14,16 +14,19 @@ namespace {
 
 // Tasks per thread: enough of them that little time is idle while the last ones finish.
 constexpr int64_t kTasksPerThread = 8;
-// Rows of a task, and rows computed at a time where stores bypass the caches, so that their part of B
-// stays in L1. It is a multiple of 6, 8 and 32, the rows of the tiles.
+
+// Rows of a task, and rows computed at a time where stores bypass the caches, so that their part of
+// B stays in L1. It is a multiple of 6, 8 and 32, the rows of the tiles.
 constexpr int64_t kTaskRows = 96;
+
 // Minimum rank for which AMX tiles are faster than vectors. A tile's depth is 32, and smaller ranks
-// only wait for memory. Measured on one thread, bf16, vectors and tiles: rank 64 52 and 30 ms, rank 32
-// 18 and 13 ms, rank 16 17 and 20 ms.
+// only wait for memory. Measured on one thread, bf16, vectors and tiles: rank 64:
+// 52 and 30 ms, rank 32: 18 and 13 ms, rank 16: 17 and 20 ms.
 constexpr int64_t kMinLimbRank = 17;
-// Bytes of a row's part from which on the hardware prefetches the next rows: it follows one stream in
-// a page. With software prefetch, 896 columns of fp32 by tiles on one thread take 3.3 ms instead of
-// 4.5 ms, 4096 columns 52 ms instead of 49 ms.
+
+// Bytes of a row's part from which on the hardware prefetches the next rows: it follows one stream
+// in a page. With software prefetch, 896 columns of fp32 by tiles on one thread take 3.3 ms instead
+// of 4.5 ms, 4096 columns 52 ms instead of 49 ms.
 constexpr int64_t kHardwarePrefetchBytes = 4096;
 
 // Whether the tiles read panels whose even columns come first.
@@ -39,8 +42,8 @@ void copy_deinterleaved(float* to, const float* from) {
   }
 }
 
-// Packs columns [first, first + columns) of A as panels. A line of A is a line of a bundle, so whole
-// lines are copied. The last panel is padded with zeros.
+// Packs columns [first, first + columns) of A as panels. A line of A is a line of a bundle, so
+// whole lines are copied. The last panel is padded with zeros.
 void pack_columns(float* to, const Merge& m, int64_t first, int64_t columns, int bundle,
                   bool deinterleave) {
   for (int64_t column = 0; column < columns; column += bundle * kPanel) {
@@ -63,7 +66,7 @@ void pack_columns(float* to, const Merge& m, int64_t first, int64_t columns, int
   }
 }
 
-// Copies M = W with stores that bypass the caches: it is a forward pass, much later, that reads M next.
+// Copies M = W with stores that bypass the caches: only a later forward pass reads M.
 void copy_block(char* out, const char* in, int64_t bytes) {
   const int64_t head = std::min<int64_t>(bytes, -reinterpret_cast<uintptr_t>(out) & 63);
   std::memcpy(out, in, size_t(head));
@@ -97,8 +100,9 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   const Panels panels{reinterpret_cast<const char*>(packed), ceil_div(task.columns, kPanel), m.rank,
                       kernels.bundle, false};
   // Stores bypass the caches if a tile writes several whole lines of a row one after another. With
-  // AVX2 it writes one line or half a line and then continues in the next row: memory of Zen 3 takes
-  // that at a half to a fifth of its rate. In place, the lines read are in cache and are written there.
+  // AVX2 it writes one line or half a line and then continues in the next row: memory of Zen 3
+  // takes that at a half to a fifth of its rate. In place, the lines read are in cache and are
+  // written there.
   const bool wide_tiles = kernels.bundle > 1;
   const bool bypasses = wide_tiles && writes_whole_lines(m, size, out, in);
   Tile t{};
@@ -149,8 +153,8 @@ int64_t limb_floats(int64_t rank, int64_t columns) {
 }
 
 // Does the work of merge_block with AMX tiles.
-void merge_block_by_limbs(const Kernels& kernels, Dtype dtype, char* out, const char* in, float sign,
-                          const Task& task, const uint16_t* right) {
+void merge_block_by_limbs(const Kernels& kernels, Dtype dtype, char* out, const char* in,
+                          float sign, const Task& task, const uint16_t* right) {
   const Merge& m = *task.merge;
   const ptrdiff_t size = ptrdiff_t(size_of(dtype));
   const int64_t depth = limb_depth(m.rank);
@@ -224,7 +228,8 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
       const char* const from = static_cast<const char*>(in);
       if (uses_limbs(kernels, m)) {
         thread_local runtime::LargeScratch limbs;
-        auto* const right = reinterpret_cast<uint16_t*>(limbs.get(limb_floats(m.rank, task.columns)));
+        auto* const right =
+            reinterpret_cast<uint16_t*>(limbs.get(limb_floats(m.rank, task.columns)));
         if (packs)
           kernels.limbs.of_columns(m.a + task.first, m.d_in, m.rank, task.columns,
                                    limb_depth(m.rank), right);
@@ -239,7 +244,7 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
     }
     if (kernels.tiles) kernels.tiles->release();
   };
-  runtime::run_late(int(std::min<size_t>(size_t(threads), tasks.size())), work);
+  runtime::run_independent(int(std::min<size_t>(size_t(threads), tasks.size())), work);
 }
 
 }  // namespace vlora::atmm

@@ -26,7 +26,8 @@ void pack_as(T* to, const T* matrix, int64_t n, int64_t k, ptrdiff_t n_stride, p
     const int64_t width = std::min<int64_t>(bundle, wide - first);
     T* lane = to + (first * steps + panel - first) * line + row % kPanel * step_values;
     for (int64_t i = 0; i < k; ++i)
-      lane[i / step_values * width * line + i % step_values] = matrix[row * n_stride + i * k_stride];
+      lane[i / step_values * width * line + i % step_values] =
+          matrix[row * n_stride + i * k_stride];
   }
 }
 
@@ -35,7 +36,8 @@ void pack_as(T* to, const T* matrix, int64_t n, int64_t k, ptrdiff_t n_stride, p
 size_t packed_bytes(int64_t n, int64_t k, Dtype dtype, bool narrow) {
   const int64_t steps = dtype == Dtype::kFp32 ? k : ceil_div(k, 2);
   const int64_t panels = ceil_div(n, kPanel), narrow_panels = narrow && has_narrow_panel(n);
-  return size_t(((panels - narrow_panels) * steps + narrow_panels * ceil_div(steps, 2)) * kPanel * 4);
+  return size_t(((panels - narrow_panels) * steps + narrow_panels * ceil_div(steps, 2)) * kPanel *
+                4);
 }
 
 void pack(void* to, const void* matrix, int64_t n, int64_t k, ptrdiff_t n_stride,

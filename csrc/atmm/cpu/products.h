@@ -34,7 +34,8 @@ struct Call {
     return p.pairs[int64_t(s.slot) * p.outputs + output];
   }
   const char* x(int64_t row, int64_t k) const {
-    return static_cast<const char*>(p.x) + (row * p.x_stride + k) * ptrdiff_t(size_of(p.rows_dtype));
+    return static_cast<const char*>(p.x) +
+           (row * p.x_stride + k) * ptrdiff_t(size_of(p.rows_dtype));
   }
   // Whether kernels can read rows of x in place: whole words, without conversion.
   bool readable() const {
@@ -123,8 +124,8 @@ void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t ro
   float* scratch = row_scratch(rows * kScratchStride);
   for (int64_t k = from; k < to; k += piece) {
     const int64_t count = std::min(piece, to - k);
-    c.kernels.load_rows(c.p.rows_dtype, c.multiplies_pairs(), c.x(row, k), c.p.x_stride, rows, count,
-                        scratch, kScratchStride);
+    c.kernels.load_rows(c.p.rows_dtype, c.multiplies_pairs(), c.x(row, k), c.p.x_stride, rows,
+                        count, scratch, kScratchStride);
     use(Rows{scratch, kScratchStride, source, k, count, k == from, k + piece >= to});
   }
 }

@@ -69,7 +69,8 @@ const std::vector<TileConfig>& configurations(Operation operation) {
 std::string name_of(const TileConfig& c) {
   const auto number = [](int32_t value) { return std::to_string(value); };
   if (c.column_block)
-    return "merge-n" + number(c.expand_columns) + "-c" + number(c.column_block) + "-p" + number(c.prefetch);
+    return "merge-n" + number(c.expand_columns) + "-c" + number(c.column_block) + "-p" +
+           number(c.prefetch);
   return "r" + number(c.row_block) + "-s" + number(c.shrink_columns) + "-e" +
          number(c.expand_columns) + "-d" + number(c.depth_block) + "-p" + number(c.prefetch);
 }
@@ -79,11 +80,11 @@ TileConfig built_in(const Shape& s, const runtime::Machine& machine, bool wideni
   // instruction set's widest.)
   const int columns = kMaxBundle * kPanel;
   if (s.operation == Operation::kMerge) {
-    // As many columns of A are packed at a time as fill L2, although that leaves no L2 for W. Rows of
-    // W are then read in long pieces, which is worth more: with 1 MiB of L2 and rank 64, 4096 columns
-    // reach 0.85 of the memory limit and 1024 columns 0.77. One tile of W is prefetched. Cores with
-    // 2 MiB of L2 prefetch rows of W themselves: software prefetch makes them 2 to 6 % slower (rank
-    // 64, bf16), and there A takes only a quarter of L2.
+    // As many columns of A are packed at a time as fill L2, although that leaves no L2 for W. Rows
+    // of W are then read in long pieces, which is worth more: with 1 MiB of L2 and rank 64, 4096
+    // columns reach 0.85 of the memory limit and 1024 columns 0.77. One tile of W is prefetched.
+    // Cores with 2 MiB of L2 prefetch rows of W themselves: software prefetch makes them 2 to 6 %
+    // slower (rank 64, bf16), and there A takes only a quarter of L2.
     const bool hardware_prefetch = machine.l2 >= kPrefetchingL2;
     const double a_bytes = double(hardware_prefetch ? machine.l2 / 4 : machine.l2);
     const double column_bytes = double(4 * std::max<int64_t>(16, s.rank));
@@ -97,15 +98,15 @@ TileConfig built_in(const Shape& s, const runtime::Machine& machine, bool wideni
     return {8, columns, columns, 0, lines, 0};
   }
   // Many rows: wide tiles. 6 rows by 64 columns fill the registers of AVX-512 and load least per
-  // product (16 columns with AVX2). Rows are read in place: copying them costs more than their stride
-  // does (160 against 195 GFLOP/s at d = 4096, rank 64). Panels of 64 columns take a quarter of L2 at
-  // a time, and a rank-64 intermediate three quarters of L1. Where panels are converted to fp32 for a
-  // block of rows, blocks are twice as long.
+  // product (16 columns with AVX2). Rows are read in place: copying them costs more than their
+  // stride does (160 against 195 GFLOP/s at d = 4096, rank 64). Panels of 64 columns take a quarter
+  // of L2 at a time, and a rank-64 intermediate three quarters of L1. Where panels are converted to
+  // fp32 for a block of rows, blocks are twice as long.
   const int depth = nearest({128, 256, 512, 1024}, double(machine.l2) / 4 / (columns * 4));
   const double rows = double(machine.l1) * 3 / 4 / (64 * 4);
   // AMX tiles wait for their rows. Where a segment's rows fill half of L2, blocks have 32 rows: as
-  // many streams as the hardware prefetches and as one product takes. Measured on one thread with
-  // 4 x 256 rows, d = 4096, rank 64: 96 rows 2.4 ms, 48 rows 2.3 ms, 24 rows 1.9 ms, 32 rows 1.8 ms.
+  // many streams as the hardware prefetches and as one product takes. Measured on one thread with 4
+  // x 256 rows, d = 4096, rank 64: 96 rows 2.4 ms, 48 rows 2.3 ms, 24 rows 1.9 ms, 32 rows 1.8 ms.
   const int64_t row_bytes = 2 * s.rows * (s.d_in + s.d_out);
   if (tiles && 2 * row_bytes >= machine.l2) return {32, columns, columns, depth, 0, 0};
   return {nearest({48, 96, 192}, widening ? 2 * rows : rows), columns, columns, depth, 0, 0};

@@ -1,7 +1,7 @@
 // The register tile: one template for every instruction set, product and storage type.
 //
-// Each generated translation unit includes it once, after the instruction set's vector type. The units
-// are compiled with different flags, so they must not share code: everything here is in the
+// Each generated translation unit includes it once, after the instruction set's vector type. The
+// units are compiled with different flags, so they must not share code: everything here is in the
 // instruction set's namespace (VLORA_ISA), and no standard container is used.
 #pragma once
 
@@ -30,7 +30,7 @@ struct Fp32 {
   }
 };
 
-// fp32 rows times bf16 panels, which are converted to fp32 in registers: two values of depth a step.
+// fp32 rows times bf16 panels converted to fp32 in registers: two values of depth a step.
 struct Bf16Widened {
   static constexpr int kWords = 2;
   static constexpr bool kTwoStepLines = false;
@@ -73,9 +73,9 @@ struct Bf16Pairs {
 };
 #endif
 
-// Narrow panels: eight columns, with two steps interleaved in a line. A register then holds two sums
-// for each column, over the even and over the odd steps. So does scratch until the last part of the
-// depth adds them.
+// Narrow panels: eight columns, with two steps interleaved in a line. A register then holds two
+// sums for each column, over the even and over the odd steps. So does scratch until the last part
+// of the depth adds them.
 struct NarrowFp32 {
   static constexpr int kWords = 2;
   static constexpr bool kTwoStepLines = true;
@@ -85,7 +85,7 @@ struct NarrowFp32 {
     const V b = V::load(reinterpret_cast<const float*>(panel));
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
-      acc[m][0].add_product(V::two(x + m * (kStride ? kStride : stride)), b);
+      acc[m][0].add_product(V::broadcast_two(x + m * (kStride ? kStride : stride)), b);
   }
 };
 
@@ -100,7 +100,7 @@ struct NarrowWidened {
       const V b = V::load_half_of_pairs(panel, half);
 #pragma GCC unroll 24
       for (int m = 0; m < M; ++m)
-        acc[m][0].add_product(V::two_of_four(x + m * (kStride ? kStride : stride), half), b);
+        acc[m][0].add_product(V::broadcast_two_of_four(x + m * (kStride ? kStride : stride), half), b);
     }
   }
 };
@@ -115,7 +115,7 @@ struct NarrowPairs {
     const V::Pairs b = V::load_pairs(panel);
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
-      acc[m][0].add_pairs(V::two_pairs(x + m * (kStride ? kStride : stride)), b);
+      acc[m][0].add_pairs(V::broadcast_two_pairs(x + m * (kStride ? kStride : stride)), b);
   }
 };
 #endif
@@ -123,7 +123,8 @@ struct NarrowPairs {
 // Epilogue of the first product: stores the tile to scratch.
 struct ToScratch {
   template <int M, int N>
-  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t,
+                                                          int64_t group) {
     const float* out = static_cast<const float*>(t.out) + group * t.group_columns;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
@@ -132,7 +133,8 @@ struct ToScratch {
         acc[m][n] = t.first_part ? V::zero() : V::load(out + m * kScratchStride + n * kPanel);
   }
   template <int M, int N>
-  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,
+                                                        int64_t group) {
     float* out = static_cast<float*>(t.out) + group * t.group_columns;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
@@ -144,27 +146,22 @@ struct ToScratch {
 // The same for a narrow panel: the last part of the depth adds the sums over even and odd steps.
 struct NarrowToScratch : ToScratch {
   template <int M, int N>
-  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,
+                                                        int64_t group) {
     if (!t.last_part) return ToScratch::end<M, N>(acc, t, group);
     float* out = static_cast<float*>(t.out);
 #pragma GCC unroll 24
-    for (int m = 0; m < M; ++m) acc[m][0].store_sums_of_two(out + m * kScratchStride);
+    for (int m = 0; m < M; ++m) acc[m][0].store_pair_sums(out + m * kScratchStride);
   }
 };
-
-// Stores two vectors as one line of bf16. It is a template because not every V has store_joined.
-template <class Vector>
-inline __attribute__((always_inline)) void store_line(uint16_t* to, Vector first, Vector second,
-                                                      bool past_caches) {
-  Vector::store_joined(to, first, second, past_caches);
-}
 
 // Epilogue of the second product and of the merge: out = in + sign * tile. T is the storage type.
 // kBypass: whether stores bypass the caches.
 template <class T, bool kBypass>
 struct Added {
   template <int M, int N>
-  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t,
+                                                          int64_t group) {
     const T* in = static_cast<const T*>(t.in) + group * t.group_columns;
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
@@ -176,7 +173,8 @@ struct Added {
     }
   }
   template <int M, int N>
-  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t, int64_t group) {
+  static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,
+                                                        int64_t group) {
     const T* in = static_cast<const T*>(t.in) + group * t.group_columns;
     T* out = static_cast<T*>(t.out) + group * t.group_columns;
     const V::Scalar sign = V::broadcast(&t.sign);
@@ -187,14 +185,14 @@ struct Added {
       for (int n = 0; n < N; ++n) {
         const T* from = in + m * t.in_stride + n * kPanel;
         T* to = out + m * t.out_stride + n * kPanel;
-        if constexpr (V::kJoins && sizeof(T) == 2 && N % 2 == 0) {
+        if constexpr (V::kFullLines && sizeof(T) == 2 && N % 2 == 0) {
           // Store a whole line at a time: half as many stores.
           if (n < N - 2 || !cut) {
             if (n % 2) continue;
             V first = V::load(from), second = V::load(from + kPanel);
             first.add_product(sign, acc[m][n]);
             second.add_product(sign, acc[m][n + 1]);
-            store_line<V>(to, first, second, kBypass);
+            V::store_two(to, first, second, kBypass);
             continue;
           }
         }
@@ -206,7 +204,7 @@ struct Added {
           V sum = V::load(from);
           sum.add_product(sign, acc[m][n]);
           if constexpr (kBypass) {
-            sum.store_past_caches(to);
+            sum.stream(to);
           } else {
             sum.store(to);
           }
@@ -217,8 +215,8 @@ struct Added {
 };
 
 // Computes M rows by N panels with kChains partial sums over the depth: where M * N is small, one
-// chain of dependent multiply-adds per accumulator does not fill the pipeline. kStride: words between
-// rows, or 0 for t.x_stride. kPrefetch: whether panels are prefetched.
+// chain of dependent multiply-adds per accumulator does not fill the pipeline. kStride: words
+// between rows, or 0 for t.x_stride. kPrefetch: whether panels are prefetched.
 template <class Product, class End, int M, int N, int kChains, int kStride, bool kPrefetch>
 void tile(const Tile& t) {
   const char* panels = t.panels;

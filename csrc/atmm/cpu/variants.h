@@ -7,17 +7,18 @@ namespace vlora::atmm {
 
 // Maximum number of rows that a tile reads in place: each needs a general register for its address.
 constexpr int64_t kMaxDirectRows = 8;
+
 // Minimum number of rows for which AMX tiles are faster than vectors. Fewer rows are one register
-// tile, which reads an adapter in one prefetched stream at the rate of memory. Measured with rank 64,
-// adapters not in cache, 2 threads, vectors against AMX tiles: 4 rows 95 and 104 µs, 6 rows 95 and
-// 103 µs; 8 rows, which are two register tiles, 153 and 100 µs.
+// tile, which reads an adapter in one prefetched stream at the rate of memory. Measured with rank
+// 64, adapters not in cache, 2 threads, vectors against AMX tiles: 4 rows 95 and 104 µs, 6 rows 95
+// and 103 µs; 8 rows, which are two register tiles, 153 and 100 µs.
 constexpr int64_t kMinTileUnitRows = 7;
 
 // Where the first product reads its rows.
 enum class RowSource {
   kInPlace,         // the caller's memory
   kCopied,          // scratch, to which they are copied once
-  kCopiedByPieces,  // scratch, kScratchStride apart, to which a piece of the depth is copied at a time
+  kCopiedByPieces,  // scratch, kScratchStride apart, to which the depth is copied piece by piece
 };
 
 // How a product reads its panels.
@@ -37,7 +38,7 @@ struct BlockTraits {
   bool tiles;        // the instruction set multiplies tiles of bf16 pairs
   bool readable;     // rows can be read in place: whole words, and no conversion
   bool one_panel;    // A has only one panel
-  bool fixed_order;  // a row's sums must be the same in any batch: the choice must not depend on rows
+  bool fixed_order;  // the choice must not depend on rows, so that a row's sums never do
 };
 
 struct Variants {

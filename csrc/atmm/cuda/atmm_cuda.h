@@ -7,13 +7,14 @@
 //     y[R, :rank] = x[R] A^T + bias
 // vlora_cuda_merge: out = base + sign * B A for every matrix, summed in fp32 and rounded once.
 //
-// After vlora_cuda_warm_up, apply and merge neither allocate, synchronise, load code nor copy to
-// the host, and read segments and adapter tables on the device only: a captured graph replays with
-// other segments of the same capacity. What the device finds wrong it leaves out and notes in the
-// workspace's first 8 bytes (vlora_cuda_fault): the caller zeroes them once and reads them when it
-// next synchronises.
-// Ownership: every pointer is the caller's and must live until the stream has passed the call. A
-// workspace serves one stream at a time.
+// After vlora_cuda_warm_up, apply and merge do not allocate, synchronise, load code or copy to the
+// host, and they read segments and adapter tables on the device only: a captured graph can be
+// replayed with other segments of the same capacity. The device skips what it finds invalid and
+// records the first fault in the workspace's first 8 bytes (vlora_cuda_fault): the caller zeroes
+// them once and reads them when it next synchronises.
+//
+// Ownership: every pointer belongs to the caller and must stay valid until the stream has executed
+// the call. A workspace can be used by one stream at a time.
 #pragma once
 
 #include <stdint.h>
@@ -24,37 +25,38 @@ extern "C" {
 
 enum { VLORA_FP16 = 0, VLORA_BF16 = 1, VLORA_FP32 = 2 };
 enum { VLORA_MAX_PROJECTIONS = 8, VLORA_MAX_WAVES = 8, VLORA_MAX_SLICES = 32 };
-enum { VLORA_ROWS = -1 };  // as a tile index: the row kernels, for every segment and any type
+// As a tile index: the row kernels compute every segment, of any type.
+enum { VLORA_ROWS = -1 };
 
 enum {
   VLORA_OK = 0,
   VLORA_BAD_ARGUMENT = 1,   // a null pointer, a negative size, an unknown type
-  VLORA_BAD_TILE = 2,       // no such tile for this type and kind
+  VLORA_BAD_TILE = 2,       // an unknown tile for this type and product
   VLORA_MISALIGNED = 3,     // tensor cores need 16-byte rows; the row kernels take any
-  VLORA_NO_WORKSPACE = 4,   // smaller than vlora_cuda_workspace says
+  VLORA_NO_WORKSPACE = 4,   // null, unaligned, or smaller than vlora_cuda_workspace returns
   VLORA_CUDA_ERROR = 5,     // see vlora_cuda_last_error
   VLORA_COLD = 6            // vlora_cuda_warm_up was not called for this device
 };
 
-// What the device notes of the first problem that it left out.
+// The first fault that the device found; it skipped that segment or adapter.
 enum {
-  VLORA_FAULT_ROWS = 1,     // a segment outside 0 ... rows-1
-  VLORA_FAULT_LENGTH = 2,   // a length outside the call's shortest ... longest
-  VLORA_FAULT_SLOT = 3,     // a slot outside 0 ... slots-1
-  VLORA_FAULT_SIGN = 4,     // neither +1 nor -1
-  VLORA_FAULT_ORDER = 5,    // overlaps its wave, or comes after an empty segment or a later row
-  VLORA_FAULT_NULL = 6,     // A without B
-  VLORA_FAULT_RANK = 7,     // not in 1 ... max_rank
-  VLORA_FAULT_PADDING = 8,  // tiles: a rank that is no multiple of 8
-  VLORA_FAULT_ALIGNMENT = 9 // tiles: A or B not on 16 bytes
+  VLORA_FAULT_ROWS = 1,      // a segment outside 0 ... rows-1
+  VLORA_FAULT_LENGTH = 2,    // a length outside the call's shortest ... longest
+  VLORA_FAULT_SLOT = 3,      // a slot outside 0 ... slots-1
+  VLORA_FAULT_SIGN = 4,      // a sign that is neither +1 nor -1
+  VLORA_FAULT_ORDER = 5,     // overlaps its wave, or follows an empty segment or a later row
+  VLORA_FAULT_NULL = 6,      // A without B
+  VLORA_FAULT_RANK = 7,      // a rank outside 1 ... max_rank
+  VLORA_FAULT_PADDING = 8,   // tiles only: a rank that is not a multiple of 8
+  VLORA_FAULT_ALIGNMENT = 9  // tiles only: A or B is not aligned to 16 bytes
 };
 
 typedef struct {
   int32_t start, length, slot, sign;
 } VloraSegment;
 
-// a: [rank, d_in], b: [d_out, rank], row-major, in the call's type; a == NULL: not targeted.
-// For tensor cores rank is padded with zero rows to a multiple of 8 when the adapter is loaded.
+// a: [rank, d_in] and b: [d_out, rank], row-major, in the call's type. a is NULL if the projection
+// is not targeted. For tensor cores the loader pads the rank with zeros to a multiple of 8.
 typedef struct {
   const void *a, *b;
   int64_t rank;
@@ -67,27 +69,27 @@ typedef struct {
   int64_t d_out;
 } VloraProjection;
 
-// Segments of one wave share no rows, ascend, and those of length 0 come last: pad with these to
-// the capacity. Waves run one after another, so that rows of own and -live segments are added up
-// in order. vlora_cuda_arrange makes waves of any list.
+// Segments of one wave share no rows and ascend; segments of length 0 come last and pad the wave to
+// its capacity. Waves run one after another, so that a row's own and its -live segment are added in
+// order. vlora_cuda_arrange divides any list into waves.
 typedef struct {
   const void *x;  // device, [rows, d_in], rows ldx elements apart
   int64_t ldx;
   const VloraSegment *segments;  // device, [wave_end[waves - 1]]
-  void *workspace;               // device, on 16 bytes
+  void *workspace;               // device, aligned to 16 bytes
   int64_t workspace_bytes;
   int32_t rows, d_in, slots, max_rank;
   int32_t type, heads;
-  int32_t shortest, longest;  // lengths that occur, empty ones aside: says which kernels are launched
+  int32_t shortest, longest;  // bounds of the lengths above 0; they decide which kernels run
   int32_t waves;
   int32_t wave_end[VLORA_MAX_WAVES];
   int32_t projection_count;  // projections that share x: q, k, v; gate, up
   VloraProjection projections[VLORA_MAX_PROJECTIONS];
 } VloraCall;
 
-// shrink, expand: tile indices, or VLORA_ROWS both. slices: depth slices of the shrink, summed in a
-// fixed order. Segments of at most rows_up_to rows go through the row kernels whatever the tiles,
-// row_block (1 or 4) rows at a time, with row_slices of their own.
+// shrink, expand: tile indices, or VLORA_ROWS for both. slices: depth slices of the shrink, summed
+// in a fixed order. Row kernels compute segments of at most rows_up_to rows whatever the tiles,
+// row_block (1 or 4) rows at a time and with row_slices depth slices.
 typedef struct {
   int32_t shrink, expand, slices;
   int32_t rows_up_to, row_block, row_slices;
@@ -101,8 +103,8 @@ typedef struct {
   int32_t shared_bytes;
 } VloraTile;
 
-// One matrix [d_out, d_in] of a slab, `offset` elements in. a: [rank, d_in], b: [d_out, rank],
-// row-major fp32. first: filled by vlora_cuda_merge_blocks.
+// One matrix [d_out, d_in], `offset` elements after the start of its slab. a: [rank, d_in] and
+// b: [d_out, rank], row-major fp32. first: its first block, set by vlora_cuda_merge_blocks.
 typedef struct {
   int64_t offset, d_out, d_in, rank;
   const float *a, *b;
@@ -113,31 +115,36 @@ typedef struct {
   void *out;         // device; may be `base`
   const void *base;  // device
   const VloraMerge *merges;  // device, [count]
-  int64_t blocks;            // of vlora_cuda_merge_blocks
+  int64_t blocks;            // as returned by vlora_cuda_merge_blocks
   int32_t count, type, sign;
 } VloraMergeCall;
 
 int32_t vlora_cuda_version(void);
-int32_t vlora_cuda_size_of(int32_t which);  // 0 segment, adapter, projection, call, tiles, tile, merge, merge call
-int32_t vlora_cuda_tiles(void);             // instances in this build
+// Returns sizeof of a structure: 0 segment, 1 adapter, 2 projection, 3 call, 4 tiles, 5 tile, 6
+// merge, 7 merge call.
+int32_t vlora_cuda_size_of(int32_t which);
+int32_t vlora_cuda_tiles(void);  // number of tile instances in this build
 int32_t vlora_cuda_tile(int32_t index, VloraTile *tile);
 
 // Loads every kernel of the current device and sizes its grids; once per device.
 int32_t vlora_cuda_warm_up(void);
 
-// Host: `out` gets the segments that are not empty, wave by wave, ascending; returns the number of
-// waves (0 ... count), or a negative code. wave_end: [count].
+// Writes the segments that are not empty to `out`, wave by wave in ascending order, and the end of
+// each wave to wave_end [count]. All pointers are host memory. Returns the number of waves (0 ...
+// count), or a negative error code.
 int32_t vlora_cuda_arrange(const VloraSegment *segments, int32_t count, VloraSegment *out,
                            int32_t *wave_end);
 
+// Returns the bytes of workspace that a call needs, or 0 if the call is invalid.
 int64_t vlora_cuda_workspace(const VloraCall *call, const VloraTiles *tiles);
 int32_t vlora_cuda_apply(const VloraCall *call, const VloraTiles *tiles, void *stream);
 
-int64_t vlora_cuda_merge_blocks(VloraMerge *merges, int32_t count);  // host
+// Sets `first` of each merge (host memory) and returns the number of blocks of all.
+int64_t vlora_cuda_merge_blocks(VloraMerge *merges, int32_t count);
 int32_t vlora_cuda_merge(const VloraMergeCall *call, void *stream);
 
-const char *vlora_cuda_last_error(void);       // of this thread
-const char *vlora_cuda_fault(uint64_t word);   // "" for 0
+const char *vlora_cuda_last_error(void);      // the calling thread's last error
+const char *vlora_cuda_fault(uint64_t word);  // text of a fault word; "" for 0
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,7 @@
-// One tile configuration of the grouped product: CUTLASS's multistage mainloop (appendix A: while one
-// tile is computed, the next ones are on their way to shared memory and registers), its epilogue, and
-// our own walk over tiles: CUTLASS's would scan the empty problems in every block.
+// One tile configuration of the grouped product: CUTLASS's multistage mainloop (appendix A: while
+// one tile is computed, the next ones are loaded to shared memory and registers), CUTLASS's
+// epilogue, and our own loop over tiles, because CUTLASS's would scan the empty problems in every
+// block.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -62,8 +63,8 @@ __global__ void __launch_bounds__(G::kThreads) grouped_kernel(Group group, int b
   const int thread = int(threadIdx.x);
   const int warp = cutlass::canonical_warp_idx_sync(), lane = thread % kWarp;
   const int last = group.first[end];
-  for (int at = group.first[begin] + int(blockIdx.x); at < last; at += int(gridDim.x)) {
-    const Tile t = tile_at(group, begin, end, at);
+  for (int index = group.first[begin] + int(blockIdx.x); index < last; index += int(gridDim.x)) {
+    const Tile t = tile_at(group, begin, end, index);
     const Problem p = group.problems[t.problem];
     using Element = typename Mma::IteratorA::Element;
     auto *const a = const_cast<Element *>(static_cast<const Element *>(p.a)) + t.from;
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(G::kThreads) grouped_kernel(Group group, int b
                                       thread, {0, t.column});
     typename Mma::FragmentC sums;
     sums.clear();
-    __syncthreads();  // the last tile's epilogue has left shared memory
+    __syncthreads();  // the previous tile's epilogue has finished with shared memory
     Mma mma(shared->mainloop, thread, warp, lane);
     mma((t.depth + Mma::Shape::kK - 1) / Mma::Shape::kK, sums, rows_of_a, rows_of_b, sums);
 

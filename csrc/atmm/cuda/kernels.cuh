@@ -1,26 +1,29 @@
-// The launches behind the interface, and the table of tile instances.
+// The launches behind the C interface, and the table of tile instances.
 #pragma once
 
 #include "problems.cuh"
 
 namespace vlora {
 
-// The first fault of a workspace stays until the caller has read it.
-__device__ inline void note(const Workspace &w, uint64_t fault) { atomicCAS(w.fault, 0, fault); }
+// Records a fault unless the workspace holds an earlier one that the caller has not read.
+__device__ inline void record_fault(const Workspace &w, uint64_t fault) {
+  atomicCAS(w.fault, 0, fault);
+}
 
-// A tile configuration of the grouped product, compiled (grouped.cuh; on the host, host/tiles.cu).
+// A compiled tile configuration of the grouped product (grouped.cuh, or host/tiles.cu for the
+// emulation).
 struct Instance {
   VloraTile tile;
   cudaError_t (*warm)(int *resident);
-  // Problems begin ... end-1 of the group by `blocks` blocks.
+  // Computes problems begin ... end-1 of the group with `blocks` blocks.
   cudaError_t (*launch)(const Group &, int begin, int end, int blocks, cudaStream_t);
 };
 
-// Listed beside the instances (tools/tile_search/cuda_build.py).
+// tools/tile_search/cuda_build.py generates their definitions together with the instances.
 extern const Instance *const kInstances;
 extern const int kInstanceCount;
 
-// warm_...: load the kernels; the blocks of one launch that the device can hold.
+// warm_... loads kernels and sets `resident` to the number of blocks that the device can hold.
 cudaError_t warm_plan(int *resident);
 cudaError_t plan(const VloraCall &, const Workspace &, int rows_up_to, cudaStream_t);
 cudaError_t reduce(const VloraCall &, const Workspace &, int resident, cudaStream_t);

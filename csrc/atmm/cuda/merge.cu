@@ -1,6 +1,7 @@
-// out = base + sign * B A for all matrices of a switch, in one launch: fp32 products and sums, one
-// rounding. Blocks of 128 x 128 with 8 x 8 sums a thread, four by four in two halves, so that
-// neighbouring lanes read neighbouring addresses everywhere.
+// out = base + sign * B A for all matrices of a switch, in one launch, with fp32 products and sums
+// and one rounding. A block computes 128 x 128 elements and a thread 8 x 8 of them, as 4 x 4
+// elements in each quarter of the block, so that neighbouring lanes always access neighbouring
+// addresses.
 #include "kernels.cuh"
 
 namespace vlora {
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(VloraMergeCall call)
     const int64_t column = (block - m.first) % columns * kSide;
     float sums[8][8] = {};
     for (int64_t from = 0; from < m.rank; from += kDepth) {
-      __syncthreads();  // before the last turn's parts are written over
+      __syncthreads();  // all threads have read the previous iteration's parts
       for (int i = int(threadIdx.x); i < kDepth * kSide; i += kThreads) {
         const int64_t k = from + i / kSide, c = column + i % kSide;
         a[i / kSide][i % kSide] = k < m.rank && c < m.d_in ? m.a[k * m.d_in + c] : 0.f;
@@ -75,7 +76,7 @@ cudaError_t warm_merge(int *resident) {
 }
 
 cudaError_t merge(const VloraMergeCall &call, int resident, cudaStream_t stream) {
-  const dim3 grid(unsigned(least(call.blocks, resident)));
+  const dim3 grid(unsigned(min64(call.blocks, resident)));
   if (call.type == VLORA_FP32) return launch(merge_kernel<float>, grid, kThreads, 0, stream, call);
   return call.type == VLORA_FP16 ? launch(merge_kernel<Half>, grid, kThreads, 0, stream, call)
                                  : launch(merge_kernel<Bfloat>, grid, kThreads, 0, stream, call);

@@ -1,4 +1,4 @@
-// Fills the problem arrays of the grouped products; sums the depth slices of the shrink.
+// Fills the problem arrays of the grouped products, and sums the depth slices of the shrink.
 #include "kernels.cuh"
 
 namespace vlora {
@@ -6,10 +6,10 @@ namespace {
 
 constexpr int kPlanThreads = 512;
 constexpr int kSumThreads = 256;
-constexpr int kSumVector = 4;  // ranks are padded to 8
+constexpr int kSumVector = 4;  // elements a thread sums at a time; ranks are padded to 8
 
-// One block: problems in turns of as many as it has threads, the tiles before each summed up by a
-// scan. Shrink tiles are counted in the lower, expand tiles in the upper half of one number.
+// Runs as one block, which takes one problem per thread at a time; a scan counts the tiles before
+// each problem. The lower half of a 64-bit number counts shrink tiles, the upper half expand tiles.
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(VloraCall call, Workspace w,
                                                             int rows_up_to) {
   __shared__ uint64_t scan[2][kPlanThreads];
@@ -19,31 +19,31 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(VloraCall call, Work
     const int i = base + thread;
     uint64_t tiles = 0;
     if (i < w.shrink.count) {
-      const Pair pair = pair_at(call, w, i, rows_up_to);
-      if (pair.fault != 0) note(w, pair.fault);
+      const ProblemPair pair = problems_at(call, w, i, rows_up_to);
+      if (pair.fault != 0) record_fault(w, pair.fault);
       w.shrink.problems[i] = pair.shrink;
       w.expand.problems[i] = pair.expand;
       tiles = uint64_t(tiles_of(pair.shrink, w.shrink.block_rows, w.shrink.block_columns,
                                 w.shrink.slices.count)) |
               uint64_t(tiles_of(pair.expand, w.expand.block_rows, w.expand.block_columns, 1)) << 32;
     }
-    int now = 0;
-    scan[now][thread] = tiles;
+    int current = 0;
+    scan[current][thread] = tiles;
     __syncthreads();
     for (int step = 1; step < kPlanThreads; step *= 2) {
-      uint64_t sum = scan[now][thread];
-      if (thread >= step) sum += scan[now][thread - step];
-      now = 1 - now;
-      scan[now][thread] = sum;
+      uint64_t sum = scan[current][thread];
+      if (thread >= step) sum += scan[current][thread - step];
+      current = 1 - current;
+      scan[current][thread] = sum;
       __syncthreads();
     }
-    const uint64_t first = before + scan[now][thread] - tiles;
+    const uint64_t first = before + scan[current][thread] - tiles;
     if (i < w.shrink.count) {
       w.shrink.first[i] = int32_t(first & 0xffffffffu);
       w.expand.first[i] = int32_t(first >> 32);
     }
-    before += scan[now][kPlanThreads - 1];
-    __syncthreads();  // before the next turn writes
+    before += scan[current][kPlanThreads - 1];
+    __syncthreads();  // the next iteration overwrites the scan
   }
   if (thread == 0) {
     w.shrink.first[w.shrink.count] = int32_t(before & 0xffffffffu);
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(VloraCall call, Work
   }
 }
 
-// low = the sum of the slices, in their order, of every element of the plane: rows of no segment
-// are whatever the workspace held, and nobody reads them.
+// Sums the slices of every element of the intermediate, in their order. Rows of no segment hold
+// what the workspace held before, and no kernel reads them.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads) reduce_kernel(Workspace w) {
   const int64_t step = int64_t(gridDim.x) * kSumThreads * kSumVector;
@@ -83,7 +83,7 @@ cudaError_t plan(const VloraCall &call, const Workspace &w, int rows_up_to, cuda
 
 cudaError_t reduce(const VloraCall &call, const Workspace &w, int resident, cudaStream_t stream) {
   const int64_t blocks = div_up(w.plane, kSumThreads * kSumVector);
-  const dim3 grid(unsigned(least(blocks, resident)));
+  const dim3 grid(unsigned(min64(blocks, resident)));
   return call.type == VLORA_FP16
              ? launch(reduce_kernel<Half>, grid, kSumThreads, 0, stream, w)
              : launch(reduce_kernel<Bfloat>, grid, kSumThreads, 0, stream, w);

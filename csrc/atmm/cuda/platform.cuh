@@ -1,5 +1,6 @@
-// What the kernels need of their compiler: nvcc, or any C++17 compiler with the emulation, which
-// runs the same kernels on the host, thread by thread (host/emulation.cuh). Nothing of ATMM here.
+// What the kernels need from their compiler: nvcc, or any C++17 compiler with the emulation, which
+// runs the same kernels on the host, thread by thread (host/emulation.cuh). Nothing here is
+// specific to ATMM.
 #pragma once
 
 #include <cstddef>
@@ -42,8 +43,9 @@ VLORA_HD Half from_float<Half>(float v) { return __float2half_rn(v); }
 template <>
 VLORA_HD Bfloat from_float<Bfloat>(float v) { return __float2bfloat16_rn(v); }
 
-// The error of this launch alone. An error of ours is taken off the thread's record, so that
-// whoever looks there next does not find it; those of others are left for them.
+// Launches a kernel and returns the error of this launch alone. The error is cleared from the
+// thread's record, so that later callers of cudaGetLastError do not see it; earlier errors stay
+// there.
 template <typename... P>
 cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared,
                    cudaStream_t stream, typename Same<P>::Type... args) {
@@ -54,12 +56,13 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared,
   return error;
 }
 
+// Loads a kernel; `resident` is set to the number of its blocks that the device can hold.
 template <typename... P>
 cudaError_t warm(void (*kernel)(P...), int threads, int shared, int *resident) {
   const void *function = reinterpret_cast<const void *>(kernel);
-  cudaFuncAttributes found;
+  cudaFuncAttributes attributes;
   int device = 0, sms = 0, per_sm = 0;
-  cudaError_t error = cudaFuncGetAttributes(&found, function);  // loads the module
+  cudaError_t error = cudaFuncGetAttributes(&attributes, function);  // loads the module
   if (error == cudaSuccess && shared > 48 * 1024)
     error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error == cudaSuccess) error = cudaGetDevice(&device);
@@ -73,7 +76,7 @@ cudaError_t warm(void (*kernel)(P...), int threads, int shared, int *resident) {
   return error;
 }
 
-// values[i] becomes its sum over each group of `lanes` (a power of two) neighbouring lanes.
+// Replaces values[i] with its sum over each group of `lanes` (a power of two) neighbouring lanes.
 template <int N>
 __device__ __forceinline__ void sum_lanes(float (&values)[N], int lanes) {
   for (int step = lanes / 2; step > 0; step /= 2) {
@@ -100,10 +103,11 @@ using emulation::warm;
 
 #endif
 
-// Elements of 16 bytes.
+// Number of elements in 16 bytes.
 template <typename T>
 constexpr int kVector = 16 / int(sizeof(T));
 
+// Loads 16 bytes and converts their elements to fp32.
 template <typename T>
 __device__ __forceinline__ void load16(const T *from, float (&to)[kVector<T>]) {
   const uint4 raw = __ldg(reinterpret_cast<const uint4 *>(from));
@@ -115,6 +119,6 @@ __device__ __forceinline__ void load16(const T *from, float (&to)[kVector<T>]) {
 
 VLORA_HD bool aligned16(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 VLORA_HD int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-VLORA_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+VLORA_HD int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 }  // namespace vlora

@@ -1,9 +1,10 @@
-// From segments to what the kernels compute: where the workspace's parts lie, which segments and
-// adapters are sound, and which tile of which problem a block takes. Arithmetic only, the same on
-// host and device.
+// The arithmetic between segments and what the kernels compute: the layout of the workspace, which
+// segments and adapters are valid, and which tile of which problem a block computes. Host and
+// device share it.
 //
-// The rank-r intermediate of (wave, row) lies at low_row = wave * rows + row: segments of one wave
-// share no rows, so that is one place for each row of each segment, however segments overlap.
+// "low" is the low-rank intermediate. The intermediate of (wave, row) is row wave * rows + row of
+// it: segments of one wave share no rows, so each row of each segment has its own, however segments
+// overlap.
 #pragma once
 
 #include "atmm_cuda.h"
@@ -11,20 +12,21 @@
 
 namespace vlora {
 
-constexpr int kRankStep = 8;    // tensor cores read 16 bytes of 16-bit elements
-constexpr int kSliceStep = 64;  // slices end on whole tiles of the deepest block
+constexpr int kRankStep = 8;    // elements of 16 bits in the 16 bytes that tensor cores read
+constexpr int kSliceStep = 64;  // depth of the deepest block: slices are a multiple of it
 
-// Depth `d_in` cut in equal parts, none of them empty.
+// `count` slices of the depth, each `depth` long except the last.
 struct Slices {
   int count, depth;
 };
 
-VLORA_HD Slices cut(int d_in, int wanted) {
-  const int depth = int(div_up(div_up(d_in, wanted), kSliceStep) * kSliceStep);
+// Divides the depth into at most `max_count` equal slices, none of them empty.
+VLORA_HD Slices slices_of(int d_in, int max_count) {
+  const int depth = int(div_up(div_up(d_in, max_count), kSliceStep) * kSliceStep);
   return {int(div_up(d_in, depth)), depth};
 }
 
-// C [m, n] += alpha * A [m, k] B^T, B [n, k]; all row-major.
+// C += alpha * A B^T, with A [m, k], B [n, k] and C [m, n], all row-major.
 struct Problem {
   const void *a, *b;
   void *c;
@@ -33,21 +35,22 @@ struct Problem {
   float alpha;
 };
 
-// The problems of one grouped product, in the order of segments, then projections; `first[i]`
-// tiles come before problem i, first[count] in all.
+// The problems of one grouped product, ordered by segment, then by projection. first[i] is the
+// number of tiles before problem i, first[count] the number of all tiles.
 struct Group {
   Problem *problems;
   int32_t *first;
   int32_t count;
   int32_t block_rows, block_columns;
   Slices slices;
-  int64_t slice_stride;  // elements of C
+  int64_t slice_stride;  // elements of C between slices
 };
 
-// Part of a problem that one block computes at a time.
+// The part of a problem that one block computes at a time.
 struct Tile {
-  int32_t problem, row, column, from, depth;
-  int64_t offset;  // of C, elements: its slice's
+  int32_t problem, row, column;
+  int32_t from, depth;  // its slice of the depth
+  int64_t offset;       // of the slice in C, in elements
 };
 
 VLORA_HD int64_t tiles_of(const Problem &p, int block_rows, int block_columns, int slices) {
@@ -55,7 +58,7 @@ VLORA_HD int64_t tiles_of(const Problem &p, int block_rows, int block_columns, i
   return div_up(p.m, block_rows) * div_up(p.n, block_columns) * slices;
 }
 
-// The problem that holds a tile: the last one with first <= tile. Empty problems hold none.
+// Returns the problem that contains a tile: the last one with first <= tile, which is never empty.
 VLORA_HD int problem_of(const int32_t *first, int begin, int end, int tile) {
   while (end - begin > 1) {
     const int middle = begin + (end - begin) / 2;
@@ -70,33 +73,34 @@ VLORA_HD Tile tile_at(const Group &g, int begin, int end, int tile) {
   const Problem &p = g.problems[t.problem];
   const int columns = int(div_up(p.n, g.block_columns));
   const int per_slice = columns * int(div_up(p.m, g.block_rows));
-  const int local = tile - g.first[t.problem];
-  const int slice = local / per_slice, rest = local % per_slice;
-  t.row = rest / columns * g.block_rows;
-  t.column = rest % columns * g.block_columns;
+  const int index = tile - g.first[t.problem];
+  const int slice = index / per_slice, index_in_slice = index % per_slice;
+  t.row = index_in_slice / columns * g.block_rows;
+  t.column = index_in_slice % columns * g.block_columns;
   t.from = slice * g.slices.depth;
-  t.depth = int(least(g.slices.depth, p.k - t.from));
+  t.depth = int(min64(g.slices.depth, p.k - t.from));
   t.offset = slice * g.slice_stride;
   return t;
 }
 
 struct Workspace {
-  unsigned long long *fault;  // first, wherever the rest lies
+  unsigned long long *fault;  // the workspace's first 8 bytes
   Group shrink, expand;
-  float *partial;  // [slices, projections, waves * rows, max_rank]: unreduced shrink
+  float *partial;  // [slices, projections, waves * rows, max_rank]: the slices of the shrink
   void *low;       // [projections, waves * rows, max_rank] in the call's type
   int64_t plane;   // elements of one slice
-  int64_t bytes;
+  int64_t bytes;   // of the whole workspace
 };
 
+// Number of segments that the call has memory for, empty ones included.
 VLORA_HD int capacity_of(const VloraCall &call) { return call.wave_end[call.waves - 1]; }
 
-inline Workspace lay_out(const VloraCall &call, const VloraTiles &tiles) {
+inline Workspace workspace_of(const VloraCall &call, const VloraTiles &tiles) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(call.workspace);
-  uintptr_t at = begin;
-  auto take = [&at](int64_t bytes) {
-    const uintptr_t part = at;
-    at += uintptr_t(div_up(bytes, 16) * 16);
+  uintptr_t end = begin;
+  auto take = [&end](int64_t bytes) {
+    const uintptr_t part = end;
+    end += uintptr_t(div_up(bytes, 16) * 16);
     return reinterpret_cast<void *>(part);
   };
   const int count = capacity_of(call) * call.projection_count;
@@ -113,12 +117,12 @@ inline Workspace lay_out(const VloraCall &call, const VloraTiles &tiles) {
   w.shrink = group();
   w.expand = group();
   w.plane = int64_t(call.projection_count) * call.waves * call.rows * call.max_rank;
-  const int rows = cut(call.d_in, tiles.row_slices).count;
-  const int products = tiles.shrink == VLORA_ROWS ? 1 : cut(call.d_in, tiles.slices).count;
-  w.partial = static_cast<float *>(
-      take(w.plane * int64_t(sizeof(float)) * (rows > products ? rows : products)));
+  const int row_slices = slices_of(call.d_in, tiles.row_slices).count;
+  const int tile_slices = tiles.shrink == VLORA_ROWS ? 1 : slices_of(call.d_in, tiles.slices).count;
+  const int slices = row_slices > tile_slices ? row_slices : tile_slices;
+  w.partial = static_cast<float *>(take(w.plane * int64_t(sizeof(float)) * slices));
   w.low = take(w.plane * 2);
-  w.bytes = int64_t(at - begin);
+  w.bytes = int64_t(end - begin);
   return w;
 }
 
@@ -132,8 +136,8 @@ VLORA_HD int wave_begin(const VloraCall &call, int wave) {
   return wave == 0 ? 0 : call.wave_end[wave - 1];
 }
 
-// First element of the intermediate of a segment's row `row` (0: its first) in a slice.
-VLORA_HD int64_t low_at(const VloraCall &call, int projection, int wave, int64_t row) {
+// Returns the offset, in elements, of a row of x in a slice of the intermediate.
+VLORA_HD int64_t low_offset(const VloraCall &call, int projection, int wave, int64_t row) {
   return ((int64_t(projection) * call.waves + wave) * call.rows + row) * call.max_rank;
 }
 
@@ -142,7 +146,7 @@ VLORA_HD uint64_t fault_word(int code, int projection, int segment, int64_t valu
          uint32_t(value);
 }
 
-// What is wrong with a segment by itself, 0 if nothing.
+// Returns the fault of a segment regardless of the others, or 0.
 VLORA_HD uint64_t fault_of(const VloraCall &call, const VloraSegment &s, int index) {
   if (s.start < 0 || s.length < 0 || int64_t(s.start) + s.length > call.rows)
     return fault_word(VLORA_FAULT_ROWS, 0, index, s.start);
@@ -153,7 +157,7 @@ VLORA_HD uint64_t fault_of(const VloraCall &call, const VloraSegment &s, int ind
   return s.sign == 1 || s.sign == -1 ? 0 : fault_word(VLORA_FAULT_SIGN, 0, index, s.sign);
 }
 
-// A segment as the kernels may use it: length 0 where it is empty or not sound, the latter with a
+// A segment as the kernels use it: length 0 if it is empty or invalid; an invalid one has a fault
 // word for the workspace.
 struct CheckedSegment {
   VloraSegment segment;
@@ -165,7 +169,7 @@ VLORA_HD CheckedSegment segment_at(const VloraCall &call, int wave, int index) {
   if (s.length == 0) return {s, 0};
   uint64_t fault = fault_of(call, s, index);
   if (fault == 0) {
-    // The nearest before it that is not itself left out.
+    // Compare with the nearest segment before it that is not itself skipped.
     int before = index - 1;
     while (before >= wave_begin(call, wave) && fault_of(call, call.segments[before], before))
       --before;
@@ -179,55 +183,56 @@ VLORA_HD CheckedSegment segment_at(const VloraCall &call, int wave, int index) {
   return {s, fault};
 }
 
-// An adapter as the kernels may use it: rank 0 where the projection is not targeted or the adapter
-// is not sound, the latter with a word for the workspace. tiles: for tensor cores.
+// An adapter as the kernels use it: rank 0 if the projection is not targeted or the adapter is
+// invalid; an invalid one has a fault word for the workspace.
 struct CheckedAdapter {
   VloraAdapter adapter;
   uint64_t fault;
 };
 
+// tiles: whether tensor cores will read it.
 VLORA_HD CheckedAdapter adapter_at(const VloraCall &call, int projection, int index, int slot,
                                    bool tiles) {
-  VloraAdapter found = call.projections[projection].adapters[slot];
+  VloraAdapter adapter = call.projections[projection].adapters[slot];
   uint64_t fault = 0;
-  if (found.a == nullptr) {
-    found.rank = 0;
-  } else if (found.b == nullptr) {
+  if (adapter.a == nullptr) {
+    adapter.rank = 0;
+  } else if (adapter.b == nullptr) {
     fault = fault_word(VLORA_FAULT_NULL, projection, index, slot);
-  } else if (found.rank < 1 || found.rank > call.max_rank) {
-    fault = fault_word(VLORA_FAULT_RANK, projection, index, found.rank);
-  } else if (tiles && found.rank % kRankStep != 0) {
-    fault = fault_word(VLORA_FAULT_PADDING, projection, index, found.rank);
-  } else if (tiles && !(aligned16(found.a) && aligned16(found.b))) {
+  } else if (adapter.rank < 1 || adapter.rank > call.max_rank) {
+    fault = fault_word(VLORA_FAULT_RANK, projection, index, adapter.rank);
+  } else if (tiles && adapter.rank % kRankStep != 0) {
+    fault = fault_word(VLORA_FAULT_PADDING, projection, index, adapter.rank);
+  } else if (tiles && !(aligned16(adapter.a) && aligned16(adapter.b))) {
     fault = fault_word(VLORA_FAULT_ALIGNMENT, projection, index, slot);
   }
-  if (fault != 0) found.rank = 0;
-  return {found, fault};
+  if (fault != 0) adapter.rank = 0;
+  return {adapter, fault};
 }
 
-// Both products of one (segment, projection); empty ones where nothing is to be done by tiles.
-struct Pair {
+// Both products of one (segment, projection). They are empty if tiles have nothing to compute.
+struct ProblemPair {
   Problem shrink, expand;
   uint64_t fault;
 };
 
-VLORA_HD Pair pair_at(const VloraCall &call, const Workspace &w, int i, int rows_up_to) {
-  constexpr int kBytes = 2;  // tensor cores: fp16 and bf16 alike
+VLORA_HD ProblemPair problems_at(const VloraCall &call, const Workspace &w, int i, int rows_up_to) {
+  constexpr int kBytes = 2;  // of an element of fp16 or bf16: tiles take no other types
   const int index = i / call.projection_count, projection = i % call.projection_count;
   const int wave = wave_of(call, index);
-  Pair pair{};
+  ProblemPair pair{};
   const CheckedSegment checked = segment_at(call, wave, index);
   const VloraSegment &s = checked.segment;
   pair.fault = checked.fault;
   if (s.length == 0 || s.length <= rows_up_to) return pair;
-  const CheckedAdapter of = adapter_at(call, projection, index, s.slot, true);
-  pair.fault = of.fault;
-  if (of.adapter.rank == 0) return pair;
-  const int rank = int(of.adapter.rank);
-  const int64_t low = low_at(call, projection, wave, s.start);
+  const CheckedAdapter checked_adapter = adapter_at(call, projection, index, s.slot, true);
+  pair.fault = checked_adapter.fault;
+  if (checked_adapter.adapter.rank == 0) return pair;
+  const int rank = int(checked_adapter.adapter.rank);
+  const int64_t low = low_offset(call, projection, wave, s.start);
   const VloraProjection &out = call.projections[projection];
   pair.shrink.a = static_cast<const char *>(call.x) + s.start * call.ldx * kBytes;
-  pair.shrink.b = of.adapter.a;
+  pair.shrink.b = checked_adapter.adapter.a;
   pair.shrink.c = w.partial + low;
   pair.shrink.lda = call.ldx;
   pair.shrink.ldb = call.d_in;
@@ -237,7 +242,7 @@ VLORA_HD Pair pair_at(const VloraCall &call, const Workspace &w, int i, int rows
   pair.shrink.k = call.d_in;
   pair.shrink.alpha = 1;
   pair.expand.a = static_cast<const char *>(w.low) + low * kBytes;
-  pair.expand.b = of.adapter.b;
+  pair.expand.b = checked_adapter.adapter.b;
   pair.expand.c = static_cast<char *>(out.y) + s.start * out.ldy * kBytes;
   pair.expand.lda = call.max_rank;
   pair.expand.ldb = rank;
@@ -249,19 +254,20 @@ VLORA_HD Pair pair_at(const VloraCall &call, const Workspace &w, int i, int rows
   return pair;
 }
 
-// Blocks that could find a tile, at most: for the grid of a launch that reads no segments.
-inline int64_t most_tiles(const VloraCall &call, int block_rows, int block_columns, int64_t columns,
+// Returns an upper bound of the number of tiles, from which the host sizes a grid without reading
+// the segments.
+inline int64_t max_tiles(const VloraCall &call, int block_rows, int block_columns, int64_t columns,
                           int slices, int segments) {
-  const int64_t rows = least(int64_t(call.rows), int64_t(segments) * call.longest);
+  const int64_t rows = min64(int64_t(call.rows), int64_t(segments) * call.longest);
   const int64_t row_blocks = rows / block_rows + segments;
   return row_blocks * div_up(columns, block_columns) * slices * call.projection_count;
 }
 
-// How the row kernels share out a call: an item is a (segment, slice, projection, rank block) or a
-// (segment, projection, column block), segments slowest.
+// How the row kernels divide a call. An item of the shrink is a (segment, slice, projection, rank
+// block), one of the expand a (segment, projection, column block); segments vary slowest.
 struct RowWork {
   Slices slices;
-  int up_to;         // longer segments are the tiles'
+  int up_to;  // maximum rows of a segment; tiles compute longer ones
   int rank_blocks, column_blocks;
 };
 
@@ -270,25 +276,25 @@ constexpr int kRanksPerWarp = 2;
 constexpr int kRanksPerBlock = kRowWarps * kRanksPerWarp;
 constexpr int kColumnsPerBlock = kRowWarps * kWarp;
 
-inline int64_t widest(const VloraCall &call) {
-  int64_t found = 0;
+inline int64_t max_d_out(const VloraCall &call) {
+  int64_t result = 0;
   for (int p = 0; p < call.projection_count; ++p)
-    if (call.projections[p].d_out > found) found = call.projections[p].d_out;
-  return found;
+    if (call.projections[p].d_out > result) result = call.projections[p].d_out;
+  return result;
 }
 
 inline RowWork row_work(const VloraCall &call, const VloraTiles &tiles) {
   RowWork work;
-  work.slices = call.heads ? Slices{1, call.d_in} : cut(call.d_in, tiles.row_slices);
+  work.slices = call.heads ? Slices{1, call.d_in} : slices_of(call.d_in, tiles.row_slices);
   work.up_to = tiles.shrink == VLORA_ROWS ? INT32_MAX : tiles.rows_up_to;
   work.rank_blocks = int(div_up(call.max_rank, kRanksPerBlock));
-  work.column_blocks = int(div_up(widest(call), kColumnsPerBlock));
+  work.column_blocks = int(div_up(max_d_out(call), kColumnsPerBlock));
   return work;
 }
 
-// The next item of a block after one whose segment is empty: empty segments come last in their
-// wave, so the rest of the wave is passed over.
-VLORA_HD int64_t past_wave(int64_t item, int64_t step, int64_t end) {
+// Returns the next item of a block after one with an empty segment. Empty segments come last in
+// their wave, so the rest of the wave is skipped.
+VLORA_HD int64_t first_after_wave(int64_t item, int64_t step, int64_t end) {
   return item + div_up(end - item, step) * step;
 }
 

@@ -1,15 +1,17 @@
-// The row kernels: decoding, and whatever tensor cores do not take (fp32, odd or unaligned sizes).
-// With few rows a segment a tile of 16 rows would be mostly padding, and the matter is bandwidth:
-// both kernels read each adapter byte once for every R rows, in 16-byte loads that neighbouring
-// lanes coalesce, and the depth of the shrink is cut in slices so that few segments still fill the
-// device. The slices are summed where the expand reads them, in order.
+// The row kernels: for decode, and for what tensor cores do not take (fp32, odd or unaligned
+// sizes).
+//
+// With few rows per segment a tile of 16 rows would be mostly padding, and bandwidth is the limit.
+// Both kernels read each byte of an adapter once for every R rows, in coalesced loads of 16 bytes.
+// The depth of the shrink is divided into slices, so that few segments still fill the device; the
+// expand sums the slices, in order, when it reads them.
 #include "kernels.cuh"
 
 namespace vlora {
 namespace {
 
-// low[slice, row, j] = x[row] · A[j] over the slice's depth; each warp takes two ranks.
-// Heads: y[row, j] = x[row] · A[j] + bias[j].
+// Computes low[slice, row, j] = x[row] · A[j] over the slice's depth; each warp takes two ranks.
+// For heads it computes y[row, j] = x[row] · A[j] + bias[j].
 template <typename T, int R>
 __global__ void __launch_bounds__(kRowThreads) shrink_kernel(VloraCall call, Workspace w,
                                                              RowWork work) {
@@ -22,36 +24,37 @@ __global__ void __launch_bounds__(kRowThreads) shrink_kernel(VloraCall call, Wor
   const int64_t items = capacity_of(call) * per_segment;
   for (int64_t item = blockIdx.x; item < items;) {
     const int index = int(item / per_segment);
-    int rest = int(item % per_segment);
-    const int rank_block = rest % work.rank_blocks;
-    rest /= work.rank_blocks;
-    const int projection = rest % call.projection_count, slice = rest / call.projection_count;
+    const int item_in_segment = int(item % per_segment);
+    const int rank_block = item_in_segment % work.rank_blocks;
+    const int projection = item_in_segment / work.rank_blocks % call.projection_count;
+    const int slice = item_in_segment / work.rank_blocks / call.projection_count;
     const int wave = wave_of(call, index);
     const CheckedSegment checked = segment_at(call, wave, index);
     const VloraSegment s = checked.segment;
     if (s.length == 0 && checked.fault == 0) {
-      item = past_wave(item, gridDim.x, call.wave_end[wave] * per_segment);
+      item = first_after_wave(item, gridDim.x, call.wave_end[wave] * per_segment);
       continue;
     }
     item += gridDim.x;
-    const bool speaks = threadIdx.x == 0 && rank_block == 0 && slice == 0 && blockIdx.y == 0;
-    if (checked.fault != 0 && speaks) note(w, checked.fault);
+    const bool reports_faults =
+        threadIdx.x == 0 && rank_block == 0 && slice == 0 && blockIdx.y == 0;
+    if (checked.fault != 0 && reports_faults) record_fault(w, checked.fault);
     if (s.length == 0 || s.length > work.up_to) continue;
-    const CheckedAdapter of = adapter_at(call, projection, index, s.slot, false);
-    if (of.fault != 0 && speaks) note(w, of.fault);
-    const int rank = int(of.adapter.rank);
+    const CheckedAdapter checked_adapter = adapter_at(call, projection, index, s.slot, false);
+    if (checked_adapter.fault != 0 && reports_faults) record_fault(w, checked_adapter.fault);
+    const int rank = int(checked_adapter.adapter.rank);
     const int j = rank_block * kRanksPerBlock + warp * kRanksPerWarp;
-    if (j >= rank) continue;  // the whole warp
-    const T *const a0 = static_cast<const T *>(of.adapter.a) + int64_t(j) * call.d_in;
+    if (j >= rank) continue;  // for all lanes of the warp
+    const T *const a0 = static_cast<const T *>(checked_adapter.adapter.a) + int64_t(j) * call.d_in;
     const T *const a1 = j + 1 < rank ? a0 + call.d_in : a0;
     const int from = slice * work.slices.depth;
-    const int to = int(least(int64_t(from) + work.slices.depth, call.d_in));
-    const bool aligned = aligned_x && aligned16(of.adapter.a);
+    const int to = int(min64(int64_t(from) + work.slices.depth, call.d_in));
+    const bool aligned = aligned_x && aligned16(checked_adapter.adapter.a);
     for (int r = int(blockIdx.y) * R; r < s.length; r += int(gridDim.y) * R) {
       const T *x[R];
 #pragma unroll
       for (int i = 0; i < R; ++i)
-        x[i] = all_x + (s.start + least(r + i, s.length - 1)) * call.ldx;
+        x[i] = all_x + (s.start + min64(r + i, s.length - 1)) * call.ldx;
       float sums[R * kRanksPerWarp] = {};
       if (aligned) {
 #pragma unroll 2
@@ -85,23 +88,24 @@ __global__ void __launch_bounds__(kRowThreads) shrink_kernel(VloraCall call, Wor
       if (lane != 0) continue;
 #pragma unroll
       for (int i = 0; i < R * kRanksPerWarp; ++i) {
-        const int row = r + i / kRanksPerWarp, at = j + i % kRanksPerWarp;
-        if (row >= s.length || at >= rank) continue;
+        const int row = r + i / kRanksPerWarp, rank_index = j + i % kRanksPerWarp;
+        if (row >= s.length || rank_index >= rank) continue;
         if (call.heads) {
           const VloraProjection &out = call.projections[projection];
-          static_cast<float *>(out.y)[(s.start + row) * out.ldy + at] =
-              sums[i] + static_cast<const float *>(of.adapter.b)[at];
+          static_cast<float *>(out.y)[(s.start + row) * out.ldy + rank_index] =
+              sums[i] + static_cast<const float *>(checked_adapter.adapter.b)[rank_index];
         } else {
-          w.partial[slice * w.plane + low_at(call, projection, wave, s.start + row) + at] = sums[i];
+          const int64_t low = low_offset(call, projection, wave, s.start + row);
+          w.partial[slice * w.plane + low + rank_index] = sums[i];
         }
       }
     }
   }
 }
 
-// y[row, c] += sign * low[row] · B[c] for the rows of one wave. A warp takes 32 neighbouring
-// columns; `lanes` of its lanes share one at a time, so that they read consecutive pieces of 16
-// bytes of B, and each lane keeps the sum of the column that it then writes.
+// Computes y[row, c] += sign * low[row] · B[c] for the rows of one wave. A warp takes 32
+// neighbouring columns. Groups of `lanes` of its lanes compute one column at a time, so that they
+// read consecutive pieces of 16 bytes of B; each lane keeps the sum of the column that it writes.
 template <typename T, int R>
 __global__ void __launch_bounds__(kRowThreads) expand_kernel(VloraCall call, Workspace w,
                                                              RowWork work, int wave) {
@@ -118,37 +122,38 @@ __global__ void __launch_bounds__(kRowThreads) expand_kernel(VloraCall call, Wor
         int64_t(item % work.column_blocks) * kColumnsPerBlock + warp * kWarp + lane;
     const CheckedSegment checked = segment_at(call, wave, index);
     const VloraSegment s = checked.segment;
-    if (s.length == 0 && checked.fault == 0) return;  // the rest of the wave is empty
+    if (s.length == 0 && checked.fault == 0) return;  // so is the rest of the wave
     if (s.length == 0 || s.length > work.up_to) continue;
-    const CheckedAdapter of = adapter_at(call, projection, index, s.slot, false);
-    const int rank = int(of.adapter.rank);
+    const CheckedAdapter checked_adapter = adapter_at(call, projection, index, s.slot, false);
+    const int rank = int(checked_adapter.adapter.rank);
     if (rank == 0) continue;
     const VloraProjection &out = call.projections[projection];
-    const bool aligned = rank % kStep == 0 && aligned16(of.adapter.b);
+    const bool aligned = rank % kStep == 0 && aligned16(checked_adapter.adapter.b);
     const int pieces = aligned ? rank / kStep : rank;
     int lanes = 1;
     while (lanes < kWarp && lanes < pieces) lanes *= 2;
     const int member = lane % lanes;
-    const int64_t group_column = column - member;  // the first of this group's `lanes` columns
+    const int64_t group_column = column - member;  // first column of this group of lanes
     for (int r = int(blockIdx.y) * R; r < s.length; r += int(gridDim.y) * R) {
-      __syncthreads();  // before `low` of the last turn is written over
+      __syncthreads();  // all threads have read the previous iteration's `low`
       for (int i = int(threadIdx.x); i < R * rank; i += kRowThreads) {
-        const int row = r + i / rank, at = i % rank;
+        const int row = r + i / rank, rank_index = i % rank;
         float sum = 0;
         if (row < s.length) {
-          const int64_t place = low_at(call, projection, wave, s.start + row) + at;
+          const int64_t offset = low_offset(call, projection, wave, s.start + row) + rank_index;
           for (int slice = 0; slice < work.slices.count; ++slice)
-            sum += w.partial[slice * w.plane + place];
+            sum += w.partial[slice * w.plane + offset];
         }
-        low[i / rank * call.max_rank + at] = sum * float(s.sign);
+        low[i / rank * call.max_rank + rank_index] = sum * float(s.sign);
       }
       __syncthreads();
-      float kept[R] = {};
+      float results[R] = {};
 #pragma unroll 4
-      for (int turn = 0; turn < lanes; ++turn) {
+      for (int c = 0; c < lanes; ++c) {
         float sums[R] = {};
-        if (group_column + turn < out.d_out) {
-          const T *const b = static_cast<const T *>(of.adapter.b) + (group_column + turn) * rank;
+        if (group_column + c < out.d_out) {
+          const T *const b =
+              static_cast<const T*>(checked_adapter.adapter.b) + (group_column + c) * rank;
           for (int piece = member; piece < pieces; piece += lanes) {
             if (aligned) {
               float q[kStep];
@@ -168,14 +173,14 @@ __global__ void __launch_bounds__(kRowThreads) expand_kernel(VloraCall call, Wor
         sum_lanes(sums, lanes);
 #pragma unroll
         for (int i = 0; i < R; ++i)
-          if (turn == member) kept[i] = sums[i];
+          if (c == member) results[i] = sums[i];
       }
       if (column >= out.d_out) continue;
 #pragma unroll
       for (int i = 0; i < R; ++i) {
         if (r + i >= s.length) continue;
         T *const y = static_cast<T *>(out.y) + (s.start + r + i) * out.ldy + column;
-        *y = from_float<T>(to_float(*y) + kept[i]);
+        *y = from_float<T>(to_float(*y) + results[i]);
       }
     }
   }
@@ -196,12 +201,13 @@ Expand expand_of(int type) {
   return type == VLORA_FP16 ? expand_kernel<Half, R> : expand_kernel<Bfloat, R>;
 }
 
-// Segments' items along x, their row blocks along y.
+// Returns a grid with the items along x and the row blocks of a segment along y.
 dim3 grid_of(const VloraCall &call, int64_t items, int row_block, int up_to, int resident) {
-  constexpr int kTurns = 4;  // blocks for every place on the device: they are of unequal length
-  const int64_t rows = div_up(least(call.longest, up_to), row_block);
-  const int64_t x = least(items, int64_t(kTurns) * resident);
-  const int64_t y = least(rows, div_up(int64_t(kTurns) * resident, x));
+  constexpr int kBlocksPerResident =
+      4;  // more blocks than the device holds, since their work differs
+  const int64_t rows = div_up(min64(call.longest, up_to), row_block);
+  const int64_t x = min64(items, int64_t(kBlocksPerResident) * resident);
+  const int64_t y = min64(rows, div_up(int64_t(kBlocksPerResident) * resident, x));
   return dim3(unsigned(x), unsigned(y));
 }
 
@@ -209,18 +215,18 @@ dim3 grid_of(const VloraCall &call, int64_t items, int row_block, int up_to, int
 
 cudaError_t warm_rows(int *resident) {
   cudaError_t error = cudaSuccess;
-  int least_resident = INT32_MAX;
+  int min_resident = INT32_MAX;
   for (int type : {VLORA_FP16, VLORA_BF16, VLORA_FP32}) {
     for (Shrink kernel : {shrink_of<1>(type), shrink_of<4>(type)}) {
       if (error == cudaSuccess) error = warm(kernel, kRowThreads, 0, resident);
-      least_resident = int(least(least_resident, *resident));
+      min_resident = int(min64(min_resident, *resident));
     }
     for (Expand kernel : {expand_of<1>(type), expand_of<4>(type)}) {
       if (error == cudaSuccess) error = warm(kernel, kRowThreads, 0, resident);
-      least_resident = int(least(least_resident, *resident));
+      min_resident = int(min64(min_resident, *resident));
     }
   }
-  *resident = least_resident;
+  *resident = min_resident;
   return error;
 }
 

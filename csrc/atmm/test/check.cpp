@@ -1,6 +1,6 @@
-// Runs random problems on every instruction set of this CPU against double precision, and the thread
-// pool. Meant for builds with sanitizers (sanitize.py): every buffer is exactly as large as its
-// contents.
+// Runs random problems on every instruction set of this CPU against double precision, and the
+// thread pool. Meant for builds with sanitizers (sanitize.py): every buffer is exactly as large as
+// its contents.
 //
 //     check [rounds] [own | openmp]
 #include <atomic>
@@ -79,11 +79,11 @@ void check_large_pages(int rounds) {
       pieces.pop_back();
     }
   };
-  const size_t before = runtime::large_pages().pieces;
+  const size_t before = runtime::large_pages().allocated;
   std::thread other(owner, 1);
   owner(2);
   other.join();
-  if (runtime::large_pages().pieces != before) std::exit(6);
+  if (runtime::large_pages().allocated != before) std::exit(6);
 }
 
 }  // namespace
@@ -91,7 +91,7 @@ void check_large_pages(int rounds) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 200;
   const bool uses_openmp = argc > 2 && !std::strcmp(argv[2], "openmp");
-  if (!runtime::use_threads(uses_openmp ? runtime::Source::kOpenMp : runtime::Source::kOwn)) {
+  if (!runtime::set_thread_source(uses_openmp ? runtime::ThreadSource::kOpenMp : runtime::ThreadSource::kOwn)) {
     std::printf("no OpenMP runtime in this process\n");
     return 1;
   }
@@ -117,6 +117,7 @@ int main(int argc, char** argv) {
         }
     };
     std::thread(run).join();  // a thread's scratch must be freed with it, or the leak check fails
-    std::printf("%s: %d rounds on %s threads\n", current.name, rounds, uses_openmp ? "OpenMP's" : "own");
+    std::printf("%s: %d rounds on %s threads\n", current.name, rounds,
+                uses_openmp ? "OpenMP's" : "own");
   }
 }

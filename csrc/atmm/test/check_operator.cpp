@@ -142,11 +142,13 @@ void check_apply(const Kernels& kernels, Dtype dtype, Dtype rows_dtype, bool lar
   apply(kernels, p, SegmentList(list), chooser(Operation::kApply), int(draw(1, 4)));
   const double tolerance = dtype == Dtype::kFp32 ? 1e-4 : 0.15;
   for (size_t i = 0; i < y.count; ++i)
-    if (!(std::abs(y[int64_t(i)] - want[i]) < tolerance)) fail("apply", kernels, y[int64_t(i)], want[i]);
+    if (!(std::abs(y[int64_t(i)] - want[i]) < tolerance))
+      fail("apply", kernels, y[int64_t(i)], want[i]);
 }
 
 void check_heads(const Kernels& kernels) {
-  const int64_t d_in = any_of<int64_t>({3, 64}), classes = any_of<int64_t>({1, 20, 300}), rows = draw(1, 20);
+  const int64_t d_in = any_of<int64_t>({3, 64}), classes = any_of<int64_t>({1, 20, 300}),
+                rows = draw(1, 20);
   const Values w(Dtype::kFp32, classes * d_in, 0.1f), bias(Dtype::kFp32, classes, 1);
   const Values x(Dtype::kFp32, rows * d_in, 1), y(Dtype::kFp32, rows * classes, 1);
   const Aligned packed(packed_bytes(classes, d_in, Dtype::kFp32, true));
@@ -154,14 +156,26 @@ void check_heads(const Kernels& kernels) {
        kernels.bundle, true);
   const Output out{1, 0};
   const Pair pair{int32_t(classes), packed.data, bias.bytes.get()};
-  const Problem p{Dtype::kFp32, Dtype::kFp32, rows, d_in, x.bytes.get(), d_in, y.bytes.get(), classes,
-                  1, &out, 1, &pair, kernels.bundle};
+  const Problem p{Dtype::kFp32,
+                  Dtype::kFp32,
+                  rows,
+                  d_in,
+                  x.bytes.get(),
+                  d_in,
+                  y.bytes.get(),
+                  classes,
+                  1,
+                  &out,
+                  1,
+                  &pair,
+                  kernels.bundle};
   heads(kernels, p, SegmentList({{0, rows, 0, 1}}));
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t n = 0; n < classes; ++n) {
       double want = bias[n];
       for (int64_t k = 0; k < d_in; ++k) want += x[row * d_in + k] * w[n * d_in + k];
-      if (!(std::abs(y[row * classes + n] - want) < 1e-4)) fail("heads", kernels, y[row * classes + n], want);
+      if (!(std::abs(y[row * classes + n] - want) < 1e-4))
+        fail("heads", kernels, y[row * classes + n], want);
     }
 }
 
@@ -180,7 +194,8 @@ void check_merge(const Kernels& kernels, Dtype dtype) {
   for (int64_t i = 0; i < d_out * d_in; ++i) {
     double want = in[i];
     for (int64_t r = 0; r < rank; ++r) want -= b[i / d_in * rank + r] * a[r * d_in + i % d_in];
-    const double got = value_at(static_cast<const char*>(out.data) + size_t(i) * size_of(dtype), dtype);
+    const double got =
+        value_at(static_cast<const char*>(out.data) + size_t(i) * size_of(dtype), dtype);
     const double tolerance = dtype == Dtype::kFp32 ? 1e-4 : 1e-4 + std::abs(want) / 128;
     if (!(std::abs(got - want) < tolerance)) fail("merge", kernels, got, want);
   }
@@ -188,7 +203,7 @@ void check_merge(const Kernels& kernels, Dtype dtype) {
 
 void check_tiles(const Kernels& kernels) {
   const int64_t steps = any_of<int64_t>({1, 5, 16, 40}), pad = draw(0, 2);
-  const int rows = int(draw(1, runtime::kTileRows)), panels = int(draw(1, runtime::kTilePanels));
+  const int rows = int(draw(1, runtime::kAmxBlockRows)), panels = int(draw(1, runtime::kAmxBlockPanels));
   const bool interleaved = draw(0, 1), first = draw(0, 1);
   const Values left(Dtype::kBf16, (rows - 1) * 2 * (steps + pad) + 2 * steps, 1);
   const Values right(Dtype::kBf16, panels * steps * 2 * kPanel, 1);
@@ -220,5 +235,6 @@ void check_tiles(const Kernels& kernels) {
   kernels.tiles->multiply(t);
   if (draw(0, 1)) kernels.tiles->release();
   for (size_t i = 0; i < sums.count; ++i)
-    if (!(std::abs(sums[int64_t(i)] - want[i]) < 1e-3)) fail("tiles", kernels, sums[int64_t(i)], want[i]);
+    if (!(std::abs(sums[int64_t(i)] - want[i]) < 1e-3))
+      fail("tiles", kernels, sums[int64_t(i)], want[i]);
 }

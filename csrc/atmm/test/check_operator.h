@@ -1,4 +1,5 @@
-// Checks of the operator, each on one random problem. They end the process at the first wrong result.
+// Checks of the operator, each on one random problem. They end the process at the first wrong
+// result.
 #pragma once
 
 #include "atmm/kernels.h"

@@ -1,10 +1,12 @@
-"""Builds the checks with sanitizers and runs them: once for memory, once for threads.
+"""Build the kernel checks with sanitizers and run them.
 
     python csrc/atmm/test/sanitize.py [--build FOLDER] [--rounds N] [--only memory|threads]
 
-memory: the address and undefined-behaviour sanitizers, on our own threads and on OpenMP's; nothing
-may leak. threads: the thread sanitizer, on our own threads (it does not see how OpenMP's runtime
-hands over its work). Exit status 0: clean. Needs g++ with its sanitizer libraries.
+memory: the address and undefined-behaviour sanitizers with leak detection, on our own threads and
+on OpenMP's. threads: the thread sanitizer, on our own threads only, because it cannot follow how
+OpenMP's runtime passes work between threads.
+
+The exit status is 0 if no sanitizer reports an error. g++ and its sanitizer libraries are required.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(CSRC))
 
-import kernels  # noqa: E402  # lies beside the sources, outside any package
+import kernels  # noqa: E402  # csrc is not a package
 
 FLAGS = ["-std=c++17", "-O1", "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
 SANITIZERS = {
@@ -30,7 +32,7 @@ RUNS = {"memory": ("own", "openmp"), "threads": ("own",)}
 
 
 def build(folder: Path, sanitize: list[str]) -> Path:
-    """The program; objects newer than all sources are kept."""
+    """Build the program, reusing objects newer than all sources, and return its path."""
     compiler = os.environ.get("CXX", "g++")
     kernels.REDUCED_TILES = True
     units = [
@@ -71,7 +73,7 @@ def main() -> None:
         program = build(options.build / name, SANITIZERS[name])
         for threads in RUNS[name]:
             subprocess.run([program, options.rounds, threads], check=True, env=environment)
-            print(f"{name}: clean on {threads} threads", flush=True)
+            print(f"{name}: no errors on {threads} threads", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Policies by the names that the option `policy` accepts.
 
-A new policy is one file with a factory function, and one line in `vlora.config.POLICIES` that names
-it. Code outside the package, such as the baselines of the benchmarks, calls `register_policy`.
+A new policy is one file with a factory function, and one line in `vlora.config.POLICIES` that
+names it. Code outside the package, such as the benchmarks' baselines, calls `register_policy`.
 """
 
 from __future__ import annotations

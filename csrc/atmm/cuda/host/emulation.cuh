@@ -1,10 +1,11 @@
-// Runs CUDA kernels on the host, one block after another in a shuffled order, each thread of a block
-// on a stack of its own. A thread runs until it waits: for its warp (sum_lanes) or for its block
-// (__syncthreads). What would hang or be undefined on a device stops the program: lanes that do not
-// all reach their warp's sum, threads that wait for a block whose others wait elsewhere.
+// Runs CUDA kernels on the host, one block after another in a shuffled order, with a separate stack
+// for each thread of a block. A thread runs until it waits for its warp (sum_lanes) or for its
+// block (__syncthreads). Code that would hang or be undefined on a device stops the program: lanes
+// that do not all reach their warp's sum, or threads that wait for their block while others wait
+// for a warp.
 //
-// Not emulated: threads of different blocks at the same time, memory ordering, tensor cores, streams
-// (a launch is done when it returns). Nothing of ATMM here.
+// Not emulated: concurrent threads of different blocks, memory ordering, tensor cores, and streams
+// (a launch is complete when it returns). Nothing here is specific to ATMM.
 #pragma once
 
 #include <csetjmp>
@@ -40,7 +41,7 @@ inline cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess;
 
 namespace emulation {
 
-// The storage types, rounding to nearest even as the device's conversions do.
+// The storage types. Conversions round to nearest even, as the device's do.
 struct Half {
   uint16_t bits;
 };
@@ -88,7 +89,7 @@ struct Thread {
   std::unique_ptr<char[]> stack;
   State state = State::kDone;
   dim3 index;
-  float *values = nullptr;  // of sum_lanes
+  float *values = nullptr;  // arguments of sum_lanes
   int count = 0, lanes = 0;
 };
 
@@ -103,7 +104,8 @@ class Block {
     grid_ = grid, size_ = dim3(unsigned(threads)), body_ = &body;
     while (int(threads_.size()) < threads) threads_.push_back(std::make_unique<Thread>());
     const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
-    // A bijection of the blocks: an odd step around a power of two, what lies beyond left out.
+    // Visit each block once in a shuffled order: an odd step modulo a power of two is a bijection.
+    // Indices beyond the last block are skipped.
     uint64_t ring = 1;
     while (ring < blocks) ring *= 2;
     random_ = random_ * 6364136223846793005u + 1442695040888963407u;
@@ -113,15 +115,15 @@ class Block {
       if (at >= blocks) continue;
       index_ = dim3(unsigned(at % grid.x), unsigned(at / grid.x % grid.y),
                     unsigned(at / grid.x / grid.y));
-      one(threads);
+      run_block(threads);
     }
   }
 
-  // Called by the thread that runs: on with the others until what it waits for has come.
+  // Called by the running thread: runs the other threads until what it waits for has happened.
   void wait(State what) {
-    Thread &own = *current_;
-    own.state = what;
-    if (_setjmp(own.at) == 0) _longjmp(scheduler_, 1);
+    Thread &thread = *current_;
+    thread.state = what;
+    if (_setjmp(thread.at) == 0) _longjmp(scheduler_, 1);
   }
 
   Thread &current() { return *current_; }
@@ -131,7 +133,7 @@ class Block {
   uint4 *shared() { return shared_.data(); }
 
  private:
-  void one(int threads) {
+  void run_block(int threads) {
     for (int t = 0; t < threads; ++t) {
       threads_[size_t(t)]->index = dim3(unsigned(t), 0, 0);
       threads_[size_t(t)]->state = State::kReady;
@@ -143,7 +145,8 @@ class Block {
         ran = true;
         resume(*threads_[size_t(t)]);
         if ((t + 1) % kLanes == 0 || t + 1 == threads)
-          if (sum(t / kLanes * kLanes, threads)) t = t / kLanes * kLanes - 1;  // that warp again
+          if (sum_warp(t / kLanes * kLanes, threads))
+            t = t / kLanes * kLanes - 1;  // run that warp again
       }
       if (ran) continue;
       int waiting = 0, done = 0;
@@ -152,14 +155,16 @@ class Block {
         done += threads_[size_t(t)]->state == State::kDone;
       }
       if (done == threads) return;
-      if (waiting + done != threads) stop("some threads wait for their block, some for their warp");
+      if (waiting + done != threads)
+        stop("some threads wait for their block and others for their warp");
       for (int t = 0; t < threads; ++t)
         if (threads_[size_t(t)]->state == State::kBlock) threads_[size_t(t)]->state = State::kReady;
     }
   }
 
-  // The xor tree of the device's shuffles, in its order. False: not all lanes are there.
-  bool sum(int first, int threads) {
+  // Sums with the xor tree of the device's shuffles, in the same order. Returns false if no lane
+  // waits.
+  bool sum_warp(int first, int threads) {
     Thread &leader = *threads_[size_t(first)];
     int arrived = 0;
     for (int l = first; l < first + kLanes && l < threads; ++l)
@@ -168,7 +173,8 @@ class Block {
     if (arrived != kLanes) stop("not all lanes of a warp reach its sum");
     for (int l = 0; l < kLanes; ++l) {
       const Thread &lane = *threads_[size_t(first + l)];
-      if (lane.count != leader.count || lane.lanes != leader.lanes) stop("lanes differ in their sums");
+      if (lane.count != leader.count || lane.lanes != leader.lanes)
+        stop("lanes differ in their sums");
     }
     for (int step = leader.lanes / 2; step > 0; step /= 2)
       for (int i = 0; i < leader.count; ++i) {
@@ -194,7 +200,7 @@ class Block {
     setcontext(&thread.start);
   }
 
-  // Every thread's whole life: the bodies of block after block.
+  // The entry point of every thread: runs the body of one block after another.
   static void enter() {
     for (;;) {
       Block &block = here();
@@ -229,14 +235,14 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_b
 
 template <typename... P>
 cudaError_t warm(void (*)(P...), int, int, int *resident) {
-  *resident = 5;  // few, so that blocks take several turns
+  *resident = 5;  // so few that each block computes several items
   return cudaSuccess;
 }
 
 template <int N>
 void sum_lanes(float (&values)[N], int lanes) {
-  Thread &own = Block::here().current();
-  own.values = values, own.count = N, own.lanes = lanes;
+  Thread &thread = Block::here().current();
+  thread.values = values, thread.count = N, thread.lanes = lanes;
   Block::here().wait(State::kWarp);
 }
 

@@ -1,5 +1,5 @@
-// Stands in for the compiled tiles where the kernels are emulated: the same walk over the same
-// problem arrays, one thread a block, the product by plain loops.
+// Replaces the compiled tiles in the emulation: the same loop over the same problem arrays, with
+// one thread per block and the product as plain loops.
 #include "../kernels.cuh"
 
 namespace vlora {
@@ -8,8 +8,8 @@ namespace {
 template <typename T, bool Expand>
 __global__ void grouped_kernel(Group group, int begin, int end) {
   const int last = group.first[end];
-  for (int at = group.first[begin] + int(blockIdx.x); at < last; at += int(gridDim.x)) {
-    const Tile t = tile_at(group, begin, end, at);
+  for (int index = group.first[begin] + int(blockIdx.x); index < last; index += int(gridDim.x)) {
+    const Tile t = tile_at(group, begin, end, index);
     const Problem &p = group.problems[t.problem];
     const T *const a = static_cast<const T *>(p.a) + t.from;
     const T *const b = static_cast<const T *>(p.b) + t.from;
@@ -18,12 +18,12 @@ __global__ void grouped_kernel(Group group, int begin, int end) {
         float sum = 0;
         for (int k = 0; k < t.depth; ++k)
           sum += to_float(a[i * p.lda + k]) * to_float(b[j * p.ldb + k]);
-        const int64_t place = t.offset + i * p.ldc + j;
+        const int64_t element = t.offset + i * p.ldc + j;
         if (Expand) {
-          T *const c = static_cast<T *>(p.c) + place;
+          T *const c = static_cast<T *>(p.c) + element;
           *c = from_float<T>(p.alpha * sum + to_float(*c));
         } else {
-          static_cast<float *>(p.c)[place] = p.alpha * sum;
+          static_cast<float *>(p.c)[element] = p.alpha * sum;
         }
       }
   }

@@ -2,8 +2,8 @@
 // memory. Loops over blocks, threads and the choice of tiles are common to all instruction sets
 // (cpu/tile_loop.h, cpu/apply.cpp).
 //
-// A step is one unit of the depth in a packed matrix: one fp32 value, or one pair of bf16. A word is
-// 4 bytes: one fp32 value, or one pair of bf16.
+// A step is one unit of the depth in a packed matrix: one fp32 value, or one pair of bf16. A word
+// is 4 bytes: one fp32 value, or one pair of bf16.
 #pragma once
 
 #include "atmm/types.h"
@@ -14,13 +14,17 @@ namespace vlora::atmm {
 
 // Maximum number of steps in a row of scratch.
 constexpr int kScratchDepth = 256;
+
 // Words between rows of scratch. It is a constant, so that the rows of a tile need one address
 // register, and it is 17 cache lines, so that rows do not fall on the same cache sets.
 constexpr int kScratchStride = kScratchDepth + 16;
+
 // Maximum number of panels in a register tile.
 constexpr int kMaxTilePanels = kMaxBundle;
+
 // Index of narrow panels in arrays that are otherwise indexed by the number of panels less one.
 constexpr int kNarrowIndex = kMaxTilePanels;
+
 // Maximum number of rows in a register tile.
 constexpr int kMaxTileRows = 24;
 
@@ -51,17 +55,19 @@ using TileKernel = void (*)(const Tile&);
 
 // Kernels by [panels - 1, or kNarrowIndex][rows - 1]; null where there are not enough registers.
 struct TileSet {
-  TileKernel packed[kMaxTilePanels + 1][kMaxTileRows];       // rows kScratchStride apart
-  TileKernel direct[kMaxTilePanels + 1][kMaxTileRows];       // rows x_stride apart
-  TileKernel prefetching[kMaxTilePanels + 1][kMaxTileRows];  // direct, with software prefetch of the
-                                                             // panels and several chains of sums
+  // For rows kScratchStride apart.
+  TileKernel packed[kMaxTilePanels + 1][kMaxTileRows];
+  // For rows x_stride apart; first product only.
+  TileKernel direct[kMaxTilePanels + 1][kMaxTileRows];
+  // As direct, with software prefetch of the panels and several chains of sums.
+  TileKernel prefetching[kMaxTilePanels + 1][kMaxTileRows];
 };
 
 // Factors of a merge split into bf16 limbs (cpu/merge_limbs.h).
 using runtime::kLimbs;
-constexpr int kLimbDepth = 2 * runtime::kTile;  // values of depth that one tile takes
-constexpr int kLimbRows = runtime::kTileRows;
-constexpr int kLimbColumns = runtime::kTilePanels * kPanel;  // columns of a block
+constexpr int kLimbDepth = 2 * runtime::kAmxRows;  // values of depth that one tile takes
+constexpr int kLimbRows = runtime::kAmxBlockRows;
+constexpr int kLimbColumns = runtime::kAmxBlockPanels * kPanel;  // columns of a block
 constexpr int kLimbGroup = 2;  // blocks whose sums are added to W at a time
 
 // out = in + sign * left right, for up to kLimbRows rows.
@@ -89,13 +95,14 @@ struct Limbs {
 struct Kernels {
   const char* name;
   int bundle;               // number of panels its tiles read interleaved
-  bool pairs_in_registers;  // bf16 pairs are multiplied directly; otherwise rows are made fp32 first
+  bool pairs_in_registers;  // bf16 pairs are multiplied as such; otherwise rows become fp32 first
   int max_rows[kMaxTilePanels];      // rows of the tallest tile, by panels - 1
   TileSet shrink[kDtypes];           // by type of the matrices
   TileSet expand[kDtypes][kDtypes];  // by type of the matrices and of y; [kFp32][kBf16] is empty
-  TileKernel merge[2][kMaxTilePanels][kMaxTileRows];            // rows x_stride apart
-  TileKernel merge_streaming[2][kMaxTilePanels][kMaxTileRows];  // with stores that bypass the caches;
-                                                                // null where bundle is 1
+  // By type of W, for rows x_stride apart.
+  TileKernel merge[kDtypes][kMaxTilePanels][kMaxTileRows];
+  // The same with stores that bypass the caches; null where bundle is 1.
+  TileKernel merge_streaming[kDtypes][kMaxTilePanels][kMaxTileRows];
   // bf16 merge of panels whose even columns come first; null where a panel is one register.
   TileKernel merge_deinterleaved[kMaxTilePanels][kMaxTileRows];
   // Copies rows x count elements to scratch, as fp32 or as pairs of bf16. An odd last element is
@@ -111,8 +118,8 @@ struct Kernels {
   void (*deinterleave_narrow)(const void* lines, int64_t count, void* to);
   const runtime::TileUnit* tiles;  // multiplies tiles of bf16 pairs; null if there is none
   Limbs limbs;                     // filled where `tiles` is not null
-  // Kernels for small blocks of rows on CPUs that multiply bf16 pairs slowly: they convert panels to
-  // fp32 in registers. Null if there are none.
+  // Kernels for small blocks of rows on CPUs that multiply bf16 pairs slowly: they convert panels
+  // to fp32 in registers. Null if there are none.
   const Kernels* small_blocks;
   // y += sign * sums.
   void (*add_sums)(Dtype, void* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,

@@ -55,9 +55,9 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
            int64_t count, float sign, const Chooser& chooser, int threads);
 
 // Packs a matrix [n, k] in panels of kPanel interleaved rows (bf16: pairs of k), padded with zeros.
-// `bundle` neighbouring panels are interleaved step by step, fewer in the last bundle. With `narrow`
-// (matrices of the first product), a last panel with at most half the rows takes half the memory:
-// two steps are interleaved in it.
+// `bundle` neighbouring panels are interleaved step by step, fewer in the last bundle. With
+// `narrow` (matrices of the first product), a last panel with at most half the rows takes half the
+// memory: two steps are interleaved in it.
 size_t packed_bytes(int64_t n, int64_t k, Dtype dtype, bool narrow);
 void pack(void* to, const void* matrix, int64_t n, int64_t k, ptrdiff_t n_stride,
           ptrdiff_t k_stride, Dtype dtype, int bundle, bool narrow);

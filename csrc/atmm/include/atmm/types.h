@@ -18,7 +18,7 @@ constexpr int kMaxOutputs = 8;
 
 enum class Operation : uint8_t { kApply = 0, kMerge = 1 };
 
-// Rows start … start + length - 1 go through the adapter in `slot`, multiplied by `sign` (+1 or -1).
+// Rows start … start + length - 1 go through the adapter in `slot`, times `sign` (+1 or -1).
 struct Segment {
   int64_t start;
   int64_t length;
@@ -56,8 +56,8 @@ struct Problem {
   int32_t bundle;     // panels interleaved when the matrices were packed: a power of two
 };
 
-// M = W + sign * B A for one matrix. A: [rank, d_in] and B: [d_out, rank], row-major fp32. With rank
-// 0, M = W.
+// M = W + sign * B A for one matrix. A: [rank, d_in] and B: [d_out, rank], row-major fp32. With
+// rank 0, M = W.
 struct Merge {
   int64_t offset;  // of W and of M in their slabs, in elements
   int64_t d_out;
