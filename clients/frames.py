@@ -143,7 +143,7 @@ class VideoFile:
             raise ClientError(f"cannot read the video {self._path}: {error}") from None
 
     def _chunk(self, kept: Mapping[int, Pixels], count: int) -> Chunk:
-        """Return the frames of a chunk: of `count` frames, those kept at or before its positions."""
+        """Return a chunk of `count` frames: at each position, the last frame kept until then."""
         positions = evenly_spaced(count, self._frames_per_chunk)
         return Chunk([kept[max(i for i in kept if i <= position)] for position in positions])
 

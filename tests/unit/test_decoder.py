@@ -38,7 +38,13 @@ def decoder() -> Iterator[ImageDecoder]:
     decoder = ImageDecoder(LIMITS)
     yield decoder
     decoder.close()
-    assert not psutil.Process().children(recursive=True)
+    assert fork_servers() == []
+
+
+def fork_servers() -> list[psutil.Process]:
+    """Return the fork servers that this process has started."""
+    children = psutil.Process().children()
+    return [child for child in children if "vlora.vision.decode_worker" in child.cmdline()]
 
 
 def decode(decoder: ImageDecoder, *images: bytes, limits: Limits = LIMITS) -> list[DecodedImage]:
@@ -126,7 +132,7 @@ def test_parallel_requests_get_their_own_pixels(decoder: ImageDecoder) -> None:
 
 def test_a_decoder_or_a_fork_server_that_was_killed_is_replaced(decoder: ImageDecoder) -> None:
     check_that_it_works(decoder)
-    (server,) = psutil.Process().children()
+    (server,) = fork_servers()
     for victims in (server.children(), [server, *server.children()]):
         victims[0].kill()
         until(lambda: not any(is_alive(process) for process in victims))  # noqa: B023
@@ -138,7 +144,7 @@ def test_a_decoder_that_is_killed_while_it_decodes_is_an_internal_error(
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(decode, decoder, ENDLESS)
-        (server,) = psutil.Process().children()
+        (server,) = fork_servers()
         until(lambda: server.children())
         server.children()[0].kill()
         with pytest.raises(Internal, match="decoder of image 0"):
@@ -148,11 +154,11 @@ def test_a_decoder_that_is_killed_while_it_decodes_is_an_internal_error(
 
 def test_ctrl_c_does_not_end_the_decoders(decoder: ImageDecoder) -> None:
     check_that_it_works(decoder)
-    (server,) = psutil.Process().children()
+    (server,) = fork_servers()
     for process in (server, *server.children()):
         process.send_signal(signal.SIGINT)
     check_that_it_works(decoder)
-    assert psutil.Process().children() == [server]
+    assert fork_servers() == [server]
 
 
 def test_a_closed_decoder_refuses() -> None:

@@ -117,7 +117,7 @@ def _decode(
 
 
 def _send_pixels(connection: socket.socket, rgb: ByteArray) -> None:
-    """Send uint8 [height, width, 3] as a memory file that nobody can change any more.
+    """Send uint8 [height, width, 3] as a memory file that cannot be changed any more.
 
     The file is written and not mapped, so it does not count towards this process's address space.
     """

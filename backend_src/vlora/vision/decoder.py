@@ -221,7 +221,7 @@ class ImageDecoder:
                 self._put_back(decoder, place)
                 raise InvalidArgument(str(error)) from None
             except BaseException:
-                # It may be sending pictures that nobody wants.
+                # It may be sending pictures that are not wanted.
                 self._processes.stop(decoder)
                 raise
             self._put_back(decoder, place)
