@@ -7,7 +7,7 @@ Frames are uint8 [height, width, 3], RGB.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,9 @@ from PIL import Image, ImageDraw, ImageOps
 from clients.common import ClientError
 
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+GRID = 4
+"""Frames that are kept of a second of video, per frame of a chunk."""
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
@@ -122,20 +125,27 @@ class VideoFile:
                     raise ClientError(f"{self._path} contains no video stream")
                 video = container.streams.video[0]
                 fps = max(1, round(float(video.average_rate or 30)))
-                second: list[Pixels] = []
-                passed = 0
+                # Only some frames are converted and kept, since a file may claim any rate. They are
+                # more than a chunk has, for a last part that is shorter than a second.
+                grid = set(evenly_spaced(fps, GRID * self._frames_per_chunk))
+                kept: dict[int, Pixels] = {}
+                count = passed = 0
                 for frame in container.decode(video):
-                    second.append(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8))
-                    if len(second) == fps:
-                        yield self._chunk(second)
-                        second, passed = [], passed + 1
-                if len(second) * 2 >= fps or (second and not passed):
-                    yield self._chunk(second)
+                    if count in grid:
+                        kept[count] = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+                    count += 1
+                    if count == fps:
+                        yield self._chunk(kept, count)
+                        kept, count, passed = {}, 0, passed + 1
+                if count * 2 >= fps or (count and not passed):
+                    yield self._chunk(kept, count)
         except self._av.error.FFmpegError as error:
             raise ClientError(f"cannot read the video {self._path}: {error}") from None
 
-    def _chunk(self, second: Sequence[Pixels]) -> Chunk:
-        return Chunk([second[i] for i in evenly_spaced(len(second), self._frames_per_chunk)])
+    def _chunk(self, kept: Mapping[int, Pixels], count: int) -> Chunk:
+        """Return a chunk of `count` frames: at each position, the last frame kept until then."""
+        positions = evenly_spaced(count, self._frames_per_chunk)
+        return Chunk([kept[max(i for i in kept if i <= position)] for position in positions])
 
 
 class SyntheticCamera:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.hostile_images import jpeg_with_scans
 from tests.support.triton_client import Asker, Refused, Response, picture, pixels
 
 PROMPT = np.array([[b"x"]], dtype=object)
@@ -96,3 +98,14 @@ def test_digests_are_not_inputs_of_any_model(ask: Asker) -> None:
     for model in ("lmm", "lmm_unary"):
         config = ask.client.get_model_config(model).config
         assert "image_digest" not in {tensor.name for tensor in config.input}
+
+
+def test_an_image_that_takes_long_to_decode_delays_no_other_and_is_refused(ask: Asker) -> None:
+    """The slow request is answered after the call that took it has returned."""
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(encode, ask, image=column(jpeg_with_scans(3000, 2000)))
+        for _ in range(10):
+            encode(ask, image=column(picture()))
+            assert not slow.done()
+        with pytest.raises(Refused, match=r"INVALID_ARG: .* more than 10 s of processor time"):
+            slow.result()

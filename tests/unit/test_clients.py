@@ -1,6 +1,7 @@
 """Test the clients against a fake Triton server, and their functions in isolation."""
 
 import io
+import itertools
 import json
 import signal
 import subprocess
@@ -325,6 +326,24 @@ def test_a_video_file_is_cut_into_seconds(tmp_path):
     chunks = frames.open_source(str(path), fps=30, frames_per_chunk=2, stream=0).chunks()
     shades = [[float(frame.mean()) for frame in next(chunks).frames] for _ in range(4)]
     np.testing.assert_allclose(shades, [[0, 50], [100, 150], [200, 220], [0, 50]], atol=6)
+
+
+def test_a_video_of_an_absurd_rate_keeps_few_frames(tmp_path, monkeypatch):
+    av = pytest.importorskip("av")
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=1000)
+        stream.width = stream.height = 32
+        for _ in range(1000):
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    converted = []
+    asarray = frames.np.asarray
+    monkeypatch.setattr(frames.np, "asarray", lambda *a: converted.append(1) or asarray(*a))
+    (chunk,) = itertools.islice(frames.VideoFile(path, 3).chunks(), 1)
+    assert len(chunk.frames) == 3
+    assert len(converted) == 3 * frames.GRID
 
 
 @pytest.mark.parametrize("name", ["empty", "text.mp4", "gone"])

@@ -16,6 +16,8 @@ from vlora.vision.images import DecodedImage
 
 ROWS, HIDDEN = 4, 3
 ENTRY_BYTES = ROWS * HIDDEN * 4
+PACE = 1e-6
+"""Seconds per image of a tower that is known to be fast."""
 
 
 class FakeEncoder:
@@ -51,14 +53,16 @@ def picture(colour, height=2, width=3, is_video=False):
 
 def service(budget=10**6, **options):
     encoder = FakeEncoder(**options)
-    return encoder, EncoderService(encoder, FeatureCache(budget))
+    return encoder, EncoderService(encoder, FeatureCache(budget), seconds_per_image=PACE)
 
 
 def test_a_batch_holds_the_images_that_the_tower_encodes_in_the_target_time(monkeypatch):
     now = iter([0.0, 0.04, 1.0, 1.2, 2.0, 2.001])
     monkeypatch.setattr(features.time, "monotonic", lambda: next(now))
-    _, encoders = service()
-    assert encoders.images_per_batch == 1  # before the first call
+    encoder, _ = service()
+    unknown = EncoderService(encoder, FeatureCache(10**6))
+    assert unknown.images_per_batch == 1  # before the first call
+    encoders = EncoderService(encoder, FeatureCache(10**6), seconds_per_image=PACE)
     encoders.run([[picture(1), picture(2)]])
     assert encoders.images_per_batch == int(features.TARGET_BATCH_SECONDS / 0.02)
     encoders.run([[picture(3)]])  # slower than the target
@@ -242,3 +246,16 @@ def test_answers_never_depend_on_the_cache(batches, entries):
             assert answer.layout[:, 0].tolist() == [i * ROWS for i in range(len(request))]
         encoders.check_integrity()
     assert sum(encoder.calls) == encoders.counters.misses
+
+
+def test_images_are_counted_while_a_long_batch_is_encoded():
+    """The probe reads the counter to tell a busy encoder from a hung one."""
+    encoder, _ = service()
+    slow = EncoderService(encoder, FeatureCache(10**6), features.MAX_CALL_SECONDS)
+    counted = []
+    encoder.hold = lambda: counted.append(slow.counters.images)
+    slow.run([[picture(i) for i in range(5)]])
+    assert counted[0] == 0
+    assert encoder.calls[0] == 1
+    assert counted == sorted(set(counted))
+    assert slow.counters.images == 5

@@ -23,7 +23,7 @@ HELLO = {"text_input": strings(["hello"])}
 class Setting:
     """A service with fakes of the engine, the encoder and the client."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
         self.engine = FakeEngine(adapter("a"), adapter("h", head=("raw",)))
         self.pool = ThreadPoolExecutor(1)
         self.encoded: list[Tensors] = []
@@ -35,7 +35,7 @@ class Setting:
         self.service = LmmService(
             self.engine,
             TEMPLATE,
-            Limits(),
+            limits or Limits(),
             self.encode,
             self.pool,
             observe=lambda: self.observed.append,
@@ -291,3 +291,28 @@ def test_text_that_is_not_valid_utf8_is_rejected_with_and_without_an_image(
             responder = setting.ask(sampling_parameters=strings([text]), **image)
             assert responder.done.wait(5)
             assert isinstance(responder.failure, InvalidArgument), text
+
+
+def test_the_bytes_of_requests_in_flight_are_limited() -> None:
+    setting = Setting(Limits(max_in_flight_bytes=1000))
+    setting.gate.clear()
+    waiting = [setting.ask(image=strings([b"x" * 400])) for _ in range(2)]
+    refused = setting.ask(image=strings([b"x" * 400]))
+    assert isinstance(refused.failure, Unavailable)
+    assert "810 bytes" in refused.failure.message
+    assert "this one has 405; the limit is 1000" in refused.failure.message
+    too_large = setting.ask(image=strings([b"x" * 1000]))
+    assert isinstance(too_large.failure, InvalidArgument)
+    setting.service.close()
+    assert all(isinstance(responder.failure, Unavailable) for responder in waiting)
+    assert setting.service._held.total == 0
+    setting.gate.set()
+    setting.pool.shutdown()
+
+
+def test_a_request_that_has_ended_holds_no_bytes(setting: Setting) -> None:
+    setting.ask(image=strings([b"x" * 400]))
+    until(lambda: setting.engine.requests)
+    assert setting.service._held.total == features(2)["image_features"].nbytes
+    setting.engine.say("a", finish_reason="stop")
+    assert setting.service._held.total == 0

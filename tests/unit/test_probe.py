@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from vlora.cli import app
 from vlora.launcher.ports import choose_ports
-from vlora.launcher.probe import ENSEMBLE, Health, probe
+from vlora.launcher.probe import ENSEMBLE, PROGRESS, Health, probe
 from vlora.launcher.run_folder import run_folder, starting_file
 
 Answer = Callable[[Any, grpc.ServicerContext], Any]
@@ -148,8 +148,9 @@ def free_port() -> int:
 
 
 class Metrics(BaseHTTPRequestHandler):
-    """Metrics whose count of forward passes grows by `per_look` with each request."""
+    """Metrics of which one counter grows by `per_look` with each request."""
 
+    counter = ""
     per_look = 1
     looks = 0
 
@@ -157,24 +158,28 @@ class Metrics(BaseHTTPRequestHandler):
         type(self).looks += 1
         self.send_response(200)
         self.end_headers()
-        steps = 7 + self.looks * self.per_look
-        self.wfile.write(f'vlora:engine_steps_total{{model="lmm"}} {steps}\n'.encode())
+        for name in PROGRESS:
+            count = 7 + self.looks * self.per_look * (name == self.counter)
+            self.wfile.write(f'{name}{{model="lmm"}} {count}\n'.encode())
 
     def log_message(self, *_: object) -> None:
         pass
 
 
+@pytest.mark.parametrize("counter", PROGRESS)
 @pytest.mark.parametrize(("per_look", "health"), [(3, Health.ALIVE), (0, Health.DEAD)])
-def test_a_server_without_an_answer_is_alive_if_it_makes_forward_passes(
-    per_look: int, health: Health
+def test_a_server_without_an_answer_is_alive_if_it_works(
+    per_look: int, health: Health, counter: str
 ) -> None:
+    """Forward passes and encoded images are both work."""
+
     released = threading.Event()
 
     def hangs(request: Any, context: Any) -> Any:
         released.wait(30)
         return answers(request, context)
 
-    handler = type("Handler", (Metrics,), {"per_look": per_look})
+    handler = type("Handler", (Metrics,), {"per_look": per_look, "counter": counter})
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), handler) as metrics,
         serving(answer=hangs) as (

@@ -26,7 +26,7 @@ def probe(
     ] = False,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Port of the server's metrics, to tell a long queue from a hung server."),
+        typer.Option(help="Port of the server's metrics, to tell a busy server from a hung one."),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print nothing; only set the exit status.")
@@ -53,8 +53,8 @@ def probe(
        within the deadline.
     2  A TLS file cannot be read.
     3  The server runs but accepts no requests now: it is starting or
-       draining, or its queue is full (with --metrics-port, also if the
-       queue is longer than the deadline).
+       draining, or its queue is full (with --metrics-port, also if it
+       works for longer than the deadline).
 
     A server that is starting is recognized only on its own machine.
     """

@@ -62,8 +62,17 @@ class Limits:
     max_image_bytes: int = 64 * 1024 * 1024
     """Maximum size of an encoded image or clip."""
 
+    max_decode_seconds: float = 10.0
+    """Maximum processor time for decoding the images and frames of a request."""
+
+    max_decode_bytes: int = 1024**3
+    """Maximum memory for decoding one image or frame, its encoded bytes included."""
+
     max_images: int = 64
     """Maximum number of images and frames of a request."""
+
+    max_in_flight_bytes: int = 4 * 1024**3
+    """Maximum size of the images and features of all requests that have not ended."""
 
     max_json_bytes: int = 64 * 1024
     """Maximum size of an input that is JSON."""

@@ -4,8 +4,8 @@ Triton keeps reporting itself as live and ready after a model's process has ende
 an image to `video_analytics` passes through all four processes (the encoder with zero rows), and
 its answer is one token. Such a request leaves two cases open. A server that is starting has not
 opened a port yet, so a mark that `vlora serve` leaves on its own machine is looked up. A server
-with a long queue answers as late as a hung one, so the count of forward passes in its metrics tells
-the two apart.
+with a long queue answers as late as a hung one, so the counts of forward passes and of encoded
+images in its metrics tell the two apart.
 
 Kubernetes runs the probe every few seconds: it imports neither torch nor numpy, and every call has
 a deadline.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -31,7 +31,12 @@ service_pb2, service_pb2_grpc = load_grpc_stubs()
 ENSEMBLE = "video_analytics"
 QUESTION = b"ready?"
 SAMPLING = b'{"max_tokens": 1}'
-STEPS = "vlora:engine_steps_total"
+PROGRESS = {
+    "vlora:engine_steps_total": "forward passes",
+    "vlora:encoder_images_total": "encoded images",
+}
+"""Counters that grow while a server works, with what they count."""
+
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 METRICS_SHARE = 0.25
@@ -52,7 +57,7 @@ class Health(IntEnum):
     """The server answers requests."""
     DEAD = 1
     """The server does not listen, a model's process has ended, or the deadline passed without an
-    answer and without a forward pass."""
+    answer, a forward pass or an encoded image."""
     ALIVE = 3
     """The server runs but accepts no requests now: it starts, drains, or its queue is full."""
 
@@ -126,18 +131,16 @@ def probe(
             return finding(Health.DEAD, f"no server answers at {address}: {_describe(error)}")
         if not (live and ready):
             return finding(Health.ALIVE, "the server is running; its models are not ready yet")
-        steps_before = None if metrics_port is None else _steps(host, metrics_port, left())
+        before = None if metrics_port is None else _read_progress(host, metrics_port, left())
         try:
             share = 1.0 if metrics_port is None else 1.0 - METRICS_SHARE
             stub.ModelInfer(_request(), timeout=left() * share)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and metrics_port is not None:
-                steps = _steps(host, metrics_port, left())
-                if steps_before is not None and steps is not None and steps > steps_before:
+                work = _work_done(before, _read_progress(host, metrics_port, left()))
+                if work:
                     return finding(
-                        Health.ALIVE,
-                        f"no answer yet, but {steps - steps_before:.0f} forward passes:"
-                        " the queue is long",
+                        Health.ALIVE, f"no answer yet, but {work}: the server is working"
                     )
             return finding(*_judge(error, deadline))
     return finding(Health.READY, f"{ENSEMBLE} answered")
@@ -162,15 +165,25 @@ def _is_starting(port: int) -> bool:
     return is_starting(port)
 
 
-def _steps(host: str, port: int, seconds: float) -> float | None:
-    """Return the number of forward passes from the server's metrics, or None without them."""
+def _read_progress(host: str, port: int, seconds: float) -> dict[str, float]:
+    """Return the counters of `PROGRESS` in the server's metrics, those that it exports."""
     try:
         with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=seconds) as answer:
             lines = answer.read().decode().splitlines()
+        counts: dict[str, float] = {}
+        for line in lines:
+            name = line.partition("{")[0]
+            if name in PROGRESS:
+                counts[name] = counts.get(name, 0.0) + float(line.rpartition(" ")[2])
     except (OSError, ValueError):
-        return None
-    counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(STEPS)]
-    return sum(counts) if counts else None
+        return {}
+    return counts
+
+
+def _work_done(before: Mapping[str, float] | None, after: Mapping[str, float]) -> str:
+    """Return the counts by which the counters have grown, in words; "" if none has."""
+    grown = {name: count - (before or {}).get(name, count) for name, count in after.items()}
+    return ", ".join(f"{count:.0f} {PROGRESS[name]}" for name, count in grown.items() if count > 0)
 
 
 def _request() -> Any:

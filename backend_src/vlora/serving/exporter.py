@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from vlora.engine.plan import Mode
-from vlora.metrics import EngineStats, exported_stats
+from vlora.metrics import EngineStats, Export, exported_stats
 from vlora.request import Output
 from vlora.serving.registry import Exporter, Level, Metric, Registry
 from vlora.vision.features import EncoderCounters
@@ -248,6 +248,33 @@ def _named(adapters: Mapping[str, int]) -> frozenset[str]:
     return frozenset(name for name, count in adapters.items() if name and count)
 
 
+class ProgressExporter(Exporter):
+    """Exports one counter by which `vlora probe` distinguishes a busy server from a hung one.
+
+    It takes the place of a model's other metrics where `disable_log_stats` turns them off.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        labels: Mapping[str, str],
+        export: Export,
+        read: Callable[[], float],
+    ) -> None:
+        super().__init__()
+        self._read = read
+        self._counter = Level(registry.counter(export.name, export.help, labels))
+
+    def _write(self) -> None:
+        self._counter.raise_to(self._read())
+
+
+ENCODER_PROGRESS = Export(
+    "counter", "vlora:encoder_images_total", "Images and frames encoded, or found in the cache."
+)
+ENGINE_PROGRESS = exported_stats()["steps"]
+
+
 class EncoderExporter(Exporter):
     """Exports the metrics of the vision encoder and its feature cache."""
 
@@ -257,7 +284,7 @@ class EncoderExporter(Exporter):
         super().__init__()
         self._read = counters
         families = {
-            "vlora:encoder_images_total": ("images", "Images and frames requested."),
+            ENCODER_PROGRESS.name: ("images", ENCODER_PROGRESS.help),
             "vlora:encoder_batches_total": ("batches", "Calls of the vision tower."),
             "vlora:feature_cache_hits_total": ("hits", "Images whose features were cached."),
             "vlora:feature_cache_misses_total": ("misses", "Images encoded by the tower."),

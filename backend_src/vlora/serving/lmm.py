@@ -25,6 +25,7 @@ from vlora.errors import Cancelled, Unavailable, VLoraError
 from vlora.request import MIN_STOPPABLE_ID, ImageFeatures, Output, OutputSink, Request
 from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.codec import Call, adapter_name, is_cancel, prepare, read_call
+from vlora.serving.held_bytes import HeldBytes, bytes_of
 from vlora.serving.responder import Responder, as_vlora_error
 from vlora.serving.tensors import Tensors, strings
 from vlora.vision.prompts import ChatTemplate
@@ -108,6 +109,7 @@ class LmmService:
         self._encode = encode
         self._pool = pool
         self._live: dict[str, Responder] = {}
+        self._held = HeldBytes(limits.max_in_flight_bytes)
         self._encoding: dict[str, _Encoding] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -133,6 +135,7 @@ class LmmService:
             if self._closed.is_set():
                 raise Unavailable("the server is shutting down")
             self._engine.admit(request_id, client_id)
+            self._held.hold(request_id, bytes_of(tensors))
             call = read_call(tensors, parameters, client_id, self._limits)
             with self._lock:
                 self._live[request_id] = responder
@@ -184,11 +187,15 @@ class LmmService:
         if encoding is None:
             return  # The request ended while it waited.
         try:
-            call = encoding.call
+            call, feature_bytes = encoding.call, 0
             if encoding.images:
                 text = strings([call.text])
-                call = call.with_images(self._encode({"text_input": text, **encoding.images}))
+                features = self._encode({"text_input": text, **encoding.images})
+                feature_bytes = features.features.nbytes
+                call = call.with_images(features)
             if self._take_encoding(request_id) is not None:
+                # This thread owns the request now, so nothing releases the bytes meanwhile.
+                self._held.hold(request_id, feature_bytes)
                 self._submit(call, request_id, encoding.responder)
         except Exception as error:
             if request_id in self._live:
@@ -250,6 +257,7 @@ class LmmService:
             log.exception("could not send an error to its client")
 
     def _forget(self, request_id: str) -> None:
+        self._held.release(request_id)
         with self._lock:
             self._live.pop(request_id, None)
 

@@ -30,6 +30,12 @@ MAX_TOWER_BATCH = 32
 TARGET_BATCH_SECONDS = 0.05
 """Tower time for which requests of one batch may wait for each other."""
 
+MAX_CALL_SECONDS = 1.0
+"""Target duration of a call of the tower, after which its images are counted.
+
+The probe takes an encoder that counts no images during its deadline for hung.
+"""
+
 
 class Encoder(Protocol):
     """Interface of `VisionEncoder` that the service uses."""
@@ -64,7 +70,7 @@ class EncodedImages:
 class EncoderCounters:
     """Counters since the start.
 
-    images: images requested, the sum of hits and misses.
+    images: images whose features were found or computed, the sum of hits and misses.
     misses: images that the tower encoded.
     batches: calls of the tower.
     evictions: cache entries evicted.
@@ -148,15 +154,22 @@ class FeatureCache:
 
 
 class EncoderService:
-    """Encodes the images of a batch of requests; each image that is not cached is encoded once."""
+    """Encodes the images of a batch of requests; each image that is not cached is encoded once.
 
-    def __init__(self, encoder: Encoder, cache: FeatureCache) -> None:
+    Thread-safe; one call of the tower runs at a time.
+    """
+
+    def __init__(
+        self, encoder: Encoder, cache: FeatureCache, seconds_per_image: float = 0.0
+    ) -> None:
+        """seconds_per_image: pace of the tower, 0 if it is unknown; it is measured in each call."""
         self._encoder = encoder
         self._cache = cache
         self._lock = threading.Lock()
+        self._tower = threading.Lock()
         self._counters = EncoderCounters()
         # Of the tower's last call.
-        self._seconds_per_image = 0.0
+        self._seconds_per_image = seconds_per_image
 
     @property
     def images_per_batch(self) -> int:
@@ -196,14 +209,17 @@ class EncoderService:
     def _encode_all(self, images: list[DecodedImage], keys: list[str]) -> list[FloatArray]:
         claims = [self._cache.claim(key) for key in keys]
         missed = [i for i, (_, must_compute) in enumerate(claims) if must_compute]
-        self._count(images=len(images), hits=len(images) - len(missed), misses=len(missed))
+        self._count(hits=len(images) - len(missed))
         try:
-            for first in range(0, len(missed), MAX_TOWER_BATCH):
-                batch = missed[first : first + MAX_TOWER_BATCH]
-                self._count(batches=1)
-                start = time.monotonic()
-                encoded = self._encoder.encode([images[i] for i in batch])
-                self._seconds_per_image = (time.monotonic() - start) / len(batch)
+            first = 0
+            while first < len(missed):
+                with self._tower:
+                    batch = missed[first : first + self._images_per_call]
+                    start = time.monotonic()
+                    encoded = self._encoder.encode([images[i] for i in batch])
+                    self._seconds_per_image = (time.monotonic() - start) / len(batch)
+                self._count(misses=len(batch), batches=1)
+                first += len(batch)
                 for i, features in zip(batch, encoded, strict=True):
                     self._cache.fulfil(keys[i], claims[i][0], features)
         except BaseException as error:
@@ -232,11 +248,18 @@ class EncoderService:
             digests=tuple(keys),
         )
 
-    def _count(self, images: int = 0, hits: int = 0, misses: int = 0, batches: int = 0) -> None:
+    @property
+    def _images_per_call(self) -> int:
+        """Number of images that the tower encodes in MAX_CALL_SECONDS; 1 if that is not known."""
+        seconds = self._seconds_per_image
+        return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1
+
+    def _count(self, hits: int = 0, misses: int = 0, batches: int = 0) -> None:
+        """Add images to the counters when their features are there."""
         with self._lock:
             counters = self._counters
             self._counters = EncoderCounters(
-                images=counters.images + images,
+                images=counters.images + hits + misses,
                 hits=counters.hits + hits,
                 misses=counters.misses + misses,
                 batches=counters.batches + batches,

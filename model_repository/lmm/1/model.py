@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vlora.engine.loop import EngineLoop
-from vlora.serving.exporter import EngineExporter
+from vlora.serving.exporter import ENGINE_PROGRESS, EngineExporter, ProgressExporter
 from vlora.serving.lmm import LmmService
 from vlora.serving.triton.process import TritonProcess
 from vlora.vision.prompts import ChatTemplate
@@ -33,6 +33,12 @@ class TritonPythonModel:
                 self._loop.stats,
                 max_lora=len(self._loop.adapters.names()),
                 max_tokens=self._loop.max_model_len,
+            ),
+            progress=lambda registry: ProgressExporter(
+                registry,
+                self._process.labels,
+                ENGINE_PROGRESS,
+                lambda: self._loop.stats().steps,
             ),
         )
         if exporter is not None:

@@ -58,13 +58,25 @@ class TritonProcess:
         """Return the adapter names of `lmm/1/multi_lora.json`, each with its folder."""
         return load_adapter_names(self._lmm_version / "multi_lora.json")
 
-    def export(self, make: Callable[[Registry], AnyExporter]) -> AnyExporter | None:
+    def export(
+        self,
+        make: Callable[[Registry], AnyExporter],
+        progress: Callable[[Registry], Exporter] | None = None,
+    ) -> AnyExporter | None:
         """Return the exporter that `make` returns, flushed once a second until `close_metrics`.
+
+        progress: makes the exporter that replaces it if our options turn metrics off.
 
         Returns None if metrics are turned off, by our options or in the server.
         """
-        if self.options.disable_log_stats:
-            return None
+        if not self.options.disable_log_stats:
+            return self._start(make)
+        if progress is not None:
+            self._start(progress)
+        return None
+
+    def _start(self, make: Callable[[Registry], AnyExporter]) -> AnyExporter | None:
+        """Return a new exporter, or None if the server exports no metrics."""
         registry = TritonRegistry()
         self._registries.append(registry)
         try:

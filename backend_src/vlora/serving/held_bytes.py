@@ -1,0 +1,64 @@
+"""The bytes that requests hold until they end: encoded images, features, text and metadata."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+
+from vlora.errors import InvalidArgument, Unavailable
+from vlora.serving.tensors import Array, Tensors, as_bytes
+
+
+class HeldBytes:
+    """The bytes of all requests in flight, at most `limit`. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._held: dict[str, int] = {}
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes that all requests hold."""
+        return self._total
+
+    def hold(self, request_id: str, size: int) -> None:
+        """Set the bytes that a request holds, in place of what it has held.
+
+        Raises Unavailable if there is no space for them now, and InvalidArgument if there never is;
+        the request then holds what it has held.
+        """
+        if size > self._limit:
+            raise InvalidArgument(
+                f"the request has {size} bytes of images and features; the limit of all requests"
+                f" is {self._limit} ('max_in_flight_bytes')"
+            )
+        with self._lock:
+            others = self._total - self._held.get(request_id, 0)
+            if others + size > self._limit:
+                raise Unavailable(
+                    f"the requests in flight hold {others} bytes of images and features, and this"
+                    f" one has {size}; the limit is {self._limit} ('max_in_flight_bytes')"
+                )
+            self._held[request_id] = size
+            self._total = others + size
+
+    def release(self, request_id: str) -> None:
+        """Free what a request holds; an unknown id is no error."""
+        with self._lock:
+            self._total -= self._held.pop(request_id, 0)
+
+
+def bytes_of(tensors: Tensors) -> int:
+    """Return the size of all tensors, of strings by their content."""
+    return sum(map(_size, tensors.values()))
+
+
+def _size(tensor: Array) -> int:
+    if tensor.dtype != np.object_:
+        return int(tensor.nbytes)
+    items: Iterable[bytes | str] = tensor.reshape(-1)
+    return sum(len(as_bytes(item)) for item in items)

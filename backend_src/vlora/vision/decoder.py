@@ -1,0 +1,279 @@
+"""Decoding the images of requests in processes that can be killed, several requests at a time.
+
+A request that needs more processor time or memory than its limits ends its decoder process, gets
+its error, and the process is replaced. A request that takes long continues outside the regular
+places, at a lower priority, so that the requests after it are not delayed.
+
+**Invariant:** the decoded pixels of all requests are at most `max_batch_megapixels`, apart from one
+request, which has its own limit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+
+from vlora.config import Limits
+from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
+from vlora.vision import decode_protocol as protocol
+from vlora.vision.decode_process import Decoder, ForkServer, HasReply, PictureRefusedError
+from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
+
+SLOW_SECONDS = 1.0
+"""Seconds after which a request gives its place to the next one."""
+
+SLOW_NICENESS = 5
+"""Niceness of the decoder of a slow request: a quarter of the share of other processes."""
+
+POLL_SECONDS = 0.1
+"""Interval at which a request that waits for memory checks whether it has become slow."""
+
+
+class PixelPool:
+    """The decoded pixels that requests hold until they are encoded. Thread-safe.
+
+    One request at a time may exceed the limit, so that every request can finish.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._held: dict[object, int] = {}
+        self._exceeding: object = None
+
+    def reserve(self, owner: object, pixels: int, while_waiting: Callable[[], None]) -> None:
+        """Wait until `owner` may hold so many pixels more."""
+        with self._changed:
+            while not self._may_reserve(owner, pixels):
+                self._changed.wait(POLL_SECONDS)
+                while_waiting()
+            self._held[owner] = self._held.get(owner, 0) + pixels
+
+    def release(self, owner: object) -> None:
+        """Free all pixels of `owner`."""
+        with self._changed:
+            self._held.pop(owner, None)
+            if self._exceeding is owner:
+                self._exceeding = None
+            self._changed.notify_all()
+
+    def _may_reserve(self, owner: object, pixels: int) -> bool:
+        if sum(self._held.values()) + pixels <= self._limit:
+            return True
+        if self._exceeding is None:
+            self._exceeding = owner
+        return self._exceeding is owner
+
+
+class DecodedRequest:
+    """The decoded images of one request: independent images first, then the clip.
+
+    Whoever has encoded them calls `release`.
+    """
+
+    def __init__(self, images: list[DecodedImage], release: Callable[[], None]) -> None:
+        self.images = images
+        self.release = release
+
+
+OnSlow = Callable[[], None]
+OnDone = Callable[[DecodedRequest | Exception], None]
+
+
+class _Place:
+    """The place of one request: a regular one, and one of the slow ones if it takes long."""
+
+    def __init__(
+        self, regular: threading.Semaphore, slow: threading.Semaphore, on_slow: OnSlow
+    ) -> None:
+        self._regular = regular
+        self._slow = slow
+        self._on_slow = on_slow
+        self.is_slow = False
+
+    def __enter__(self) -> _Place:
+        self._regular.acquire()
+        self._slow_at = time.monotonic() + SLOW_SECONDS
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        (self._slow if self.is_slow else self._regular).release()
+
+    def wait(self, has_reply: HasReply) -> None:
+        """Wait for a reply of the decoder; change to a slow place meanwhile if necessary."""
+        while not has_reply(max(self._slow_at - time.monotonic(), POLL_SECONDS)):
+            self.check()
+
+    def check(self) -> None:
+        """Change to a slow place if the request has taken long and one is free."""
+        late = not self.is_slow and time.monotonic() >= self._slow_at
+        if late and self._slow.acquire(blocking=False):
+            self.is_slow = True
+            self._regular.release()
+            self._on_slow()
+
+
+class ImageDecoder:
+    """Decodes the images of requests. Thread-safe."""
+
+    def __init__(self, limits: Limits, places: int = 2) -> None:
+        """Start the fork server.
+
+        places: number of requests that are decoded at a time; twice as many slow ones come on top.
+        """
+        self._processes = ForkServer()
+        self._pixels = PixelPool(limits.max_batch_megapixels * 1e6)
+        self._regular = threading.Semaphore(places)
+        self._slow = threading.Semaphore(2 * places)
+        self._threads = ThreadPoolExecutor(3 * places, thread_name_prefix="decode")
+        self._idle: list[Decoder] = []
+        self._closed = False
+
+    def submit(self, request: ImageRequest, on_slow: OnSlow, on_done: OnDone) -> None:
+        """Decode a request. The functions are called on another thread, or on this one.
+
+        on_slow: called when the request begins to take long, at most once.
+        on_done: called once, with the images or an error.
+
+        Raises Unavailable after `close`.
+        """
+
+        def run() -> None:
+            try:
+                result: DecodedRequest | Exception = self.decode(request, on_slow)
+            except Exception as error:
+                result = error
+            on_done(result)
+
+        if not request.elements:
+            run()
+            return
+        try:
+            self._threads.submit(run)
+        except RuntimeError:
+            raise self._closed_error() from None
+
+    def decode(self, request: ImageRequest, on_slow: OnSlow = lambda: None) -> DecodedRequest:
+        """Return the decoded images of a request.
+
+        Raises InvalidArgument naming the element and, for a limit, the value and the limit.
+        """
+        owner = object()
+        budget = PictureBudget(request.limits)
+        try:
+            images = self._decode_elements(request, budget, owner, on_slow)
+            for i, frame in enumerate(request.raw):
+                budget.add(f"frame {i} of 'frames_raw'", frame.shape[1], frame.shape[0])
+                images.append(DecodedImage(np.ascontiguousarray(frame), is_video=True))
+        except BaseException:
+            self._pixels.release(owner)
+            raise
+        return DecodedRequest(images, partial(self._pixels.release, owner))
+
+    def close(self) -> None:
+        """End all processes; requests that are being decoded get Unavailable."""
+        self._closed = True
+        self._processes.close()
+        self._threads.shutdown(cancel_futures=True)
+        while self._idle:
+            self._idle.pop().close()
+
+    def _decode_elements(
+        self, request: ImageRequest, budget: PictureBudget, owner: object, on_slow: OnSlow
+    ) -> list[DecodedImage]:
+        """Decode the elements of a request in one process."""
+        if not request.elements:
+            return []
+        decoder: Decoder
+
+        def is_slow() -> None:
+            # The decoder may have ended.
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, decoder.process, SLOW_NICENESS)
+            on_slow()
+
+        def accept(name: str, width: int, height: int) -> None:
+            budget.add(name, width, height)
+            self._pixels.reserve(owner, width * height, place.check)
+
+        images: list[DecodedImage] = []
+        with _Place(self._regular, self._slow, is_slow) as place:
+            decoder = self._take()
+            element = request.elements[0]
+            try:
+                decoder.begin(request.limits)
+                for element in request.elements:
+                    pictures = decoder.decode(element, accept, place.wait)
+                    images += [DecodedImage(rgb, element.is_frame) for rgb in pictures]
+                    place.check()
+            except ConnectionError:
+                code = self._processes.stop(decoder)
+                raise self._why_it_ended(code, element.name, request.limits) from None
+            except PictureRefusedError as error:
+                self._put_back(decoder, place)
+                raise InvalidArgument(str(error)) from None
+            except BaseException:
+                # It may be sending pictures that are not wanted.
+                self._processes.stop(decoder)
+                raise
+            self._put_back(decoder, place)
+        return images
+
+    def _take(self) -> Decoder:
+        """Return an idle decoder that is alive, or a new one."""
+        with suppress(IndexError):
+            while True:
+                decoder = self._idle.pop()
+                if not decoder.has_reply():
+                    return decoder
+                # An idle decoder has nothing to say: it has ended.
+                self._processes.stop(decoder)
+        try:
+            return self._processes.fork()
+        except ConnectionError:
+            raise self._closed_error() from None
+
+    def _put_back(self, decoder: Decoder, place: _Place) -> None:
+        """Keep a decoder for the next request, unless its priority was lowered."""
+        try:
+            decoder.end()
+        except ConnectionError:
+            self._processes.stop(decoder)
+            return
+        if place.is_slow or self._closed:
+            self._processes.stop(decoder)
+        else:
+            self._idle.append(decoder)
+
+    def _why_it_ended(self, code: int | None, name: str, limits: Limits) -> VLoraError:
+        """Return the error for a request whose decoder ended with this exit code."""
+        if self._closed:
+            return self._closed_error()
+        if code == protocol.OUT_OF_TIME:
+            return InvalidArgument(
+                f"decoding the request's images took more than {limits.max_decode_seconds:g} s of"
+                f" processor time when it reached {name}; the limit is"
+                f" {limits.max_decode_seconds:g} ('max_decode_seconds')"
+            )
+        if code == protocol.OUT_OF_MEMORY:
+            return InvalidArgument(
+                f"decoding {name} takes more than {limits.max_decode_bytes} bytes of memory; the"
+                f" limit is {limits.max_decode_bytes} ('max_decode_bytes')"
+            )
+        if code is None or code == -signal.SIGKILL or code >= 0:
+            return Internal(f"the decoder of {name} ended unexpectedly, with {code}")
+        return InvalidArgument(
+            f"{name} is corrupt: its decoder ended by signal {signal.Signals(-code).name}"
+        )
+
+    @staticmethod
+    def _closed_error() -> Unavailable:
+        return Unavailable("the server is shutting down")

@@ -1,0 +1,189 @@
+"""Decoding of one encoded file to upright RGB pixels, in the process of a decoder.
+
+Its rules:
+
+- The first bytes of an element decide: a file of an accepted format is decoded as it is, anything
+  else must be strict base64 of such a file (white space and a `data:...;base64,` head are allowed).
+- EXIF orientation is applied, transparency is composed onto white, 16-bit samples are scaled to 8
+  bits; palette, grey and CMYK become RGB. Colour profiles are ignored.
+- An animated file is refused as an image. In `frames` it stands for its own frames. A multi-picture
+  JPEG, as phones write it, is its first picture.
+
+This module does not limit pixels, time or memory. Independent of torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from PIL import Image, ImageFile, UnidentifiedImageError
+
+from vlora.errors import InvalidArgument
+
+ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Accepted formats, by Pillow's names."""
+
+_OUT_OF_MEMORY = ImageFile.ERRORS[-9]
+_DATA_URL = re.compile(rb"data:[\w.+/;=-]*;base64,", re.IGNORECASE)
+_WHITE_SPACE = b" \t\r\n"
+_ORIENTATION_TAG = 0x0112
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterator[Image.Image]:
+    """Yield the pictures of one element, each with its header read and its pixels not yet decoded.
+
+    as_frames: whether the element may be animated; it then yields several pictures.
+    limit: maximum size of the encoded file in bytes.
+
+    Raises InvalidArgument, and MemoryError if the memory of the process is used up.
+    """
+    encoded = _unwrap(data, name, limit)
+    with _pillow_errors(name), Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+        if _is_animated(image) and not as_frames:
+            raise InvalidArgument(
+                f"{name} is animated or has several pages; send it as 'frames', or one of its"
+                " pictures as an image"
+            )
+        yield image
+        index = 1
+        while _is_animated(image) and _seek(image, index):
+            yield image
+            index += 1
+
+
+def load_rgb(image: Image.Image, name: str) -> ByteArray:
+    """Decode the current picture to uint8 [height, width, 3], upright and contiguous.
+
+    Raises InvalidArgument, and MemoryError if the memory of the process is used up.
+    """
+    with _pillow_errors(name):
+        image.load()
+        return _to_rgb(image, name)
+
+
+def check_size(data: bytes, name: str, limit: int) -> None:
+    """Raise InvalidArgument if an element is empty, or longer than base64 of `limit` bytes."""
+    if not data:
+        raise InvalidArgument(f"{name} is empty")
+    if len(data) > limit * 4 // 3 + 1024 or (_is_encoded(data) and len(data) > limit):
+        raise InvalidArgument(f"{name} has {len(data)} bytes; the limit is {limit}")
+
+
+@contextmanager
+def _pillow_errors(name: str) -> Iterator[None]:
+    """Convert Pillow's errors to InvalidArgument; hostile bytes make it raise almost any type."""
+    try:
+        yield
+    except (InvalidArgument, MemoryError):
+        raise
+    except Exception as error:
+        if _OUT_OF_MEMORY in str(error):
+            raise MemoryError(str(error)) from None
+        raise _corrupt(name, error) from None
+
+
+def _seek(image: Image.Image, index: int) -> bool:
+    """Make picture `index` the current one; return whether it exists."""
+    try:
+        image.seek(index)
+    except EOFError:
+        return False
+    return True
+
+
+def _corrupt(name: str, error: Exception) -> InvalidArgument:
+    accepted = ", ".join(FORMATS)
+    if isinstance(error, UnidentifiedImageError):
+        return InvalidArgument(f"{name} is corrupt or of an unknown format; accepted: {accepted}")
+    return InvalidArgument(f"{name} is corrupt or truncated: {str(error) or type(error).__name__}")
+
+
+def _unwrap(data: bytes, name: str, limit: int) -> bytes:
+    """Return the encoded file that `data` is, or holds as base64."""
+    check_size(data, name, limit)
+    if _is_encoded(data):
+        return data
+    head = _DATA_URL.match(data)
+    text = data[head.end() if head else 0 :].translate(None, _WHITE_SPACE)
+    try:
+        encoded = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        encoded = b""
+    if not _is_encoded(encoded):
+        raise InvalidArgument(
+            f"{name} is neither an encoded image ({', '.join(FORMATS)}) nor base64 of one"
+        )
+    if len(encoded) > limit:
+        raise InvalidArgument(f"{name} has {len(encoded)} bytes; the limit is {limit}")
+    return encoded
+
+
+def _is_encoded(data: bytes) -> bool:
+    """Return whether `data` begins as a file of an accepted format; base64 never does."""
+    bitmap = data[:2] == b"BM" and data[14:18] in _BITMAP_HEADERS
+    webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+    return bitmap or webp or data.startswith(_MAGIC)
+
+
+_MAGIC = (
+    b"\x89PNG\r\n\x1a\n",
+    b"\xff\xd8\xff",
+    b"GIF87a",
+    b"GIF89a",
+    b"II*\x00",
+    b"MM\x00*",
+    b"II+\x00",
+    b"MM\x00+",
+)
+_BITMAP_HEADERS = {size.to_bytes(4, "little") for size in (12, 40, 52, 56, 64, 108, 124)}
+
+
+def _is_animated(image: Image.Image) -> bool:
+    return image.format != "MPO" and bool(getattr(image, "is_animated", False))
+
+
+def _to_rgb(image: Image.Image, name: str) -> ByteArray:
+    """Return upright RGB of a loaded image; Pillow has already rotated a TIFF when loading it."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION_TAG)
+    except Exception:  # a corrupt EXIF block does not make the pixels invalid
+        orientation = None
+    if image.mode.startswith("I;16"):
+        upright = Image.fromarray(_scale(image))
+    elif image.mode in ("I", "F"):
+        raise InvalidArgument(f"{name} has 32-bit samples; send 8 or 16 bits per sample")
+    elif image.has_transparency_data:
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        upright = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    else:
+        upright = image.convert("RGB")
+    if orientation in _TRANSPOSE:
+        upright = upright.transpose(_TRANSPOSE[orientation])
+    return np.array(upright.convert("RGB"), np.uint8)
+
+
+def _scale(image: Image.Image) -> ByteArray:
+    """Scale 16-bit grey to uint8 [h, w]; the transparent value, if there is one, becomes white."""
+    values = np.asarray(image).astype(np.uint32)
+    grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[values == transparent] = 255
+    return grey

@@ -1,0 +1,219 @@
+"""Processes that decode images: limits of their time and memory, other requests, and their end."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from tests.support.hostile_images import flat_png, jpeg_with_scans, run_length_bmp, tiff_with_tile
+from tests.support.polling import until
+from vlora.config import Limits
+from vlora.errors import Internal, InvalidArgument, Unavailable
+from vlora.launcher.processes import is_alive
+from vlora.vision.decoder import ImageDecoder, PixelPool
+from vlora.vision.images import DecodedImage, check_images
+from vlora.vision.pictures import ByteArray
+
+LIMITS = Limits()
+BRIEF = replace(LIMITS, max_decode_seconds=0.2)
+ENDLESS = jpeg_with_scans(2000, 3000)
+"""A file that takes many seconds to decode."""
+
+
+@pytest.fixture
+def decoder() -> Iterator[ImageDecoder]:
+    decoder = ImageDecoder(LIMITS)
+    yield decoder
+    decoder.close()
+    assert fork_servers() == []
+
+
+def fork_servers() -> list[psutil.Process]:
+    """Return the fork servers that this process has started."""
+    children = psutil.Process().children()
+    return [child for child in children if "vlora.vision.decode_worker" in child.cmdline()]
+
+
+def decode(decoder: ImageDecoder, *images: bytes, limits: Limits = LIMITS) -> list[DecodedImage]:
+    decoded = decoder.decode(check_images(images, [], None, limits))
+    decoded.release()
+    return decoded.images
+
+
+def picture(seed: int = 0, side: int = 40) -> tuple[ByteArray, bytes]:
+    rgb = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(rgb).save(content, "PNG")
+    return rgb, content.getvalue()
+
+
+def check_that_it_works(decoder: ImageDecoder, seed: int = 0) -> None:
+    rgb, data = picture(seed)
+    (image,) = decode(decoder, data)
+    np.testing.assert_array_equal(image.rgb, rgb)
+    assert not image.rgb.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "images",
+    [[ENDLESS], [run_length_bmp(8000, 2000)], [flat_png(3200, 3125)] * 64],
+    ids=["jpeg-scans", "bmp-runs", "many-pngs"],
+)
+def test_images_that_take_too_long_are_refused(decoder: ImageDecoder, images: list[bytes]) -> None:
+    check_that_it_works(decoder)
+    with pytest.raises(InvalidArgument, match=r"more than 0\.2 s of processor time .* image \d+;"):
+        decode(decoder, *images, limits=BRIEF)
+    check_that_it_works(decoder)
+
+
+def test_the_time_limit_counts_one_request_only(decoder: ImageDecoder) -> None:
+    limits = replace(LIMITS, max_decode_seconds=0.5)
+    data = flat_png(2000, 1500)
+    for _ in range(20):
+        decode(decoder, data, limits=limits)
+
+
+def test_a_tile_that_is_larger_than_its_image_is_refused(decoder: ImageDecoder) -> None:
+    limits = replace(LIMITS, max_decode_bytes=100_000_000)
+    with pytest.raises(InvalidArgument, match=r"image 0"):
+        decode(decoder, tiff_with_tile(16, 8192), limits=limits)
+    check_that_it_works(decoder)
+
+
+def test_an_image_that_needs_too_much_memory_is_refused(decoder: ImageDecoder) -> None:
+    limits = replace(LIMITS, max_decode_bytes=20_000_000)
+    message = r"decoding image 1 takes more than 20000000 bytes .*'max_decode_bytes'"
+    with pytest.raises(InvalidArgument, match=message):
+        decode(decoder, picture()[1], flat_png(4000, 4000), limits=limits)
+    check_that_it_works(decoder)
+
+
+def test_other_requests_are_decoded_while_slow_ones_run() -> None:
+    """Slow requests give up their places, so more of them than there are places do no harm."""
+    decoder = ImageDecoder(LIMITS, places=1)
+    slow, done = threading.Semaphore(0), threading.Semaphore(0)
+    results: list[object] = []
+
+    def finished(result: object) -> None:
+        results.append(result)
+        done.release()
+
+    endless = check_images([ENDLESS], [], None, LIMITS)
+    for _ in range(2):
+        decoder.submit(endless, slow.release, finished)
+    for _ in range(2):
+        assert slow.acquire(timeout=30)
+    for seed in range(5):
+        check_that_it_works(decoder, seed)
+    assert results == []
+    decoder.close()
+    for _ in range(2):
+        assert done.acquire(timeout=10)
+    assert all(isinstance(result, Unavailable) for result in results)
+
+
+def test_parallel_requests_get_their_own_pixels(decoder: ImageDecoder) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: check_that_it_works(decoder, seed), range(100)))
+
+
+def test_a_decoder_or_a_fork_server_that_was_killed_is_replaced(decoder: ImageDecoder) -> None:
+    check_that_it_works(decoder)
+    (server,) = fork_servers()
+    for victims in (server.children(), [server, *server.children()]):
+        victims[0].kill()
+        until(lambda: not any(is_alive(process) for process in victims))  # noqa: B023
+        check_that_it_works(decoder)
+
+
+def test_a_decoder_that_is_killed_while_it_decodes_is_an_internal_error(
+    decoder: ImageDecoder,
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(decode, decoder, ENDLESS)
+        (server,) = fork_servers()
+        until(lambda: server.children())
+        server.children()[0].kill()
+        with pytest.raises(Internal, match="decoder of image 0"):
+            future.result(30)
+    check_that_it_works(decoder)
+
+
+def test_ctrl_c_does_not_end_the_decoders(decoder: ImageDecoder) -> None:
+    check_that_it_works(decoder)
+    (server,) = fork_servers()
+    for process in (server, *server.children()):
+        process.send_signal(signal.SIGINT)
+    check_that_it_works(decoder)
+    assert fork_servers() == [server]
+
+
+def test_a_closed_decoder_refuses() -> None:
+    decoder = ImageDecoder(LIMITS)
+    decoder.close()
+    with pytest.raises(Unavailable):
+        decode(decoder, picture()[1])
+
+
+def test_the_processes_end_with_the_one_that_started_them() -> None:
+    code = """
+import sys, threading
+from tests.support.hostile_images import jpeg_with_scans
+from vlora.config import Limits
+from vlora.vision.decoder import ImageDecoder
+from vlora.vision.images import check_images
+decoder = ImageDecoder(Limits())
+request = check_images([jpeg_with_scans(2000, 3000)], [], None, Limits())
+decoder.submit(request, lambda: print("slow", flush=True), print)
+threading.Event().wait()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"slow\n"
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert len(children) == 2
+        parent.kill()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+
+
+def test_the_processes_load_no_torch() -> None:
+    code = "import sys, vlora.vision.decode_worker; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_requests_wait_for_pixels_of_others_and_one_may_exceed_the_limit() -> None:
+    pool = PixelPool(100)
+    pool.reserve("a", 60, lambda: None)
+    pool.reserve("b", 70, lambda: None)  # exceeds the limit
+    reserved = threading.Event()
+
+    def third() -> None:
+        pool.reserve("c", 30, lambda: None)
+        reserved.set()
+
+    thread = threading.Thread(target=third)
+    thread.start()
+    pool.reserve("b", 500, lambda: None)
+    time.sleep(0.05)
+    assert not reserved.is_set()
+    pool.release("b")
+    assert reserved.wait(10)
+    thread.join()
