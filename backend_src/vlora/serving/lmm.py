@@ -187,15 +187,16 @@ class LmmService:
         if encoding is None:
             return  # The request ended while it waited.
         try:
-            call, feature_bytes = encoding.call, 0
+            call, held = encoding.call, None
             if encoding.images:
                 text = strings([call.text])
                 features = self._encode({"text_input": text, **encoding.images})
-                feature_bytes = features.features.nbytes
+                held = features.features.nbytes
                 call = call.with_images(features)
             if self._take_encoding(request_id) is not None:
                 # This thread owns the request now, so nothing releases the bytes meanwhile.
-                self._held.hold(request_id, feature_bytes)
+                if held is not None:
+                    self._held.hold(request_id, held)
                 self._submit(call, request_id, encoding.responder)
         except Exception as error:
             if request_id in self._live:
