@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
+import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vlora.atmm import op
 from vlora.atmm.types import Segment
 from vlora.errors import InvalidArgument
-from vlora.lora import folders, store
+from vlora.lora import folders, store, transient
 from vlora.lora.adapter import AdapterFiles
 from vlora.lora.folders import FolderWatch, find_folders, stamp_of
 from vlora.lora.handle import AdapterHandle
@@ -275,8 +280,12 @@ def test_a_failed_pack_releases_its_pages(
 
     with monkeypatch.context() as patch:
         patch.setattr(harness.group, "put", fails)
-        harness.store.advance([harness.handle(0)])
-        harness.store.finish()
+        handle = harness.handle(0)
+        for second in range(transient.MAX_ATTEMPTS):
+            harness.store.clock = lambda now=60.0 * second: now
+            assert handle.error is None
+            harness.store.advance([handle])
+            harness.store.finish()
     with pytest.raises(InvalidArgument, match=r"adapter 'a0'.*no memory for a copy"):
         harness.handle(0)
     assert harness.request(1) is None
@@ -340,6 +349,131 @@ def test_a_finder_returns_the_same_object_until_a_folder_is_added_or_removed(roo
     assert find() is first
     write(root / "a9", 9)
     assert set(find()) == {*first, "a9"}
+
+
+def test_the_removal_of_the_last_folder_is_reported(root: Path) -> None:
+    for path in sorted(root.iterdir())[1:]:
+        shutil.rmtree(path)
+    reported: list[dict[str, Any]] = []
+    find = folders.FolderFinder(root, {})
+    watch = FolderWatch(find, lambda now: reported.append(dict(now)))
+    watch._reported = {"a0": (root / "a0", stamp_of(root / "a0"))}
+    watch.look(0.0)
+    watch.look(1.0)
+    assert not reported
+    shutil.rmtree(root / "a0")
+    watch.look(2.0)
+    assert reported == [{}]
+    write(root / "a0", 1)
+    watch.look(3.0)
+    watch.look(3.0 + folders.SETTLED_SECONDS)
+    assert list(reported[-1]) == ["a0"]
+
+
+@contextmanager
+def no_free_descriptors() -> Iterator[None]:
+    """Let every attempt to open a file fail with EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_look_without_free_descriptors_reports_nothing(root: Path) -> None:
+    reported: list[dict[str, Any]] = []
+    known = {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
+    paths = {name: path for name, (path, _) in known.items()}
+    watch = FolderWatch(lambda: paths, lambda now: reported.append(dict(now)))
+    watch._reported = dict(known)
+    with no_free_descriptors():
+        assert set(folders.stamps_of([os.fsencode(root)])) == {b"!%d" % errno.EMFILE}
+        for second in range(5):
+            watch.look(float(second))
+    assert not reported
+    write(root / "a0", 50)
+    watch.look(6.0)
+    watch.look(6.0 + folders.SETTLED_SECONDS)
+    assert [name for name in known if reported[-1][name] != known[name]] == ["a0"]
+
+
+def test_a_version_that_cannot_be_read_for_now_is_read_later_and_the_old_one_serves(
+    make_harness: Any, root: Path
+) -> None:
+    harness = make_harness(2)
+    now = 0.0
+    harness.store.clock = lambda: now
+    old = harness.handle(0)
+    write(root / "a0", 50)
+    write(root / "new", 51)
+    changed = {path.name: (path, stamp_of(path)) for path in root.iterdir()}
+    with no_free_descriptors():
+        harness.store.update(changed)
+    assert harness.handle(0) is old
+    assert set(harness.store.broken) == {"new"}
+    harness.store.retry()
+    assert harness.handle(0) is old, "it is not due yet"
+    now = 1.0
+    with no_free_descriptors():
+        harness.store.retry()
+    now = 1.0 + 2 * transient.FIRST_WAIT_SECONDS
+    harness.store.retry()
+    assert harness.handle(0).info.digest not in ("", old.info.digest)
+    assert not harness.store.broken
+    version = harness.store.version
+    now = 100.0
+    harness.store.retry()
+    assert harness.store.version == version, "nothing is left to read"
+
+
+@pytest.mark.parametrize("failures", [1, transient.MAX_ATTEMPTS])
+def test_a_load_without_free_descriptors_is_tried_again(make_harness: Any, failures: int) -> None:
+    harness = make_harness(2, 0)
+    now = 0.0
+    harness.store.clock = lambda: now
+    asked = harness.handle(0)
+    for _ in range(failures):
+        with no_free_descriptors():
+            harness.store.advance([asked])
+            harness.store.finish()
+        harness.store.advance([asked])
+        harness.store.finish()
+        assert not asked.resident, "the next attempt is not due yet"
+        now += transient.MAX_WAIT_SECONDS
+    if failures == transient.MAX_ATTEMPTS:
+        assert "Too many open files" in str(asked.error)
+        assert set(harness.store.broken) == {"a0"}
+        harness.store.retry()
+        assert harness.handle(0) is not asked
+    harness.request(0)
+    assert harness.resident() == {"a0"}
+
+
+def test_errors_are_told_apart_by_their_number() -> None:
+    def read(cause: BaseException) -> InvalidArgument:
+        try:
+            raise InvalidArgument("os error 5") from cause
+        except InvalidArgument as error:
+            return error
+
+    for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EACCES):
+        assert transient.is_transient(read(OSError(number, "")))
+    assert transient.is_transient(MemoryError())
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert transient.is_transient(caught.value)
+    assert transient.is_transient(read(SafetensorError("Error: read failed (os error 5)")))
+    for cause in (
+        OSError(errno.ENOENT, ""),
+        OSError(errno.ELOOP, ""),
+        SafetensorError("InvalidHeader"),
+        SafetensorError("Error: no such file (os error 2)"),
+        ValueError("os error 5"),
+        EOFError(),
+    ):
+        assert not transient.is_transient(read(cause)), cause
+    assert not transient.is_transient(InvalidArgument("os error 5"))
 
 
 def test_a_root_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vlora.errors import InvalidArgument
 from vlora.lora.adapter import Adapter, AdapterInfo, Description
+from vlora.lora.transient import Backoff
 from vlora.memory.pool import Run
 
 Stamp = bytes
@@ -30,6 +31,7 @@ class AdapterHandle:
     error: why it cannot be loaded.
     last_used: time of the last use on the pool's clock, see `memory/eviction.py`.
     loading: whether a job of the loader or the packer is working on it.
+    backoff: failed attempts to load or pack it for a reason outside of its files.
     packed_bytes: size of its packed copies; 0 until it has been computed.
     """
 
@@ -43,6 +45,7 @@ class AdapterHandle:
     error: InvalidArgument | None = None
     last_used: int = 0
     loading: bool = False
+    backoff: Backoff = field(default_factory=Backoff, repr=False)
     packed_bytes: int = 0
     _pins: int = field(default=0, repr=False)
     _holders: int = field(default=0, repr=False)

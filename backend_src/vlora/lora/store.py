@@ -20,11 +20,11 @@ import torch
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.ids import BASE, MatrixId
 from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, read_adapter
-from vlora.lora.folders import stamp_of
+from vlora.lora.folders import error_of, stamp_of
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.host import HostTier
 from vlora.lora.model_shape import ModelShape
-from vlora.lora.names import AdapterNames, as_adapter_error
+from vlora.lora.names import AdapterNames
 from vlora.lora.peft_config import ErrorFactory
 from vlora.lora.slots import Slots
 from vlora.lora.workers import Workers
@@ -161,9 +161,9 @@ class AdapterStore(AdapterNames):
         self._release_failed_packs()
         self._inline_bytes_left = INLINE_PACK_BYTES
         blocked: AdapterHandle | None = None
-        missing, host_bytes_left = 0, None
+        missing, host_bytes_left, now = 0, None, self.clock()
         for handle in wanted:
-            if not (handle.resident or handle.error):
+            if not (handle.resident or handle.error or handle.backoff.due > now):
                 missing += 1
                 if host_bytes_left is None:
                     with self._lock:
@@ -286,16 +286,17 @@ class AdapterStore(AdapterNames):
         try:
             job(handle)
         except Exception as error:
-            self._fail(handle, as_adapter_error(handle.name, handle.folder, error))
+            self._fail(handle, error)
         finally:
             handle.loading = False
             self.on_change()
 
     def _load(self, handle: AdapterHandle) -> None:
         adapter = read_adapter(handle.name, handle.folder, handle.description, self._model.hidden)
-        if stamp_of(handle.folder) != handle.stamp:
+        stamp = stamp_of(handle.folder)
+        if stamp != handle.stamp:
             invalid = ErrorFactory(handle.name, str(handle.folder))
-            raise invalid("has changed while it was being loaded")
+            raise invalid("has changed while it was being loaded") from error_of(stamp)
         with self._lock:
             evicted = self._host.evict_until_fits(handle.description.host_bytes)
             self._host.add(handle, adapter)
