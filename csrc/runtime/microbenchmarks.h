@@ -50,14 +50,13 @@ inline double peak(Dtype dtype, int64_t rounds) {
   }
 #endif
   if (dtype == Dtype::kFp32 || !kPairs) {
-    // keep() hides the values from the compiler, which would otherwise multiply the constants once.
-    V::Scalar s = V::broadcast(&one);
-    s.keep();
+    const V::Scalar s = V::broadcast(&one);
     V b = V::zero();
-    b.keep();
     for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 16
       for (int a = 0; a < kAccumulators; ++a) {
+        // Without fused multiply-add, the compiler would otherwise multiply only once.
+        b.keep();
         acc[a].add_product(s, b);
         acc[a].keep();
       }

@@ -180,14 +180,14 @@ def test_a_malformed_request_gets_its_error_and_concurrent_ones_their_answers(
 def test_text_that_is_not_valid_utf8_is_rejected_by_every_model(
     ask: Asker, text: str, image: bytes | None
 ) -> None:
-    asked = {"text_input": "What?", "image": image, "sampling_parameters": text}
+    question = {"text_input": "What?", "image": image, "sampling_parameters": text}
     for model in ("lmm", "visual_retrieval"):
         with pytest.raises(Refused, match="INVALID_ARG: ") as caught:
-            ask.stream(model, **asked)
+            ask.stream(model, **question)
         assert "Traceback" not in caught.value.message
     for model in ("lmm_unary", "video_analytics"):
         with pytest.raises(Refused, match="INVALID_ARG: "):
-            ask.once(model, **asked)
+            ask.once(model, **question)
 
 
 def test_an_http_connection_stays_open_after_text_that_is_not_valid_utf8(ask: Asker) -> None:
@@ -254,9 +254,13 @@ BAD_FEATURES = {
 @pytest.mark.parametrize("name", BAD_FEATURES)
 def test_features_that_do_not_fit_are_rejected(ask: Asker, name: str) -> None:
     message, changed = BAD_FEATURES[name]
-    asked = {"image_features": features(), "image_layout": layout(ONE_IMAGE), "text_input": "What?"}
+    question = {
+        "image_features": features(),
+        "image_layout": layout(ONE_IMAGE),
+        "text_input": "What?",
+    }
     with pytest.raises(Refused, match=message) as caught:
-        ask.once("lmm_unary", **{**asked, **changed})
+        ask.once("lmm_unary", **{**question, **changed})
     assert caught.value.status == "StatusCode.INVALID_ARGUMENT"
 
 
@@ -290,9 +294,9 @@ def test_a_missing_prompt_is_rejected_without_an_ensemble(ask: Asker, model: str
 
 
 def test_empty_lists_of_images_are_the_same_as_no_images(ask: Asker) -> None:
-    asked = {"text_input": "Just words?", "image": [], "frames": []}
+    question = {"text_input": "Just words?", "image": [], "frames": []}
     assert (
-        ask.once(ANALYTICS, **asked)["num_input_tokens"]
+        ask.once(ANALYTICS, **question)["num_input_tokens"]
         == (ask.once(ANALYTICS, text_input="Just words?")["num_input_tokens"])
     )
 

@@ -166,6 +166,10 @@ def test_the_list_of_benchmarks_has_a_line_for_each(capsys: pytest.CaptureFixtur
         )
 
 
+def test_each_benchmark_is_registered_under_its_name() -> None:
+    assert [entry.load().name for entry in REGISTRY.values()] == list(REGISTRY)
+
+
 def test_an_unknown_benchmark_is_rejected_with_the_nearest_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

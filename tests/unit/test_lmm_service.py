@@ -47,8 +47,8 @@ class Setting:
         assert self.gate.wait(5)
         if self.encode_error is not None:
             raise self.encode_error
-        made = features(2)
-        return ImageFeatures(made["image_features"], made["image_layout"])
+        created = features(2)
+        return ImageFeatures(created["image_features"], created["image_layout"])
 
     def ask(self, client_id: str = "", **tensors: np.ndarray) -> FakeResponder:
         responder = FakeResponder()
@@ -58,11 +58,11 @@ class Setting:
 
 @pytest.fixture
 def setting() -> Iterator[Setting]:
-    made = Setting()
-    yield made
-    made.gate.set()
-    made.service.close()
-    made.pool.shutdown()
+    created = Setting()
+    yield created
+    created.gate.set()
+    created.service.close()
+    created.pool.shutdown()
 
 
 def test_an_answer_streams_and_ends_with_the_final_flag(setting: Setting) -> None:
