@@ -89,6 +89,10 @@ class PoolMachine(RuleBasedStateMachine):
             else:
                 self.pool.release_run(run)
 
+    @rule(page=st.integers(0, 23))
+    def discard(self, page: int) -> None:
+        self.prefix.discard([page])
+
     @rule(scope=st.sampled_from(["", "a"]))
     def evict_first(self, scope: str) -> None:
         self.prefix.evict_first(scope)
@@ -171,6 +175,38 @@ def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
     blocks.table.clear()
     assert pool.allocate(2) is not None
     assert prefix.count_matching(blocks.keys) == 2
+
+
+def test_discarded_blocks_are_found_no_more_and_their_idle_pages_are_free() -> None:
+    pool = PagePool(4)
+    prefix = PrefixCache(pool)
+    first, second = (BlocksOfTokens(BlockTable(pool, 2, prefix), "", [1, 2, 3, 4]) for _ in "ab")
+    assert first.table.grow(4)
+    first.table.share(first.keys)
+    assert second.table.reuse_prefix(second.keys[:1]) == 2
+    first.table.clear()
+    assert (pool.kv, pool.cached) == (1, 1)
+    prefix.discard([0, 1, 2, 3])
+    assert prefix.count_matching(first.keys) == 0
+    assert (pool.kv, pool.cached) == (1, 0)
+    prefix.check_integrity()
+    second.table.clear()
+    assert pool.free == 4
+    pool.check_integrity()
+
+
+def test_blocks_that_are_not_finite_are_not_shared() -> None:
+    pool, store = PagePool(8), KVCache(8, 3, 2, 1, 16)
+    prefix = PrefixCache(pool, store.is_finite)
+    blocks = BlocksOfTokens(BlockTable(pool, 2, prefix), "", [1, 2, 3, 4, 5, 6])
+    assert blocks.table.grow(6)
+    blocks.table.share(blocks.keys[:1])
+    store.values(2)[blocks.table.pages[1], 0, 0, 0, 1, 3] = float("inf")
+    blocks.table.share(blocks.keys)
+    assert prefix.count_matching(blocks.keys) == 1
+    store.cache.zero_()
+    blocks.table.share(blocks.keys)
+    assert prefix.count_matching(blocks.keys) == 3
 
 
 @pytest.fixture

@@ -221,10 +221,12 @@ class AdapterStore(AdapterNames):
     def _release_failed_packs(self) -> None:
         """Release the pages of adapters whose packing failed."""
         assert self._pool is not None
+        assert self._memory is not None
         while self._failed_packs:
             handle, slot = self._failed_packs.popleft()
             assert handle.run is not None
             self._slots.clear(slot)
+            self._memory.clear(handle.run.pages)
             self._pool.release_run(handle.run)
             handle.run = None
 

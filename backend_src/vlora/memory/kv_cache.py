@@ -8,6 +8,7 @@ sequences or adapters.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -56,6 +57,11 @@ class KVCache:
         """Copy whole pages; no page is both read and written."""
         if moves:
             self.cache[list(moves.values())] = self.cache[list(moves)]
+
+    def is_finite(self, pages: Sequence[int]) -> bool:
+        """Return whether keys and values of these pages are finite. The last layer shows it: a
+        position that is not finite in any layer is not finite in the layers after it."""
+        return bool(self.cache[list(pages), -1].isfinite().all())
 
     def clear(self, pages: range) -> None:
         """Zero the contiguous pages of an evicted adapter, since padding has to be zero."""
