@@ -123,9 +123,7 @@ def test_a_request_whose_values_are_not_finite_leaves_no_cached_block(
     checkpoint: Path, overflowing: Path, rows: int
 ) -> None:
     engine = Engine(
-        Options(
-            model=checkpoint, adapters=overflowing, max_num_seqs=4, max_num_batched_tokens=rows
-        )
+        Options(model=checkpoint, adapters=overflowing, max_num_seqs=4, max_num_batched_tokens=rows)
     )
     text = "<s>" + "what do you see? " * 8
     outputs = run(engine, request("bad", adapter="all-r8", prompt=text))

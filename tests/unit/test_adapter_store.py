@@ -507,6 +507,71 @@ def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
     assert old.adapter is None
 
 
+def test_a_version_that_its_name_no_longer_means_is_evicted_first(
+    make_harness: Any, root: Path
+) -> None:
+    harness = make_harness(3)
+    harness.request(1, 2)
+    harness.request(0)
+    old = harness.handle(0)
+    old.hold()
+    old.pin()
+    write(root / "a0", 77)
+    harness.store.update({p.name: (p, stamp_of(p)) for p in sorted(root.iterdir())})
+    old.unpin()
+    old.release()
+    old.last_used = harness.pool.tick()  # As of a request that has just ended.
+    harness.request(3)
+    assert harness.resident() == {"a1", "a2", "a3"}
+    assert not old.resident
+
+
+class PausedRemovals(set[AdapterHandle]):
+    """Set of handles; a removal waits for `allow`, or a moment if that never comes."""
+
+    def __init__(self, handles: set[AdapterHandle]) -> None:
+        super().__init__(handles)
+        self.entered, self.allow = threading.Event(), threading.Event()
+
+    def remove(self, handle: AdapterHandle) -> None:
+        self.entered.set()
+        self.allow.wait(0.3)
+        super().remove(handle)
+
+
+def test_a_copy_that_is_dropped_while_it_is_packed_leaves_no_adapter_without_its_digest(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
+    harness = make_harness(2, 2 * ADAPTER_BYTES)
+    harness.handle(1).hold()
+    host, pages_of = harness.store._host, harness.store.pages_of
+    host._handles = handles = PausedRemovals(host._handles)
+
+    def make_space() -> None:
+        with harness.store._lock:
+            host.evict_until_fits(ADAPTER_BYTES)
+
+    loader = threading.Thread(target=make_space)
+
+    def after_the_drop_began(handle: AdapterHandle) -> int:
+        harness.store.pages_of = pages_of
+        loader.start()
+        assert handles.entered.wait(10)
+        return pages_of(handle)
+
+    harness.store.pages_of = after_the_drop_began
+    harness.store.advance([harness.handle(1), harness.handle(0)])
+    handles.allow.set()
+    loader.join()
+    harness.store.finish()
+    for handle in harness.store.resident.values():
+        assert handle.adapter is not None
+        assert handle.info.digest
+    harness.request(1, 0)
+    assert harness.resident() == {"a0", "a1"}
+
+
 def test_a_small_adapter_is_packed_between_two_steps(make_harness: Any) -> None:
     harness = make_harness(2)
     harness.request(0, 1)

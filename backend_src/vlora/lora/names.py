@@ -21,7 +21,6 @@ from vlora.lora.host import HostTier
 from vlora.lora.model_shape import ModelShape
 from vlora.lora.peft_config import ErrorFactory, as_text
 from vlora.lora.transient import MAX_ATTEMPTS, Backoff, is_transient
-from vlora.memory.eviction import EVICT_FIRST
 
 log = logging.getLogger(__name__)
 
@@ -176,8 +175,12 @@ class AdapterNames:
         """Detach the name from its handle, which no new request can use and is evicted first."""
         handle = self._current.pop(name, None)
         if handle is not None:
-            handle.last_used = EVICT_FIRST
+            self._detach(handle)
             self._host.drop(handle)
+
+    def _detach(self, handle: AdapterHandle) -> None:
+        """Note that a handle's name no longer means it."""
+        handle.retired = True
 
     def __len__(self) -> int:
         """Return the number of adapters that requests can use."""

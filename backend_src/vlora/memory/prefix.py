@@ -142,8 +142,7 @@ class PrefixCache:
 
     # -- called by the pool ----------------------------------------------------------------------
 
-    @property
-    def evictable_pages(self) -> int:
+    def evictable_pages(self, enough: int) -> int:
         return len(self._idle)
 
     def oldest_use(self) -> int | None:
