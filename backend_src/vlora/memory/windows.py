@@ -71,4 +71,5 @@ def cheapest_window(owners: bytearray, free: int, adapter: int, count: int) -> i
 def _sums(values: Array, count: int) -> Array:
     """Return the sum of each window of `count` values."""
     sums: Array = np.concatenate([[0], np.cumsum(values)])
-    return sums[count:] - sums[:-count]
+    windows: Array = sums[count:] - sums[:-count]
+    return windows
