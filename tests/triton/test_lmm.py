@@ -1,4 +1,4 @@
-"""`lmm` and `lmm_unary`: the vLLM backend's interface, and the extensions."""
+"""Tests of `lmm` and `lmm_unary`: the interface of the vLLM backend, and our extensions of it."""
 
 import json
 import math
@@ -193,6 +193,14 @@ def test_metadata_is_returned_only_if_it_was_sent(ask: Asker) -> None:
     (none,) = ask.stream("lmm", text_input="hello")
     assert extra["metadata"] == "m"
     assert "metadata" not in none
+
+
+def test_an_absurd_number_is_answered_and_the_server_stays(ask: Asker) -> None:
+    for top_k in (10**19, 10**300):
+        parameters = {"top_k": top_k, "temperature": 1, "seed": 1, "max_tokens": 3}
+        absurd = ask.text("lmm", text_input="hello", sampling_parameters=parameters)
+        del parameters["top_k"]
+        assert absurd == ask.text("lmm", text_input="hello", sampling_parameters=parameters)
 
 
 def test_the_answer_is_one_of_the_choices(ask: Asker) -> None:

@@ -56,7 +56,15 @@ def test_an_ensemble_gets_all_outputs_in_every_response() -> None:
     expected |= {"metadata", "head_scores", "head_labels"}
     assert all(expected <= set(tensors) for tensors in responses)
     assert responses[0]["head_scores"].shape == (0,)
-    assert first(responses[1]["metadata"]) == "m"
+    assert [first(tensors["metadata"]) for tensors in responses] == ["", "", "m"]
+
+
+def test_metadata_are_sent_once_with_the_last_response() -> None:
+    responses = responses_to(writer(stream=flag(True), metadata=strings(["m"])), outputs())
+    assert ["metadata" in tensors for tensors in responses] == [False, False, True]
+    assert first(responses[-1]["metadata"]) == "m"
+    (only,) = responses_to(writer(metadata=strings(["m"])), outputs())
+    assert first(only["metadata"]) == "m"
 
 
 def test_details_come_with_the_last_response() -> None:

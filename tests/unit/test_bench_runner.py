@@ -1,4 +1,4 @@
-"""The runner, and runs of tiny grids of the kernels and switch benchmarks."""
+"""Tests of the benchmark runner, and of the kernels and switch benchmarks on tiny grids."""
 
 from __future__ import annotations
 

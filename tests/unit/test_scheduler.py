@@ -269,7 +269,7 @@ def test_the_short_cut_for_unmerge_only_chooses_what_the_policy_would_choose(
     cutoff: float,
     unready: int,
 ) -> None:
-    """Include sequences that are preempted, overdue, ready late, or held back by the cutoff."""
+    """Compare plans for sequences that are preempted, overdue, ready late or after the cutoff."""
     policy = UnmergeOnly(batch, max_wait)
     all_plans = []
     for tested in (policy, Wrapped(policy)):

@@ -218,9 +218,10 @@ class Scheduler:
         return bool(newer)
 
     def _grow(self, sequence: Sequence, step: _StepBuilder) -> bool:
-        """Allocate pages for the sequence's next row, preempting paused sequences, then the newest.
+        """Allocate the pages that the sequence's next row needs.
 
-        Returns False if the sequence itself was the newest and was preempted.
+        While pages are missing, preempts paused sequences, then the newest running sequence.
+        Returns False if that was this sequence itself.
         """
         while not sequence.table.grow(sequence.known):
             victim = step.paused.pop(0) if step.paused else self.running[-1]
@@ -239,10 +240,10 @@ class Scheduler:
 
 
 class _StepBuilder:
-    """A step while it is filled.
+    """A step under construction.
 
-    rows: number of rows by sequence.
-    paused: paused sequences in order of their preemption.
+    rows: number of rows of each sequence.
+    paused: paused sequences in the order in which they are preempted.
     """
 
     def __init__(self, max_rows: int, choice: Choice, paused: list[Sequence]) -> None:

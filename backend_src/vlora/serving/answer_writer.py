@@ -75,8 +75,9 @@ class AnswerWriter:
             tensors["logprobs"] = strings([json.dumps(self._logprobs, allow_nan=False)])
         if options.cumulative_logprob:
             tensors["cumulative_logprob"] = np.array([self._cumulative], dtype=np.float32)
-        if self._call.metadata is not None or options.everything:
-            tensors["metadata"] = strings([self._call.metadata or b""])
+        metadata = self._call.metadata if output.finished else None
+        if metadata is not None or options.everything:
+            tensors["metadata"] = strings([metadata or b""])
         if output.head is not None or options.everything:
             tensors |= _head_tensors(output.head)
         if output.finished:

@@ -73,7 +73,7 @@ class Policy(Protocol):
     """A rule that chooses the requests of the next step and the merged adapter."""
 
     uses_costs: bool
-    """True if the policy asks for predicted times, so that the engine must calibrate first."""
+    """True if the policy uses predicted times, so that the engine has to be calibrated first."""
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         """Choose the requests of the next step.
