@@ -45,12 +45,12 @@ class SplitPool(PagePool):
     def can_allocate(self, count: int) -> bool:
         """Return whether `count` pages for keys and values are free or can be."""
         free = self._owner.count(Owner.FREE, self.wall)
-        return count <= free + sum(evictor.evictable_pages for evictor in self._side(runs=False))
+        return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=False))
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
         """Return whether a run of `count` pages fits below the wall, for any `kv_pages`."""
         free = self._owner.count(Owner.FREE, 0, self.wall)
-        return count <= free + sum(evictor.evictable_pages for evictor in self._side(runs=True))
+        return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=True))
 
     def allocate(self, count: int) -> list[int] | None:
         if not self.can_allocate(count):
@@ -65,10 +65,7 @@ class SplitPool(PagePool):
         while (first := self._owner.find(bytes(count), 0, self.wall)) < 0:
             if not evict_oldest(self._side(runs=True)):
                 return None
-        run = Run(first, count)
-        for page in run.pages:
-            self._set_owner(page, Owner.ADAPTER)
-        return run
+        return self._take_run(first, count)
 
     def _side(self, *, runs: bool) -> list[Evictor]:
         return [evictor for evictor in self.evictors if evictor.holds_runs == runs]

@@ -119,6 +119,23 @@ def test_values_that_are_not_finite_are_an_error_of_their_adapters_requests_only
     assert outputs["text of the head's adapter"][-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("rows", [24, 512])
+def test_a_request_whose_values_are_not_finite_leaves_no_cached_block(
+    checkpoint: Path, overflowing: Path, rows: int
+) -> None:
+    engine = Engine(
+        Options(model=checkpoint, adapters=overflowing, max_num_seqs=4, max_num_batched_tokens=rows)
+    )
+    text = "<s>" + "what do you see? " * 8
+    outputs = run(engine, request("bad", adapter="all-r8", prompt=text))
+    assert isinstance(outputs["bad"][-1].error, InvalidArgument)
+    assert engine.memory.prefix is not None
+    assert len(engine.memory.prefix) == 0
+    run(engine, request("good", prompt=text))
+    assert len(engine.memory.prefix) > 0
+    engine.check_integrity()
+
+
 def test_a_single_infinite_or_nan_logit_is_detected(engine: Engine) -> None:
     forward = engine._runner.forward
 

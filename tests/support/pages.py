@@ -19,12 +19,12 @@ class IdleAdapters:
         self._pool = pool
         self.runs: dict[Run, int] = {}
         pool.evictors.append(self)
+        pool.run_evictor = self
 
     def add(self, run: Run) -> None:
         self.runs[run] = self._pool.tick()
 
-    @property
-    def evictable_pages(self) -> int:
+    def evictable_pages(self, enough: int) -> int:
         return sum(run.count for run in self.runs)
 
     def oldest_use(self) -> int | None:
@@ -32,6 +32,13 @@ class IdleAdapters:
 
     def evict_oldest(self) -> None:
         run = min(self.runs, key=lambda run: self.runs[run])
+        self.evict_run(run.first)
+
+    def idle_runs(self) -> list[range]:
+        return [run.pages for run in sorted(self.runs, key=lambda run: self.runs[run])]
+
+    def evict_run(self, first: int) -> None:
+        (run,) = (run for run in self.runs if run.first == first)
         del self.runs[run]
         self._pool.release_run(run)
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
+import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vlora.atmm import op
 from vlora.atmm.types import Segment
 from vlora.errors import InvalidArgument
-from vlora.lora import folders, store
+from vlora.lora import folders, store, transient
 from vlora.lora.adapter import AdapterFiles
 from vlora.lora.folders import FolderWatch, find_folders, stamp_of
 from vlora.lora.handle import AdapterHandle
@@ -275,8 +280,12 @@ def test_a_failed_pack_releases_its_pages(
 
     with monkeypatch.context() as patch:
         patch.setattr(harness.group, "put", fails)
-        harness.store.advance([harness.handle(0)])
-        harness.store.finish()
+        handle = harness.handle(0)
+        for second in range(transient.MAX_ATTEMPTS):
+            harness.store.clock = lambda now=60.0 * second: now
+            assert handle.error is None
+            harness.store.advance([handle])
+            harness.store.finish()
     with pytest.raises(InvalidArgument, match=r"adapter 'a0'.*no memory for a copy"):
         harness.handle(0)
     assert harness.request(1) is None
@@ -342,6 +351,131 @@ def test_a_finder_returns_the_same_object_until_a_folder_is_added_or_removed(roo
     assert set(find()) == {*first, "a9"}
 
 
+def test_the_removal_of_the_last_folder_is_reported(root: Path) -> None:
+    for path in sorted(root.iterdir())[1:]:
+        shutil.rmtree(path)
+    reported: list[dict[str, Any]] = []
+    find = folders.FolderFinder(root, {})
+    watch = FolderWatch(find, lambda now: reported.append(dict(now)))
+    watch._reported = {"a0": (root / "a0", stamp_of(root / "a0"))}
+    watch.look(0.0)
+    watch.look(1.0)
+    assert not reported
+    shutil.rmtree(root / "a0")
+    watch.look(2.0)
+    assert reported == [{}]
+    write(root / "a0", 1)
+    watch.look(3.0)
+    watch.look(3.0 + folders.SETTLED_SECONDS)
+    assert list(reported[-1]) == ["a0"]
+
+
+@contextmanager
+def no_free_descriptors() -> Iterator[None]:
+    """Let every attempt to open a file fail with EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_look_without_free_descriptors_reports_nothing(root: Path) -> None:
+    reported: list[dict[str, Any]] = []
+    known = {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
+    paths = {name: path for name, (path, _) in known.items()}
+    watch = FolderWatch(lambda: paths, lambda now: reported.append(dict(now)))
+    watch._reported = dict(known)
+    with no_free_descriptors():
+        assert set(folders.stamps_of([os.fsencode(root)])) == {b"!%d" % errno.EMFILE}
+        for second in range(5):
+            watch.look(float(second))
+    assert not reported
+    write(root / "a0", 50)
+    watch.look(6.0)
+    watch.look(6.0 + folders.SETTLED_SECONDS)
+    assert [name for name in known if reported[-1][name] != known[name]] == ["a0"]
+
+
+def test_a_version_that_cannot_be_read_for_now_is_read_later_and_the_old_one_serves(
+    make_harness: Any, root: Path
+) -> None:
+    harness = make_harness(2)
+    now = 0.0
+    harness.store.clock = lambda: now
+    old = harness.handle(0)
+    write(root / "a0", 50)
+    write(root / "new", 51)
+    changed = {path.name: (path, stamp_of(path)) for path in root.iterdir()}
+    with no_free_descriptors():
+        harness.store.update(changed)
+    assert harness.handle(0) is old
+    assert set(harness.store.broken) == {"new"}
+    harness.store.retry()
+    assert harness.handle(0) is old, "it is not due yet"
+    now = 1.0
+    with no_free_descriptors():
+        harness.store.retry()
+    now = 1.0 + 2 * transient.FIRST_WAIT_SECONDS
+    harness.store.retry()
+    assert harness.handle(0).info.digest not in ("", old.info.digest)
+    assert not harness.store.broken
+    version = harness.store.version
+    now = 100.0
+    harness.store.retry()
+    assert harness.store.version == version, "nothing is left to read"
+
+
+@pytest.mark.parametrize("failures", [1, transient.MAX_ATTEMPTS])
+def test_a_load_without_free_descriptors_is_tried_again(make_harness: Any, failures: int) -> None:
+    harness = make_harness(2, 0)
+    now = 0.0
+    harness.store.clock = lambda: now
+    asked = harness.handle(0)
+    for _ in range(failures):
+        with no_free_descriptors():
+            harness.store.advance([asked])
+            harness.store.finish()
+        harness.store.advance([asked])
+        harness.store.finish()
+        assert not asked.resident, "the next attempt is not due yet"
+        now += transient.MAX_WAIT_SECONDS
+    if failures == transient.MAX_ATTEMPTS:
+        assert "Too many open files" in str(asked.error)
+        assert set(harness.store.broken) == {"a0"}
+        harness.store.retry()
+        assert harness.handle(0) is not asked
+    harness.request(0)
+    assert harness.resident() == {"a0"}
+
+
+def test_errors_are_told_apart_by_their_number() -> None:
+    def read(cause: BaseException) -> InvalidArgument:
+        try:
+            raise InvalidArgument("os error 5") from cause
+        except InvalidArgument as error:
+            return error
+
+    for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EACCES):
+        assert transient.is_transient(read(OSError(number, "")))
+    assert transient.is_transient(MemoryError())
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert transient.is_transient(caught.value)
+    assert transient.is_transient(read(SafetensorError("Error: read failed (os error 5)")))
+    for cause in (
+        OSError(errno.ENOENT, ""),
+        OSError(errno.ELOOP, ""),
+        SafetensorError("InvalidHeader"),
+        SafetensorError("Error: no such file (os error 2)"),
+        ValueError("os error 5"),
+        EOFError(),
+    ):
+        assert not transient.is_transient(read(cause)), cause
+    assert not transient.is_transient(InvalidArgument("os error 5"))
+
+
 def test_a_root_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     reported: list[Any] = []
     watch = FolderWatch(lambda: find_folders(tmp_path / "gone", {}), reported.append)
@@ -371,6 +505,71 @@ def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
     harness.request(1)
     assert not old.resident, "no request can use it again"
     assert old.adapter is None
+
+
+def test_a_version_that_its_name_no_longer_means_is_evicted_first(
+    make_harness: Any, root: Path
+) -> None:
+    harness = make_harness(3)
+    harness.request(1, 2)
+    harness.request(0)
+    old = harness.handle(0)
+    old.hold()
+    old.pin()
+    write(root / "a0", 77)
+    harness.store.update({p.name: (p, stamp_of(p)) for p in sorted(root.iterdir())})
+    old.unpin()
+    old.release()
+    old.last_used = harness.pool.tick()  # As of a request that has just ended.
+    harness.request(3)
+    assert harness.resident() == {"a1", "a2", "a3"}
+    assert not old.resident
+
+
+class PausedRemovals(set[AdapterHandle]):
+    """Set of handles; a removal waits for `allow`, or a moment if that never comes."""
+
+    def __init__(self, handles: set[AdapterHandle]) -> None:
+        super().__init__(handles)
+        self.entered, self.allow = threading.Event(), threading.Event()
+
+    def remove(self, handle: AdapterHandle) -> None:
+        self.entered.set()
+        self.allow.wait(0.3)
+        super().remove(handle)
+
+
+def test_a_copy_that_is_dropped_while_it_is_packed_leaves_no_adapter_without_its_digest(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
+    harness = make_harness(2, 2 * ADAPTER_BYTES)
+    harness.handle(1).hold()
+    host, pages_of = harness.store._host, harness.store.pages_of
+    host._handles = handles = PausedRemovals(host._handles)
+
+    def make_space() -> None:
+        with harness.store._lock:
+            host.evict_until_fits(ADAPTER_BYTES)
+
+    loader = threading.Thread(target=make_space)
+
+    def after_the_drop_began(handle: AdapterHandle) -> int:
+        harness.store.pages_of = pages_of
+        loader.start()
+        assert handles.entered.wait(10)
+        return pages_of(handle)
+
+    harness.store.pages_of = after_the_drop_began
+    harness.store.advance([harness.handle(1), harness.handle(0)])
+    handles.allow.set()
+    loader.join()
+    harness.store.finish()
+    for handle in harness.store.resident.values():
+        assert handle.adapter is not None
+        assert handle.info.digest
+    harness.request(1, 0)
+    assert harness.resident() == {"a0", "a1"}
 
 
 def test_a_small_adapter_is_packed_between_two_steps(make_harness: Any) -> None:

@@ -126,8 +126,9 @@ def test_pages_whose_adapter_was_evicted_are_counted(
     unpaired = UnpairedPages()
     unpaired.count(engine)
     handle.unpin()  # Something that is not allowed while a request runs.
+    assert engine.pool.run_evictor is not None
     while handle.resident:
-        engine.adapters.evict_oldest()
+        engine.pool.run_evictor.evict_oldest()
     unpaired.count(engine)
     (running,) = engine.scheduler.running
     assert unpaired.held == [0, len(running.table.pages)]

@@ -3,18 +3,30 @@ calls."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from tests.support.pages import BlocksOfTokens, IdleAdapters
 from vlora.ids import NO_IMAGE
 from vlora.memory.block_table import BlockTable
+from vlora.memory.eviction import UseOrder
 from vlora.memory.kv_cache import KVCache, page_bytes
-from vlora.memory.pool import Moves, PagePool, Run
+from vlora.memory.pool import Moves, Owner, PagePool, Run
 from vlora.memory.prefix import BlockDigests, BlockKey, PrefixCache
+from vlora.memory.windows import cheapest_window, runs_to_evict
+
+
+@dataclass(eq=False)
+class Used:
+    """Something that is used from time to time."""
+
+    name: str
+    last_used: int = 0
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -89,6 +101,10 @@ class PoolMachine(RuleBasedStateMachine):
             else:
                 self.pool.release_run(run)
 
+    @rule(page=st.integers(0, 23))
+    def discard(self, page: int) -> None:
+        self.prefix.discard([page])
+
     @rule(scope=st.sampled_from(["", "a"]))
     def evict_first(self, scope: str) -> None:
         self.prefix.evict_first(scope)
@@ -162,6 +178,81 @@ def test_the_least_recently_used_is_evicted_first_but_for_blocks_of_an_evicted_a
     assert idle.runs
 
 
+def test_nothing_is_evicted_for_a_run_that_a_pinned_one_leaves_no_space_for() -> None:
+    pool = PagePool(9)
+    idle = IdleAdapters(pool)
+    runs = [pool.allocate_run(1) for _ in range(9)]
+    for index, run in enumerate(runs):
+        assert run is not None
+        if index != 4:
+            idle.add(run)
+    assert pool.can_allocate_run(5), "by their number, the pages would suffice"
+    assert pool.allocate_run(5) is None
+    assert len(idle.runs) == 8
+    taken = pool.allocate_run(3)
+    assert taken == Run(0, 3)
+    assert sorted(run.first for run in idle.runs) == [3, 5, 6, 7, 8]
+    pool.check_integrity()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_runs_to_evict_are_the_oldest_that_leave_a_window(data: st.DataObject) -> None:
+    total, runs, start = 30, [], 0
+    while start < total:
+        length = data.draw(st.integers(1, 6))
+        if data.draw(st.booleans()):
+            runs.append(range(start, min(start + length, total)))
+        start += length
+    idle = [run for run in data.draw(st.permutations(runs)) if data.draw(st.booleans())]
+    busy = [run for run in runs if run not in idle]
+    count = data.draw(st.integers(1, 20))
+
+    def newest(window: range) -> int | None:
+        """Return the age rank of the newest run in a window, -1 without any; None if one stays."""
+        if any(set(window) & set(run) for run in busy):
+            return None
+        return max((i for i, run in enumerate(idle) if set(window) & set(run)), default=-1)
+
+    windows = [range(first, first + count) for first in range(total - count + 1)]
+    ranks = [rank for rank in map(newest, windows) if rank is not None]
+    victims = runs_to_evict(total, busy, idle, count)
+    if not ranks:
+        assert victims is None
+        return
+    assert victims is not None
+    assert max(map(idle.index, victims), default=-1) == min(ranks)
+    left = [run for run in runs if run not in victims]
+    assert any(not any(set(window) & set(run) for run in left) for window in windows)
+    fewest = min(
+        sum(len(run) for run in idle if set(window) & set(run))
+        for window in windows
+        if newest(window) == min(ranks)
+    )
+    assert sum(map(len, victims)) == fewest
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([0, 0, 1, 2, 3]), min_size=1, max_size=40), st.integers(1, 12))
+def test_the_window_with_the_most_free_pages_is_found(owners: list[int], count: int) -> None:
+    windows = [owners[first : first + count] for first in range(len(owners) - count + 1)]
+    allowed = [index for index, window in enumerate(windows) if Owner.ADAPTER not in window]
+    assume(allowed)
+    expected = max(allowed, key=lambda index: windows[index].count(Owner.FREE))
+    assert cheapest_window(bytearray(owners), Owner.FREE, Owner.ADAPTER, count) == expected
+
+
+def test_uses_are_ordered_by_time() -> None:
+    items = [Used(name) for name in "abcdef"]
+    order: UseOrder[Used] = UseOrder()
+    for item in items:
+        order.add(item)
+    for now, index in enumerate((3, 0, 5, 0, 1, 4), 1):
+        items[index].last_used = now
+    order.remove(items[5])
+    assert [item.name for item in order.oldest_first()] == list("cdabe")
+
+
 def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
     pool = PagePool(4)
     prefix = PrefixCache(pool)
@@ -171,6 +262,38 @@ def test_the_end_of_a_chain_is_evicted_before_its_beginning() -> None:
     blocks.table.clear()
     assert pool.allocate(2) is not None
     assert prefix.count_matching(blocks.keys) == 2
+
+
+def test_discarded_blocks_are_found_no_more_and_their_idle_pages_are_free() -> None:
+    pool = PagePool(4)
+    prefix = PrefixCache(pool)
+    first, second = (BlocksOfTokens(BlockTable(pool, 2, prefix), "", [1, 2, 3, 4]) for _ in "ab")
+    assert first.table.grow(4)
+    first.table.share(first.keys)
+    assert second.table.reuse_prefix(second.keys[:1]) == 2
+    first.table.clear()
+    assert (pool.kv, pool.cached) == (1, 1)
+    prefix.discard([0, 1, 2, 3])
+    assert prefix.count_matching(first.keys) == 0
+    assert (pool.kv, pool.cached) == (1, 0)
+    prefix.check_integrity()
+    second.table.clear()
+    assert pool.free == 4
+    pool.check_integrity()
+
+
+def test_blocks_that_are_not_finite_are_not_shared() -> None:
+    pool, store = PagePool(8), KVCache(8, 3, 2, 1, 16)
+    prefix = PrefixCache(pool, store.is_finite)
+    blocks = BlocksOfTokens(BlockTable(pool, 2, prefix), "", [1, 2, 3, 4, 5, 6])
+    assert blocks.table.grow(6)
+    blocks.table.share(blocks.keys[:1])
+    store.values(2)[blocks.table.pages[1], 0, 0, 0, 1, 3] = float("inf")
+    blocks.table.share(blocks.keys)
+    assert prefix.count_matching(blocks.keys) == 1
+    store.cache.zero_()
+    blocks.table.share(blocks.keys)
+    assert prefix.count_matching(blocks.keys) == 3
 
 
 @pytest.fixture

@@ -208,12 +208,11 @@ class IdleAdapter:
         self.protected = BASE
         pool.evictors.append(self)
 
-    @property
-    def evictable_pages(self) -> int:
+    def evictable_pages(self, enough: int) -> int:
         return self._run.count if self._run and self.protected != self._slot else 0
 
     def oldest_use(self) -> int | None:
-        return 0 if self.evictable_pages else None
+        return 0 if self.evictable_pages(1) else None
 
     def evict_oldest(self) -> None:
         assert self._run is not None

@@ -59,7 +59,9 @@ class EngineMemory:
         self.pool = PagePool(kv_pages + self._adapter_pages)
         self.kv_cache = KVCache(self.pool.total, *layout, dtype)
         self.pool.movers.append(self.kv_cache.move)
-        self.prefix = PrefixCache(self.pool) if options.enable_prefix_caching else None
+        self.prefix = None
+        if options.enable_prefix_caching:
+            self.prefix = PrefixCache(self.pool, self.kv_cache.is_finite)
 
     def _pages_for_adapters(self, options: Options) -> int:
         if options.adapter_pool_bytes != AUTO:

@@ -79,7 +79,8 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         options.adapter_host_bytes,
     )
     adapters.load(find_folders(options.adapters, adapter_names), make_resident=False)
-    watch = FolderWatch(FolderFinder(options.adapters, adapter_names), adapters.update)
+    finder = FolderFinder(options.adapters, adapter_names)
+    watch = FolderWatch(finder, adapters.update, retry=adapters.retry)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
     memory = EngineMemory(options, config, dtype, adapters)

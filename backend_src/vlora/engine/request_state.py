@@ -152,10 +152,12 @@ class RequestState:
         return self._output(now, text=head.best, head=head, finish_reason="stop")
 
     def _not_finite(self) -> VLoraError:
-        """Return the error for a row that is not finite.
+        """Return the error for a row that is not finite, and let no other request get blocks that
+        led to it.
 
         It names the adapter, else the request's image features, else the model as the cause.
         """
+        self.sequence.table.discard_shared()
         if self._adapter is not None:
             return InvalidArgument(
                 f"adapter '{self._adapter.name}' produces values that are not finite for this"

@@ -20,6 +20,7 @@ from vlora import native
 from vlora.errors import InvalidArgument
 from vlora.lora.handle import Stamp
 from vlora.lora.peft_config import as_text
+from vlora.lora.transient import is_transient
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,14 @@ def stamp_of(folder: Path) -> Stamp:
     return stamps_of([os.fsencode(folder)])[0]
 
 
+def error_of(stamp: Stamp) -> OSError | None:
+    """Return the error that the stamp of an unreadable folder stands for, or None."""
+    if not stamp.startswith(b"!") or b"\0" in stamp:
+        return None
+    number = int(stamp[1:])
+    return OSError(number, os.strerror(number))
+
+
 def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
     """Return `stamp_of` each of these paths."""
     core = _native()
@@ -161,6 +170,12 @@ def _native() -> Any:
         return None
 
 
+def _is_unknown(stamp: Stamp) -> bool:
+    """Return whether a look failed for a reason that says nothing about the folder."""
+    error = error_of(stamp)
+    return error is not None and is_transient(error)
+
+
 class FolderWatch:
     """Thread that looks at the folders until closed and reports settled changes."""
 
@@ -169,6 +184,7 @@ class FolderWatch:
         find: Callable[[], Mapping[str, Path]],
         changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None],
         clock: Callable[[], float] = time.monotonic,
+        retry: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the watch; `start` starts its thread.
 
@@ -176,10 +192,12 @@ class FolderWatch:
         changed: called with all names' folders and stamps if any of them changed: new state for
             those unchanged for SETTLED_SECONDS, the last reported state for others; missing names
             were removed.
+        retry: called after each look, to read what could not be read before.
         """
         self._find = find
         self._changed = changed
         self._clock = clock
+        self._retry = retry
         self._seen: dict[str, tuple[Path, Stamp, float]] = {}
         self._reported: dict[str, tuple[Path, Stamp]] = {}
         self._folders: Mapping[str, Path] = {}
@@ -208,6 +226,7 @@ class FolderWatch:
             began = self._clock()
             try:
                 self.look(began)
+                self._retry()
             except Exception:
                 log.exception("looking at the adapters' folders failed; trying again")
             took = self._clock() - began
@@ -230,7 +249,7 @@ class FolderWatch:
         if folders is not self._folders:
             self._folders = folders
             self._paths = [os.fsencode(folder) for folder in folders.values()]
-            self._stamps = []
+            self._settled = False
         stamps = stamps_of(self._paths)
         if self._settled and stamps == self._stamps:
             return
@@ -240,6 +259,9 @@ class FolderWatch:
         self._settled = True
         for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
             before = self._seen.get(name)
+            if name in self._reported and _is_unknown(stamp):
+                stamp = self._reported[name][1]
+                self._settled = False
             unchanged = before is not None and before[:2] == (folder, stamp)
             seen[name] = before if before is not None and unchanged else (folder, stamp, now)
             if (

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from vlora.errors import InvalidArgument
 from vlora.lora.adapter import Adapter, AdapterInfo, Description
+from vlora.lora.transient import Backoff
+from vlora.memory.eviction import EVICT_FIRST
 from vlora.memory.pool import Run
 
 Stamp = bytes
@@ -25,11 +27,13 @@ class AdapterHandle:
     the engine's thread.
 
     adapter: the host copy, or None.
+    loaded_info: description with the digest of the weights; it stays when the host copy is dropped.
     slot: index in the operator while the adapter is resident, from packing to eviction.
     run: its pages, allocated before it is packed.
     error: why it cannot be loaded.
-    last_used: time of the last use on the pool's clock, see `memory/eviction.py`.
+    retired: whether its name no longer means this version, which no new request can use.
     loading: whether a job of the loader or the packer is working on it.
+    backoff: failed attempts to load or pack it for a reason outside of its files.
     packed_bytes: size of its packed copies; 0 until it has been computed.
     """
 
@@ -38,11 +42,14 @@ class AdapterHandle:
     stamp: Stamp
     description: Description
     adapter: Adapter | None = None
+    loaded_info: AdapterInfo | None = None
     slot: int | None = None
     run: Run | None = None
     error: InvalidArgument | None = None
-    last_used: int = 0
+    retired: bool = False
+    _last_used: int = field(default=0, repr=False)
     loading: bool = False
+    backoff: Backoff = field(default_factory=Backoff, repr=False)
     packed_bytes: int = 0
     _pins: int = field(default=0, repr=False)
     _holders: int = field(default=0, repr=False)
@@ -50,7 +57,7 @@ class AdapterHandle:
     @property
     def info(self) -> AdapterInfo:
         """Description of the adapter; it includes the digest once the weights have been loaded."""
-        return self.description.info if self.adapter is None else self.adapter.info
+        return self.loaded_info or self.description.info
 
     @property
     def resident(self) -> bool:
@@ -66,6 +73,15 @@ class AdapterHandle:
     def held(self) -> bool:
         """True if a request has started with this version, which keeps its host copy."""
         return self._holders > 0
+
+    @property
+    def last_used(self) -> int:
+        """Time of the last use on the pool's clock, see `memory/eviction.py`."""
+        return EVICT_FIRST if self.retired and not self.held else self._last_used
+
+    @last_used.setter
+    def last_used(self, now: int) -> None:
+        self._last_used = now
 
     @property
     def needs_host_copy(self) -> bool:

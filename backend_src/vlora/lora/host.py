@@ -44,7 +44,7 @@ class HostTier:
         return self._budget - sum(in_use)
 
     def add(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        handle.adapter = adapter
+        handle.adapter, handle.loaded_info = adapter, adapter.info
         self._handles.add(handle)
         self.used_bytes += handle.description.host_bytes
 

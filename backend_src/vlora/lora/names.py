@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from vlora.lora.handle import AdapterHandle, Stamp
 from vlora.lora.host import HostTier
 from vlora.lora.model_shape import ModelShape
 from vlora.lora.peft_config import ErrorFactory, as_text
-from vlora.memory.eviction import EVICT_FIRST
+from vlora.lora.transient import MAX_ATTEMPTS, Backoff, is_transient
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class AdapterNames:
         self._current: dict[str, AdapterHandle] = {}
         self._broken: dict[str, InvalidArgument] = {}
         self._stamps: dict[str, tuple[Path, Stamp]] = {}
+        self._retries: dict[str, Backoff] = {}
+        self.clock: Callable[[], float] = time.monotonic
         self.matrices: set[MatrixId] = set()
         """Matrices that any adapter seen so far changes."""
         self.version = 0
@@ -75,13 +78,29 @@ class AdapterNames:
             if before.get(name) != (folder, stamp):
                 self._read(name, folder, stamp)
 
+    def retry(self) -> None:
+        """Read folders again whose last attempt failed for a reason outside of their files, once
+        their wait is over. A folder that has changed since is left to `update`."""
+        now = self.clock()
+        with self._lock:
+            due = {
+                name: self._stamps[name] for name, wait in self._retries.items() if wait.due <= now
+            }
+        for name, (folder, stamp) in sorted(due.items()):
+            if stamp_of(folder) == stamp:
+                self._read(name, folder, stamp)
+
     @property
     def stamps(self) -> Mapping[str, tuple[Path, Stamp]]:
         """Folder and stamp of each name, as last read."""
         return self._stamps
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
-        """Replace the name's adapter by what the folder holds now, or by its error."""
+        """Replace the name's adapter by what the folder holds now, or by its error.
+
+        An adapter whose folder cannot be read for a reason outside of its files keeps the version
+        that it has, and `retry` reads it again.
+        """
         text = as_text(name)
         try:
             files = AdapterFiles(name, folder, self._model, self._max_bytes)
@@ -89,9 +108,16 @@ class AdapterNames:
             fits = self._host.fits(handle.description.host_bytes)
             adapter = files.read() if fits else None
         except Exception as error:
-            self._mark_broken(text, as_adapter_error(name, folder, error))
+            with self._lock:
+                if is_transient(error):
+                    self._retries.setdefault(name, Backoff()).failed(self.clock())
+                else:
+                    self._retries.pop(name, None)
+                    self._retire(text)
+                self._mark_broken(text, as_adapter_error(name, folder, error))
         else:
             with self._lock:
+                self._retries.pop(name, None)
                 self._retire(text)
                 self._broken.pop(text, None)
                 self._current[text] = handle
@@ -104,17 +130,30 @@ class AdapterNames:
         self.on_change()
 
     def _mark_broken(self, name: str, error: InvalidArgument) -> None:
+        """Set the error of a name, unless it still has a version that serves."""
         log.warning("%s", error)
-        with self._lock:
-            self._retire(name)
+        if name not in self._current:
             self._broken[name] = error
 
-    def _fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
-        """Set the error of a handle, and of its name if that still means this handle."""
+    def _fail(self, handle: AdapterHandle, error: Exception) -> None:
+        """Note that a handle could not be loaded or packed.
+
+        A reason outside of its files delays the next attempt. Any other reason, and the last
+        attempt's, is the error of the handle, and of its name if that still means this handle.
+        """
         with self._lock:
-            handle.error = error
+            now, transient = self.clock(), is_transient(error)
+            if transient:
+                handle.backoff.failed(now)
+                if handle.backoff.attempts < MAX_ATTEMPTS:
+                    log.warning("adapter '%s' is loaded again: %s", as_text(handle.name), error)
+                    return
+            handle.error = as_adapter_error(handle.name, handle.folder, error)
             if self._is_current(handle):
-                self._mark_broken(as_text(handle.name), error)
+                if transient:
+                    self._retries.setdefault(handle.name, Backoff()).failed(now)
+                self._retire(as_text(handle.name))
+                self._mark_broken(as_text(handle.name), handle.error)
             self.version += 1
 
     def _forget(self, name: str) -> None:
@@ -123,6 +162,7 @@ class AdapterNames:
         with self._lock:
             self._retire(text)
             self._broken.pop(text, None)
+            self._retries.pop(name, None)
             del self._stamps[name]
             self.version += 1
         self.on_change()
@@ -135,8 +175,12 @@ class AdapterNames:
         """Detach the name from its handle, which no new request can use and is evicted first."""
         handle = self._current.pop(name, None)
         if handle is not None:
-            handle.last_used = EVICT_FIRST
+            self._detach(handle)
             self._host.drop(handle)
+
+    def _detach(self, handle: AdapterHandle) -> None:
+        """Note that a handle's name no longer means it."""
+        handle.retired = True
 
     def __len__(self) -> int:
         """Return the number of adapters that requests can use."""

@@ -20,15 +20,15 @@ import torch
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.ids import BASE, MatrixId
 from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, read_adapter
-from vlora.lora.folders import stamp_of
+from vlora.lora.folders import error_of, stamp_of
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.host import HostTier
 from vlora.lora.model_shape import ModelShape
-from vlora.lora.names import AdapterNames, as_adapter_error
+from vlora.lora.names import AdapterNames
 from vlora.lora.peft_config import ErrorFactory
+from vlora.lora.residents import Residents
 from vlora.lora.slots import Slots
 from vlora.lora.workers import Workers
-from vlora.memory.eviction import least_recently_used
 from vlora.memory.pool import PageMemory, PagePool, Run
 from vlora.metrics import TierCounters
 
@@ -49,8 +49,6 @@ class AdapterStore(AdapterNames):
     by the pool belong to the engine's thread.
     """
 
-    holds_runs = True
-
     def __init__(
         self,
         model: ModelShape,
@@ -66,15 +64,12 @@ class AdapterStore(AdapterNames):
         """
         super().__init__(model, max_bytes, HostTier(host_bytes))
         self._slots = Slots(model, dtype)
-        self._resident: dict[int, AdapterHandle] = {}
-        self._needed_by_older: set[AdapterHandle] = set()
+        self._residents = Residents(self._lock, self._evict)
         self._inline_bytes_left = 0
         self._failed_packs: deque[tuple[AdapterHandle, int]] = deque()
         self._pool: PagePool | None = None
         self._memory: PageMemory | None = None
         self._workers = Workers()
-        self.protected_slot = BASE
-        """Slot that is never evicted: that of the adapter merged in the next step."""
         self.counters = TierCounters()
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
         """Called on the engine's thread before a slot's adapter is evicted."""
@@ -91,7 +86,7 @@ class AdapterStore(AdapterNames):
                 if handle.adapter is not None:
                     slot = self._slots.take(handle.adapter)
                     self._slots.pack(slot)
-                    self._set_resident(handle, slot)
+                    self._residents.add(slot, handle)
 
     # -- used by steps -------------------------------------------------------------------------
 
@@ -119,6 +114,15 @@ class AdapterStore(AdapterNames):
 
     # -- the pool, on the engine's thread ------------------------------------------------------
 
+    @property
+    def protected_slot(self) -> int:
+        """Slot that is never evicted: that of the adapter merged in the next step."""
+        return self._residents.protected_slot
+
+    @protected_slot.setter
+    def protected_slot(self, slot: int) -> None:
+        self._residents.protected_slot = slot
+
     def pages_of(self, handle: AdapterHandle) -> int:
         """Return the number of pages of the adapter's run; 0 without a pool."""
         if self._memory is None:
@@ -140,7 +144,8 @@ class AdapterStore(AdapterNames):
         """Keep packed copies in the pool's pages from now on, and pack the loaded adapters as far
         as `pages` pages go. All groups must have been created."""
         self._pool, self._memory = pool, memory
-        pool.evictors.append(self)
+        pool.evictors.append(self._residents)
+        pool.run_evictor = self._residents
         for handle in list(self._current.values()):
             needed = self.pages_of(handle)
             if handle.adapter is not None and needed <= min(pages, pool.free):
@@ -161,9 +166,9 @@ class AdapterStore(AdapterNames):
         self._release_failed_packs()
         self._inline_bytes_left = INLINE_PACK_BYTES
         blocked: AdapterHandle | None = None
-        missing, host_bytes_left = 0, None
+        missing, host_bytes_left, now = 0, None, self.clock()
         for handle in wanted:
-            if not (handle.resident or handle.error):
+            if not (handle.resident or handle.error or handle.backoff.due > now):
                 missing += 1
                 if host_bytes_left is None:
                     with self._lock:
@@ -177,8 +182,8 @@ class AdapterStore(AdapterNames):
                 # A newer adapter must not take the pages that an older one waits for.
                 elif not handle.loading and handle.adapter is not None and blocked is None:
                     blocked = None if self._make_resident(handle, running) else handle
-            self._needed_by_older.add(handle)
-        self._needed_by_older.clear()
+            self._residents.needed.add(handle)
+        self._residents.needed.clear()
         self._slots.sweep()
         assert self._pool is not None
         for handle in reversed(wanted):
@@ -201,12 +206,15 @@ class AdapterStore(AdapterNames):
         pages = self.pages_of(handle)
         if not self._pool.can_allocate_run(pages, kv_pages):
             return False
-        handle.loading = True  # This keeps the host copy.
-        adapter = handle.adapter
-        run = None if adapter is None else self._pool.allocate_run(pages)
-        if adapter is None or run is None:
+        with self._lock:  # Without it, another thread could drop the copy after this look at it.
+            adapter = handle.adapter
+            if adapter is None:
+                return True
+            handle.loading = True  # This keeps the host copy.
+        run = self._pool.allocate_run(pages)
+        if run is None:
             handle.loading = False
-            return adapter is None
+            return False
         handle.run = run
         slot = self._slots.take(adapter)
         job = partial(self._work, handle, lambda handle: self._pack(handle, slot))
@@ -221,12 +229,17 @@ class AdapterStore(AdapterNames):
     def _release_failed_packs(self) -> None:
         """Release the pages of adapters whose packing failed."""
         assert self._pool is not None
+        assert self._memory is not None
         while self._failed_packs:
             handle, slot = self._failed_packs.popleft()
             assert handle.run is not None
             self._slots.clear(slot)
+            self._memory.clear(handle.run.pages)
             self._pool.release_run(handle.run)
             handle.run = None
+
+    def _detach(self, handle: AdapterHandle) -> None:
+        self._residents.retire(handle)
 
     def _evict(self, handle: AdapterHandle) -> None:
         assert self._pool is not None
@@ -236,36 +249,13 @@ class AdapterStore(AdapterNames):
         self.on_evict(handle.slot, handle)
         with self._lock:
             self._slots.release(handle.slot)
-            del self._resident[handle.slot]
+            self._residents.remove(handle)
             self._memory.clear(handle.run.pages)
             self._pool.release_run(handle.run)
-            handle.slot = handle.run = None
+            handle.run = None
             if not self._is_current(handle):
                 self._host.drop(handle)
             self._count(evictions=1, host_evictions=self._host.evict_until_fits(0))
-
-    def _evictable(self) -> list[AdapterHandle]:
-        return [
-            handle
-            for slot, handle in self.resident.items()
-            if handle.run
-            and not handle.pinned
-            and slot != self.protected_slot
-            and handle not in self._needed_by_older
-        ]
-
-    @property
-    def evictable_pages(self) -> int:
-        return sum(handle.run.count for handle in self._evictable() if handle.run)
-
-    def oldest_use(self) -> int | None:
-        oldest = least_recently_used(self._evictable())
-        return None if oldest is None else oldest.last_used
-
-    def evict_oldest(self) -> None:
-        oldest = least_recently_used(self._evictable())
-        assert oldest is not None, "no adapter can be evicted"
-        self._evict(oldest)
 
     # -- on the workers' threads ---------------------------------------------------------------
 
@@ -286,16 +276,17 @@ class AdapterStore(AdapterNames):
         try:
             job(handle)
         except Exception as error:
-            self._fail(handle, as_adapter_error(handle.name, handle.folder, error))
+            self._fail(handle, error)
         finally:
             handle.loading = False
             self.on_change()
 
     def _load(self, handle: AdapterHandle) -> None:
         adapter = read_adapter(handle.name, handle.folder, handle.description, self._model.hidden)
-        if stamp_of(handle.folder) != handle.stamp:
+        stamp = stamp_of(handle.folder)
+        if stamp != handle.stamp:
             invalid = ErrorFactory(handle.name, str(handle.folder))
-            raise invalid("has changed while it was being loaded")
+            raise invalid("has changed while it was being loaded") from error_of(stamp)
         with self._lock:
             evicted = self._host.evict_until_fits(handle.description.host_bytes)
             self._host.add(handle, adapter)
@@ -310,13 +301,8 @@ class AdapterStore(AdapterNames):
         except BaseException:
             self._failed_packs.append((handle, slot))
             raise
-        self._set_resident(handle, slot)
+        self._residents.add(slot, handle)
         self._count(packs=1)
-
-    def _set_resident(self, handle: AdapterHandle, slot: int) -> None:
-        with self._lock:
-            self._resident[slot] = handle
-            handle.slot = slot
 
     @property
     def host_bytes(self) -> int:
@@ -326,8 +312,7 @@ class AdapterStore(AdapterNames):
     @property
     def resident(self) -> Mapping[int, AdapterHandle]:
         """Adapters that steps can use now, by slot."""
-        with self._lock:
-            return dict(self._resident)
+        return self._residents.by_slot
 
     def _count(self, **increments: int) -> None:
         with self._lock:
@@ -337,11 +322,11 @@ class AdapterStore(AdapterNames):
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, host copies or runs disagree; call it while the workers
         are idle."""
-        for slot, handle in self._resident.items():
-            assert handle.slot == slot
-            assert handle.adapter is self._slots.adapter(slot), "resident without its host copy"
+        self._residents.check_integrity()
+        for slot, handle in self.resident.items():
+            assert handle.adapter is self._slots.adapter(slot), "not the weights that are packed"
         if self._pool is not None:
-            runs = [handle.run for handle in self._resident.values() if handle.run is not None]
+            runs = [handle.run for handle in self.resident.values() if handle.run is not None]
             pages = sum(run.count for run in runs)
             assert pages == self._pool.adapter, "a run belongs to no resident adapter"
         self._host.check_integrity()

@@ -21,7 +21,11 @@ MAX_HEADER_BYTES = 16 * 1024 * 1024
 
 def _open(path: Path) -> Any:
     # Not mapped: truncating a mapped file would end the process.
-    return safe_open(path, framework="pt", backend="pread")
+    try:
+        return safe_open(path, framework="pt", backend="pread")
+    except FileNotFoundError:
+        path.open("rb").close()  # Any failure to open is reported as a missing file: ask again.
+        raise
 
 
 class WeightsFile:

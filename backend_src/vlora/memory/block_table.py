@@ -39,11 +39,19 @@ class BlockTable:
         return self._prefix is not None and computed // self._block_size > self._shared_blocks
 
     def share(self, keys: Sequence[BlockKey]) -> None:
-        """Add the first `len(keys)` blocks, which are computed, to the prefix cache."""
-        if self._prefix is not None:
+        """Add the first `len(keys)` blocks, which are computed, to the prefix cache, unless one
+        that is not in it yet holds values that are not finite."""
+        if self._prefix is None:
+            return
+        if self._prefix.is_finite(self.pages[self._shared_blocks : len(keys)]):
             for index in range(self._shared_blocks, len(keys)):
                 self._prefix.add(keys[index], self.pages[index])
             self._shared_blocks = max(self._shared_blocks, len(keys))
+
+    def discard_shared(self) -> None:
+        """Remove all its blocks from the prefix cache; the table keeps its pages."""
+        if self._prefix is not None:
+            self._prefix.discard(self.pages)
 
     def grow(self, tokens: int) -> bool:
         """Allocate pages for `tokens` tokens in all; return False (and allocate nothing) if pages

@@ -10,16 +10,21 @@ host tier evicts fp32 copies (`lora/host.py`). All of them follow these rules:
    (`PagePool.tick`), which blocks and adapters share. Of two items of one age, a block goes before
    an adapter, since the prefix cache is the pool's first evictor.
 3. An item marked EVICT_FIRST goes before all others: the blocks of an evicted adapter, and a
-   version of an adapter that its name no longer means.
+   version of an adapter that its name no longer means, once no request has started with it.
 4. Of blocks released together, the end of a chain goes before its beginning, so that the remaining
    blocks are still a prefix.
+5. Contiguous pages for an adapter are searched before anything is evicted for them. Where idle
+   adapters lie in every window, those in one window are evicted, as old ones as possible
+   (`memory/windows.py`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from itertools import count
+from typing import Generic, Protocol, TypeVar
 
 EVICT_FIRST = 0
 """Time of last use of items that go before all others; the clock's first tick is 1."""
@@ -43,9 +48,8 @@ class Evictor(Protocol):
         """True if it holds adapters, in runs of contiguous pages."""
         ...
 
-    @property
-    def evictable_pages(self) -> int:
-        """Number of pages that it could free in all."""
+    def evictable_pages(self, enough: int) -> int:
+        """Return the number of pages that it could free; counting may stop at `enough`."""
         ...
 
     def oldest_use(self) -> int | None:
@@ -54,6 +58,18 @@ class Evictor(Protocol):
 
     def evict_oldest(self) -> None:
         """Evict that item and free its pages."""
+        ...
+
+
+class RunEvictor(Evictor, Protocol):
+    """Holder of adapters that it can evict."""
+
+    def idle_runs(self) -> list[range]:
+        """Return the pages of each run that it could free, the least recently used first."""
+        ...
+
+    def evict_run(self, first: int) -> None:
+        """Evict the idle adapter whose run begins at page `first`."""
         ...
 
 
@@ -70,6 +86,36 @@ def evict_oldest(evictors: Sequence[Evictor]) -> bool:
         return False
     evictors[min(candidates)[1]].evict_oldest()
     return True
+
+
+class UseOrder(Generic[Item]):
+    """Items in the order of their last use, by time. A use only changes the item's time; its
+    position is corrected when it is next looked at."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, Item]] = []
+        self._entry_of: dict[Item, tuple[int, int, Item]] = {}
+        self._serial = count()
+
+    def add(self, item: Item) -> None:
+        self._entry_of[item] = entry = (item.last_used, next(self._serial), item)
+        insort(self._entries, entry)
+
+    def remove(self, item: Item) -> None:
+        entry = self._entry_of.pop(item)
+        del self._entries[bisect_left(self._entries, entry)]
+
+    def oldest_first(self) -> Iterator[Item]:
+        """Return the items, which must not change meanwhile, the least recently used first."""
+        index = 0
+        while index < len(self._entries):
+            last_used, _, item = self._entries[index]
+            if item.last_used > last_used:
+                self.remove(item)
+                self.add(item)
+            else:
+                yield item
+                index += 1
 
 
 class IdlePages:

@@ -8,6 +8,7 @@ sequences or adapters.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -56,6 +57,13 @@ class KVCache:
         """Copy whole pages; no page is both read and written."""
         if moves:
             self.cache[list(moves.values())] = self.cache[list(moves)]
+
+    def is_finite(self, pages: Sequence[int]) -> bool:
+        """Return whether keys and values of these pages are finite. The last layer shows it: a
+        position that is not finite in any layer is not finite in the layers after it."""
+        # Page by page, since gathering them first would take longer than reading them.
+        ranges = (torch.aminmax(self.cache[page, -1]) for page in pages)
+        return all(math.isfinite(low) and math.isfinite(high) for low, high in ranges)
 
     def clear(self, pages: range) -> None:
         """Zero the contiguous pages of an evicted adapter, since padding has to be zero."""

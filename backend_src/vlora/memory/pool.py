@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from vlora.memory.eviction import Evictor, evict_oldest
+from vlora.memory.eviction import Evictor, RunEvictor, evict_oldest
+from vlora.memory.windows import cheapest_window, runs_to_evict
 
 
 class Owner(IntEnum):
@@ -62,6 +63,7 @@ class PagePool:
     """Pages 0 … total-1. An allocated page belongs to the caller until it is released.
 
     evictors: evict from these, the least recently used item first, when free pages are short.
+    run_evictor: the one of them that holds adapters.
     movers: called in order with every relocation, before the pages change owners; each of them
         copies the content or rewrites page numbers that it holds.
     """
@@ -76,7 +78,9 @@ class PagePool:
         self._ticks = 0
         self.pages_moved = 0
         """Number of pages relocated so far."""
+        self._runs: set[Run] = set()
         self.evictors: list[Evictor] = []
+        self.run_evictor: RunEvictor | None = None
         self.movers: list[Callable[[Moves], None]] = []
 
     @property
@@ -98,9 +102,12 @@ class PagePool:
 
     def can_allocate(self, count: int) -> bool:
         """Return whether `count` pages are free or can be freed by eviction."""
-        if count <= self.free:
-            return True
-        return count <= self.free + sum(evictor.evictable_pages for evictor in self.evictors)
+        missing = count - self.free
+        for evictor in self.evictors:
+            if missing <= 0:
+                break
+            missing -= evictor.evictable_pages(missing)
+        return missing <= 0
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
         """Return whether `count` pages for an adapter leave `kv_pages` for keys and values."""
@@ -160,48 +167,49 @@ class PagePool:
     # -- adapters --------------------------------------------------------------------------------
 
     def allocate_run(self, count: int) -> Run | None:
-        """Return contiguous pages for an adapter, or None if other adapters leave too few.
+        """Return contiguous pages for an adapter, or None (and evict nothing) if other adapters
+        leave too few.
 
         Where enough pages are free but not contiguous, keys and values are moved away.
         """
         if count < 1:
             raise ValueError(f"a run of {count} pages; it needs at least one")
-        if not self._evict_until_free(count):
+        if not self.can_allocate(count) or not self._evict_runs_for(count):
             return None
+        self._evict_until_free(count)
         first = self._owner.find(bytes(count))
         if first < 0:
-            window = self._cheapest_window(count)
-            adapters = [evictor for evictor in self.evictors if evictor.holds_runs]
-            while window is None and evict_oldest(adapters):
-                window = self._cheapest_window(count)
-            if window is None:
-                return None
-            first = window
+            first = cheapest_window(self._owner, Owner.FREE, Owner.ADAPTER, count)
             self._vacate(range(first, first + count))
-        for page in range(first, first + count):
+        return self._take_run(first, count)
+
+    def _take_run(self, first: int, count: int) -> Run:
+        run = Run(first, count)
+        for page in run.pages:
             self._set_owner(page, Owner.ADAPTER)
-        return Run(first, count)
+        self._runs.add(run)
+        return run
+
+    def _evict_runs_for(self, count: int) -> bool:
+        """Evict the adapters without which `count` contiguous pages hold no adapter; return False
+        (and evict none) if that is impossible."""
+        if self._owner.find(bytes(count)) >= 0:
+            return True
+        idle = [] if self.run_evictor is None else self.run_evictor.idle_runs()
+        busy = {run.pages for run in self._runs}.difference(idle)
+        victims = runs_to_evict(self.total, list(busy), idle, count)
+        if victims is None:
+            return False
+        for run in victims:
+            assert self.run_evictor is not None
+            self.run_evictor.evict_run(run.start)
+        return True
 
     def release_run(self, run: Run) -> None:
+        self._runs.remove(run)
         for page in run.pages:
             assert self._owner[page] == Owner.ADAPTER, f"page {page} belongs to no adapter"
             self._set_owner(page, Owner.FREE)
-
-    def _cheapest_window(self, count: int) -> int | None:
-        """Return the first page of the window that needs the fewest moves, or None if each window
-        of `count` pages contains adapter pages."""
-        best: tuple[int, int] | None = None
-        start = 0
-        while start + count <= self.total:
-            blocked = self._owner.rfind(Owner.ADAPTER, start, start + count)
-            if blocked >= 0:
-                start = blocked + 1
-                continue
-            moves = count - self._owner.count(Owner.FREE, start, start + count)
-            if best is None or moves < best[0]:
-                best = (moves, start)
-            start += 1
-        return None if best is None else best[1]
 
     def _vacate(self, window: range) -> None:
         """Move the content of the window's pages to free pages outside, of which there must be
@@ -244,6 +252,8 @@ class PagePool:
         for owner, count in self._counts.items():
             assert self._owner.count(owner) == count, f"{owner.name}: counted as {count}"
         assert self.free + self.kv + self.adapter + self.cached == self.total
+        in_runs = {page for run in self._runs for page in run.pages}
+        assert in_runs == {p for p, owner in enumerate(self._owner) if owner == Owner.ADAPTER}
         for page, refs in enumerate(self._refs):
             owner = Owner(self._owner[page])
             assert (refs > 0) == (owner == Owner.KV), f"page {page}: {refs} holders, {owner.name}"

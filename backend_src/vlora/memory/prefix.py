@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -70,12 +70,19 @@ class PrefixCache:
 
     A block that sequences hold is shared among them (KV); one without holders is CACHE and can be
     evicted.
+
+    is_finite: returns whether the content of pages is finite; other blocks are not recorded.
     """
 
     holds_runs = False
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        is_finite: Callable[[Sequence[int]], bool] = lambda pages: True,
+    ) -> None:
         self._pool = pool
+        self.is_finite = is_finite
         self._pages: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
         self._scopes: defaultdict[str, set[int]] = defaultdict(set)
@@ -107,6 +114,23 @@ class PrefixCache:
             self._keys[page] = key
             self._scopes[key.scope].add(page)
 
+    def discard(self, pages: Sequence[int]) -> None:
+        """Remove the blocks in these pages, if there are any, so that no other sequence gets
+        them."""
+        for page in pages:
+            if page in self._keys:
+                self._forget(page)
+            if page in self._idle:
+                self._idle.remove(page)
+                self._pool.drop(page)
+
+    def _forget(self, page: int) -> None:
+        key = self._keys.pop(page)
+        del self._pages[key]
+        self._scopes[key.scope].discard(page)
+        if not self._scopes[key.scope]:
+            del self._scopes[key.scope]
+
     def release(self, pages: Sequence[int]) -> None:
         """Remove one holder of each page; recorded blocks stay cached until they are evicted."""
         now = self._pool.tick()
@@ -118,8 +142,7 @@ class PrefixCache:
 
     # -- called by the pool ----------------------------------------------------------------------
 
-    @property
-    def evictable_pages(self) -> int:
+    def evictable_pages(self, enough: int) -> int:
         return len(self._idle)
 
     def oldest_use(self) -> int | None:
@@ -127,11 +150,7 @@ class PrefixCache:
 
     def evict_oldest(self) -> None:
         page = self._idle.pop()
-        key = self._keys.pop(page)
-        del self._pages[key]
-        self._scopes[key.scope].discard(page)
-        if not self._scopes[key.scope]:
-            del self._scopes[key.scope]
+        self._forget(page)
         self._pool.drop(page)
         self.evictions += 1
 

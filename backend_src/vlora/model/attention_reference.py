@@ -1,4 +1,9 @@
-"""Reference implementation of paged attention in plain torch: gather the pages, then attend."""
+"""Reference implementation of paged attention in plain torch: gather the pages, then attend.
+
+A masked position must not be multiplied, not even by a weight of zero, since 0 · NaN is NaN: slots
+behind a sequence's end hold values of the page's previous owner, and a later row of the same
+sequence may not be finite. Such keys and values are replaced by zeros before the product.
+"""
 
 from __future__ import annotations
 
@@ -73,23 +78,32 @@ class ReferencePlan:
         out = torch.empty_like(query)
         for chunk, pages, mask in self._long_chunks:
             rows = slice(chunk.row, chunk.row + chunk.length)
+            seen_keys = self._gather(keys, pages[None], chunk.end)
+            seen_values = self._gather(values, pages[None], chunk.end)
+            finite = _zero_not_finite(seen_keys, seen_values)
             out[rows] = F.scaled_dot_product_attention(
                 query[rows].transpose(0, 1)[None],
-                self._gather(keys, pages[None], chunk.end),
-                self._gather(values, pages[None], chunk.end),
+                seen_keys,
+                seen_values,
                 attn_mask=mask,
                 is_causal=mask is None,
                 enable_gqa=True,
             )[0].transpose(0, 1)
+            out[rows][~finite[0].cummin(0).values[chunk.start :]] = torch.nan
         if self._single_chunks:
             width = self._single_mask.shape[-1]
-            out[self._single_rows] = F.scaled_dot_product_attention(
+            seen_keys = self._gather(keys, self._single_pages, width)
+            seen_values = self._gather(values, self._single_pages, width)
+            finite = _zero_not_finite(seen_keys, seen_values)
+            attended = F.scaled_dot_product_attention(
                 query[self._single_rows][:, :, None],
-                self._gather(keys, self._single_pages, width),
-                self._gather(values, self._single_pages, width),
+                seen_keys,
+                seen_values,
                 attn_mask=self._single_mask,
                 enable_gqa=True,
             )[:, :, 0]
+            attended[(~finite & self._single_mask[:, 0, 0]).any(1)] = torch.nan
+            out[self._single_rows] = attended
         return out.flatten(1)
 
     def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -103,6 +117,19 @@ class ReferencePlan:
         gathered = view[pages].transpose(1, 2)
         gathered = gathered.reshape(*gathered.shape[:3], -1, kv_cache.head_dim)
         return gathered[:, :, :, : kv_cache.block].flatten(2, 3)[:, :, :length].float()
+
+
+def _zero_not_finite(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Zero the keys and values of positions where any of them is not finite.
+
+    keys, values: [batch, kv_heads, positions, dim]. Returns [batch, positions]: whether a position
+    is finite. A row that sees one that is not has no finite attention.
+    """
+    finite = (keys.isfinite() & values.isfinite()).all(3).all(1)
+    if not bool(finite.all()):
+        for tensor in (keys, values):
+            tensor.masked_fill_(~finite[:, None, :, None], 0.0)
+    return finite
 
 
 def _causal(chunk: Chunk) -> torch.Tensor | None:

@@ -104,9 +104,8 @@ def test_chunks_of_very_different_lengths_are_attended_in_one_call(
     backend: Backend, block: int, dtype: torch.dtype
 ) -> None:
     case = Case(8, 2, 16, block, dtype, MIXED)
-    if backend == "cpu":
-        # Pages hold values of their previous owner until they are written; none may be read.
-        case.store.cache.fill_(float("nan"))
+    # Pages hold values of their previous owner until they are written; none may be read.
+    case.store.cache.fill_(float("nan"))
     case.check(backend)
 
 
@@ -154,6 +153,19 @@ def test_a_nan_affects_only_its_sequence(backend: Backend) -> None:
     assert attended[0].isfinite().all()
     assert attended[-1].isfinite().all()
     assert attended[3:21].isnan().any()
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_the_reference_keeps_rows_before_one_that_is_not_finite(part: str) -> None:
+    case = Case(4, 2, 32, 16, torch.float32, ((20, 10), (1, 30)))
+    healthy = case.step([(0, 0, 30), (1, 0, 31)], "reference")
+    head = 4 if part == "key" else 6
+    case.rows[0][25, head * 32 : (head + 1) * 32] = float("inf")
+    case.step([(0, 0, 10), (1, 0, 30)], "reference")
+    attended = case.step([(0, 10, 30), (1, 30, 31)], "reference")
+    torch.testing.assert_close(attended[:15], healthy[10:25])
+    assert attended[15:20].isnan().all(1).all()
+    assert attended[20].isfinite().all()
 
 
 def test_pages_and_rows_that_do_not_fit_are_refused() -> None:
