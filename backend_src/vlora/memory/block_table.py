@@ -45,6 +45,11 @@ class BlockTable:
                 self._prefix.add(keys[index], self.pages[index])
             self._shared_blocks = max(self._shared_blocks, len(keys))
 
+    def fits(self, tokens: int, released: int) -> bool:
+        """Return whether `grow` could succeed once other tables had released so many pages."""
+        missing = pages_for(tokens, self._block_size) - len(self.pages)
+        return self._pool.can_allocate(missing - released)
+
     def grow(self, tokens: int) -> bool:
         """Allocate pages for `tokens` tokens in all; return False (and allocate nothing) if pages
         are short."""
