@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from vlora.config import AUTO, Options
+from vlora.engine.checks import admissible
 from vlora.engine.sequence import Sequence, scopes_of
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.ids import BASE
@@ -41,10 +42,14 @@ class EngineMemory:
         config: DecoderConfig,
         dtype: torch.dtype,
         adapters: AdapterStore,
+        max_model_len: int,
     ) -> None:
-        """Allocate the pages. The adapters are loaded already; `attach` packs them."""
+        """Allocate the pages. The adapters are loaded already; `attach` packs them.
+
+        max_model_len: maximum number of tokens of a request of any adapter.
+        """
         self._adapters = adapters
-        self._version = adapters.version
+        self._max_model_len = max_model_len
         self._stuck_steps = 0
         self._stuck: AdapterHandle | None = None
         self.block_size = options.block_size
@@ -80,11 +85,11 @@ class EngineMemory:
         """Return a new block table for one sequence."""
         return BlockTable(self.pool, self.block_size, self.prefix)
 
-    def capacity(self, handle: AdapterHandle | None) -> int:
+    def context(self, handle: AdapterHandle | None) -> int:
         """Return the number of tokens that a request of this adapter can have at most.
 
-        This is what the pool holds for one request alone. Raises InvalidArgument if not even the
-        adapter fits.
+        This is at most what the pool holds for one request alone. Raises InvalidArgument if not
+        even the adapter fits.
         """
         pages = 0 if handle is None else self._run_length(handle)
         if pages >= self.pool.total:
@@ -93,7 +98,7 @@ class EngineMemory:
                 f"adapter '{name}' needs {pages} pages of {self._page_bytes} bytes;"
                 f" the pool has {self.pool.total}, for keys and values as well"
             )
-        return (self.pool.total - pages) * self.block_size
+        return min(self._max_model_len, (self.pool.total - pages) * self.block_size)
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -121,19 +126,29 @@ class EngineMemory:
 
     def _resolve(self, waiting: list[Sequence]) -> Iterable[tuple[str, VLoraError]]:
         """Point requests that have not started to the present version of their adapter."""
-        changed = self._version != self._adapters.version
-        self._version = self._adapters.version
         for sequence in waiting:
-            if sequence.adapter is None:
+            adapter = sequence.adapter
+            if adapter is None:
                 continue
-            if changed and not sequence.holds_adapter:
-                try:
-                    sequence.adapter = self._adapters.handle(sequence.adapter.name)
-                except VLoraError as error:
-                    yield sequence.id, error
-                    continue
-            if sequence.adapter.error is not None:
-                yield sequence.id, sequence.adapter.error
+            try:
+                if adapter.retired and not sequence.holds_adapter:
+                    self._use_present_version(sequence, adapter.name)
+                elif adapter.error is not None:
+                    raise adapter.error
+            except VLoraError as error:
+                yield sequence.id, error
+
+    def _use_present_version(self, sequence: Sequence, name: str) -> None:
+        """Raise a VLoraError if there is none, or none that the request can use."""
+        handle = self._adapters.handle(name)
+        sequence.max_tokens = admissible(
+            sequence.request,
+            handle,
+            self.context(handle),
+            sequence.prompt_length,
+            sequence.longest_choice,
+        )
+        sequence.adapter = handle
 
     def evicted(self, handle: AdapterHandle) -> None:
         """Make the prefix blocks of an evicted adapter the next to be evicted."""

@@ -47,11 +47,13 @@ class Sequence:
         table: BlockTable,
         digests: BlockDigests | None = None,
         *,
+        longest_choice: int = 0,
         merge_is_lossy: bool = False,
     ) -> None:
         """Make a sequence that holds no pages.
 
         digests: digests of its blocks, if they are to be shared.
+        longest_choice: number of tokens of the longest of its choices.
         merge_is_lossy: whether merged weights are rounded.
         """
         self.request = request
@@ -68,6 +70,7 @@ class Sequence:
         self._mode: str | None = ""
         """Weight mode of all computed tokens, or None if they were computed under several."""
         self.max_tokens = max_tokens
+        self.longest_choice = longest_choice
         self.arrival = 0.0
         self.table = table
         self.computed = 0

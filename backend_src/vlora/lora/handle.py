@@ -28,6 +28,7 @@ class AdapterHandle:
     slot: index in the operator while the adapter is resident, from packing to eviction.
     run: its pages, allocated before it is packed.
     error: why it cannot be loaded.
+    retired: whether its name means another version, or none.
     last_used: time of the last use on the pool's clock, see `memory/eviction.py`.
     loading: whether a job of the loader or the packer is working on it.
     packed_bytes: size of its packed copies; 0 until it has been computed.
@@ -41,6 +42,7 @@ class AdapterHandle:
     slot: int | None = None
     run: Run | None = None
     error: InvalidArgument | None = None
+    retired: bool = False
     last_used: int = 0
     loading: bool = False
     packed_bytes: int = 0

@@ -33,7 +33,10 @@ def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgume
 
 
 class AdapterNames:
-    """Mapping from names to handles. All methods may be called from any thread."""
+    """Mapping from names to handles. All methods may be called from any thread.
+
+    Collections that it returns never change.
+    """
 
     def __init__(self, model: ModelShape, max_bytes: int, host: HostTier) -> None:
         """Create a mapping without names.
@@ -48,10 +51,8 @@ class AdapterNames:
         self._current: dict[str, AdapterHandle] = {}
         self._broken: dict[str, InvalidArgument] = {}
         self._stamps: dict[str, tuple[Path, Stamp]] = {}
-        self.matrices: set[MatrixId] = set()
-        """Matrices that any adapter seen so far changes."""
-        self.version = 0
-        """Counter that grows whenever a name may mean another handle."""
+        self.matrices: frozenset[MatrixId] = frozenset()
+        """Matrices that any adapter seen so far changes; replaced as a whole when it grows."""
         self.on_change: Callable[[], None] = lambda: None
         """Called on the reading thread after an adapter was read, removed, loaded or packed."""
 
@@ -78,7 +79,8 @@ class AdapterNames:
     @property
     def stamps(self) -> Mapping[str, tuple[Path, Stamp]]:
         """Folder and stamp of each name, as last read."""
-        return self._stamps
+        with self._lock:
+            return dict(self._stamps)
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
         """Replace the name's adapter by what the folder holds now, or by its error."""
@@ -95,12 +97,11 @@ class AdapterNames:
                 self._retire(text)
                 self._broken.pop(text, None)
                 self._current[text] = handle
-                self.matrices.update(handle.description.ranks)
+                self.matrices |= handle.description.ranks.keys()
                 if adapter is not None:
                     self._host.add(handle, adapter)
         with self._lock:
             self._stamps[name] = (folder, stamp)
-            self.version += 1
         self.on_change()
 
     def _mark_broken(self, name: str, error: InvalidArgument) -> None:
@@ -115,7 +116,6 @@ class AdapterNames:
             handle.error = error
             if self._is_current(handle):
                 self._mark_broken(as_text(handle.name), error)
-            self.version += 1
 
     def _forget(self, name: str) -> None:
         text = as_text(name)
@@ -124,7 +124,6 @@ class AdapterNames:
             self._retire(text)
             self._broken.pop(text, None)
             del self._stamps[name]
-            self.version += 1
         self.on_change()
 
     def _is_current(self, handle: AdapterHandle) -> bool:
@@ -135,6 +134,7 @@ class AdapterNames:
         """Detach the name from its handle, which no new request can use and is evicted first."""
         handle = self._current.pop(name, None)
         if handle is not None:
+            handle.retired = True
             handle.last_used = EVICT_FIRST
             self._host.drop(handle)
 
@@ -144,12 +144,14 @@ class AdapterNames:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the adapters that requests can use, in order."""
-        return tuple(sorted(self._current))
+        with self._lock:
+            return tuple(sorted(self._current))
 
     @property
     def broken(self) -> Mapping[str, InvalidArgument]:
         """Adapters that exist but do not load, with the error of each."""
-        return self._broken
+        with self._lock:
+            return dict(self._broken)
 
     def handle(self, name: str) -> AdapterHandle:
         """Return the present version. Raise NotFound, which lists the known names, or the
