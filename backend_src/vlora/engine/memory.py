@@ -28,9 +28,9 @@ from vlora.model.decoder_config import DecoderConfig
 MAX_AUTO_BYTES = 1 << 30
 """Maximum size of the adapters' pages if `adapter_pool_bytes` is "auto"."""
 
-PATIENCE_STEPS = 256
-"""Number of steps that the oldest request waits for its adapter's pages before newer requests are
-held back too: the adapters of requests that run stay resident."""
+PATIENCE_SECONDS = 2.0
+"""Time that a request waits for its adapter's pages before newer requests are held back too, until
+it begins: adapters of requests that run stay resident, and pages that these need evict others."""
 
 
 class EngineMemory:
@@ -50,8 +50,9 @@ class EngineMemory:
         """
         self._adapters = adapters
         self._max_model_len = max_model_len
-        self._stuck_steps = 0
-        self._stuck: AdapterHandle | None = None
+        self._stuck: Sequence | None = None
+        """Oldest waiting request whose adapter was found too few pages since it was queued."""
+        self._stuck_since = 0.0
         self.block_size = options.block_size
         self.arrival_cutoff = math.inf
         """Latest arrival of requests that may begin to run."""
@@ -102,10 +103,12 @@ class EngineMemory:
 
     # -- between steps -------------------------------------------------------------------------
 
-    def advance(self, waiting: list[Sequence], running: int = 0) -> list[tuple[str, VLoraError]]:
+    def advance(
+        self, waiting: list[Sequence], running: int = 0, now: float = 0.0
+    ) -> list[tuple[str, VLoraError]]:
         """Load and pack the adapters of waiting requests, in order of arrival.
 
-        running: number of requests that hold pages.
+        running: number of requests that hold pages. now: seconds on the engine's clock.
         Returns (request id, reason) of requests whose adapter is gone or does not load.
         """
         self._adapters.protected_slot = BASE
@@ -115,14 +118,21 @@ class EngineMemory:
             if sequence.adapter is not None:
                 first_of.setdefault(sequence.adapter, sequence)
         stuck = self._adapters.advance(list(first_of), running)
-        same = stuck is not None and stuck is self._stuck
-        self._stuck_steps = self._stuck_steps + 1 if same else 0
-        self._stuck = stuck
-        hold_back = stuck is not None and self._stuck_steps > PATIENCE_STEPS
-        self.arrival_cutoff = (
-            first_of[stuck].arrival if stuck is not None and hold_back else math.inf
-        )
+        self._update_cutoff(waiting, None if stuck is None else first_of[stuck], now)
         return failed
+
+    def _update_cutoff(self, waiting: list[Sequence], stuck: Sequence | None, now: float) -> None:
+        """Hold newer requests back once the oldest stuck one has waited long enough.
+
+        A run found for its adapter does not end that: others may evict it before the pages of the
+        prompt are free, again and again.
+        """
+        known = (s for s in (self._stuck, stuck) if s is not None and s in waiting)
+        oldest = min(known, key=lambda s: s.arrival, default=None)
+        if oldest is not self._stuck:
+            self._stuck, self._stuck_since = oldest, now
+        patient = oldest is None or now - self._stuck_since <= PATIENCE_SECONDS
+        self.arrival_cutoff = math.inf if oldest is None or patient else oldest.arrival
 
     def _resolve(self, waiting: list[Sequence]) -> Iterable[tuple[str, VLoraError]]:
         """Point requests that have not started to the present version of their adapter."""
