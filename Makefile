@@ -6,7 +6,7 @@ READY := $(VENV)/.set-up
 SERVE ?=
 TESTS ?=
 NAME ?=
-QUICK ?=
+QUICK ?= 1
 BENCH ?=
 ACCURACY ?=
 CUDA ?=
@@ -33,7 +33,7 @@ demo: $(READY) ## Send real images and video through a server (starts one if the
 accuracy: $(READY) ## Ask a server the held-out set and compare with the card (ACCURACY="--dtype bfloat16")
 	@$(BIN)/python -m tools.demo.accuracy $(ACCURACY)
 
-bench: $(READY) ## Run a benchmark, or list them (NAME=kernels; a part of it: QUICK=1; BENCH="--json FILE")
+bench: $(READY) ## Run a benchmark, or list them (NAME=step; quick unless QUICK= is empty; BENCH="--json FILE")
 	@$(BIN)/python -m benchmarks $(if $(NAME),$(NAME) $(if $(QUICK),--quick) $(BENCH))
 
 cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")

@@ -68,9 +68,9 @@ class Sizes:
 
 
 def tiny(sizes: Sizes) -> Sizes:
-    """Return sizes with as many layers and adapters, but with next to nothing in them.
+    """Return sizes with the same number of layers and adapters, but with minimal matrices.
 
-    What remains of a step is what does not shrink with the model.
+    A step of this model costs only the overhead that does not depend on the size of the model.
     """
     return replace(
         sizes,

@@ -42,7 +42,7 @@ def use_isa(name: str) -> None:
 
     Raises ValueError if this CPU does not have it.
     """
-    native.kernels().runtime.set_isa(name)
+    native.kernels().runtime.request_isa(name)
 
 
 def has_bf16_instructions() -> bool:

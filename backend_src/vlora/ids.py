@@ -6,10 +6,10 @@ MatrixId = tuple[int, str]
 """Matrix that an adapter may change: (layer, target), or (-1, "lm_head")."""
 
 BASE = -1
-"""Slot of rows that use no adapter."""
+"""Slot number of rows that use the base model without an adapter."""
 
 NO_IMAGE = -1
-"""Feature row of positions that show no image."""
+"""Value of `feature_row` at positions that hold text, not an image."""
 
 
 def order_of(slot: int, live: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ This module does not see tensors; `model/sampler.py` draws the tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,14 +14,11 @@ from vlora.errors import InvalidArgument, Unsupported, nearest, shown
 from vlora.strict_json import load_object
 from vlora.value_readers import (
     BOOLEANS,
+    Range,
     Reader,
-    integer_in,
     is_text,
-    number_in,
     optional,
     read_boolean,
-    read_integer,
-    read_number,
     read_text,
     read_texts,
     wrong_value,
@@ -43,6 +41,31 @@ MAX_STREAM_ID = 256
 
 MAX_INTEGER = 2**31 - 1
 """Maximum value of token counts and token ids."""
+
+RANGES: dict[str, Range] = {
+    "temperature": Range(0.0, 100.0, "a number between 0 and 100"),
+    "top_k": Range(-1, math.inf, "a whole number ≥ 1, or 0 or -1 for off", whole=True),
+    "top_p": Range(1e-9, 1.0, "a number from 1e-9 to 1"),
+    "min_p": Range(0.0, 1.0, "a number between 0 and 1"),
+    "repetition_penalty": Range(1e-3, 100.0, "a number from 0.001 to 100"),
+    "presence_penalty": Range(-2.0, 2.0, "a number between -2 and 2"),
+    "frequency_penalty": Range(-2.0, 2.0, "a number between -2 and 2"),
+    "seed": Range(-(2**63), 2**64 - 1, "a whole number of at most 64 bits", whole=True),
+    "stop_token_ids": Range(0, MAX_INTEGER, "a list of at most 16 token ids", whole=True),
+    "max_tokens": Range(1, MAX_INTEGER, f"a whole number from 1 to {MAX_INTEGER}", whole=True),
+    "min_tokens": Range(0, MAX_INTEGER, f"a whole number from 0 to {MAX_INTEGER}", whole=True),
+    "logprobs": Range(0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}", whole=True),
+    "priority": Range(
+        -(2**31), 2**31 - 1, "a whole number of 32 bits; lower goes first", whole=True
+    ),
+    "deadline_ms": Range(1e-3, 1e9, "milliseconds from 0.001 to 1e9"),
+}
+"""Valid numbers of every key that has any. `docs/api.md` lists them.
+
+Beyond this, the engine checks numbers of tokens against the context, and token ids against the
+vocabulary. `top_k` has no upper end, because every value from the vocabulary's size on means the
+same; `SamplingParams` holds at most MAX_INTEGER.
+"""
 
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -105,7 +128,7 @@ class SamplingParams:
     """Parameters of one request: how its tokens are drawn, when it ends, and its priority.
 
     temperature: 0 is greedy; values between 0 and MIN_TEMPERATURE are raised to it.
-    top_k: 0 or -1 is off.
+    top_k: 0 is off; at most MAX_INTEGER.
     top_p, min_p: in [0, 1].
     repetition_penalty: > 0, over prompt and output tokens, as in transformers and vLLM.
     presence_penalty, frequency_penalty: in [-2, 2], over output tokens.
@@ -245,30 +268,24 @@ def _stop(key: str, value: Any) -> tuple[str, ...]:
 
 
 def _temperature(key: str, value: Any) -> float:
-    number = read_number(key, value, 0.0, 100.0, "a number between 0 and 100")
+    number: float = RANGES[key](key, value)
     return max(number, MIN_TEMPERATURE) if number else 0.0
 
 
 def _seed(key: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    number = integer_in(-(2**63), 2**64 - 1, "a whole number of at most 64 bits")(key, value)
+    number: int = RANGES[key](key, value)
     return None if number == RANDOM_SEED else number
 
 
 def _top_k(key: str, value: Any) -> int:
-    number = read_integer(key, value)
-    if number < -1:
-        raise wrong_value(key, value, "a whole number ≥ 1, or 0 or -1 for off")
-    return max(number, 0)
+    number: int = RANGES[key](key, value)
+    return min(max(number, 0), MAX_INTEGER)
 
 
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
+    read = RANGES[key]
     if not isinstance(value, list) or len(value) > MAX_STOP_STRINGS:
-        raise wrong_value(key, value, f"a list of at most {MAX_STOP_STRINGS} token ids")
-    read = integer_in(0, MAX_INTEGER, "a list of token ids")
+        raise wrong_value(key, value, read.expected)
     return tuple(read(key, item) for item in value)
 
 
@@ -281,24 +298,18 @@ def _stream_id(key: str, value: Any) -> str:
 _NOT_WITH_CHOICES = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
 
 _READERS: dict[str, Reader] = {
+    **RANGES,
     "temperature": _temperature,
     "top_k": _top_k,
-    "top_p": number_in(1e-9, 1.0, "a number above 0 and at most 1"),
-    "min_p": number_in(0.0, 1.0, "a number between 0 and 1"),
-    "repetition_penalty": number_in(1e-3, 100.0, "a number above 0 and at most 100"),
-    "presence_penalty": number_in(-2.0, 2.0, "a number between -2 and 2"),
-    "frequency_penalty": number_in(-2.0, 2.0, "a number between -2 and 2"),
-    "seed": _seed,
+    "seed": optional(_seed),
     "stop": _stop,
-    "stop_token_ids": _token_ids,
+    "stop_token_ids": lambda key, value: () if value is None else _token_ids(key, value),
     "include_stop_str_in_output": read_boolean,
-    "max_tokens": optional(integer_in(1, MAX_INTEGER, f"a whole number from 1 to {MAX_INTEGER}")),
-    "min_tokens": integer_in(0, MAX_INTEGER, f"a whole number from 0 to {MAX_INTEGER}"),
+    "max_tokens": optional(RANGES["max_tokens"]),
     "ignore_eos": read_boolean,
-    "logprobs": optional(integer_in(0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}")),
+    "logprobs": optional(RANGES["logprobs"]),
     "choices": _choices,
-    "priority": integer_in(-(2**31), 2**31 - 1, "a whole number of 32 bits; lower goes first"),
-    "deadline_ms": optional(number_in(1e-3, 1e9, "milliseconds above 0, at most 1e9")),
+    "deadline_ms": optional(RANGES["deadline_ms"]),
     "stream_id": optional(_stream_id),
     "supersede": read_boolean,
 }

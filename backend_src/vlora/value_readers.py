@@ -6,8 +6,8 @@ key, what the value must be, and the value. Numbers and booleans may be given as
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from vlora.errors import InvalidArgument, shown
@@ -23,52 +23,39 @@ def wrong_value(key: str, value: Any, expected: str) -> InvalidArgument:
     return InvalidArgument(f"'{key}' must be {expected}, not {shown(value)}")
 
 
-def read_number(key: str, value: Any, low: float, high: float, expected: str) -> float:
-    """Return a finite number in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise wrong_value(key, value, expected)
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        raise wrong_value(key, value, expected) from None
-    if not math.isfinite(number) or not low <= number <= high:
-        raise wrong_value(key, value, expected)
-    return number
+@dataclass(frozen=True)
+class Range:
+    """Valid values of a number, which may be given as text; called as a reader.
 
+    low, high: smallest and largest valid value; only those of integers may be infinite.
+    expected: what the value must be, for error messages and documents.
+    whole: whether the number must be an integer; the result is then an int.
+    """
 
-def read_integer(key: str, value: Any) -> int:
-    """Return an integer of any size; a float must have an integral value."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise wrong_value(key, value, "a whole number")
-    if isinstance(value, int):
-        return value
-    try:
-        return int(value) if isinstance(value, str) else _integral(value)
-    except (ValueError, OverflowError):
-        raise wrong_value(key, value, "a whole number") from None
+    low: float
+    high: float
+    expected: str
+    whole: bool = False
 
-
-def _integral(value: float) -> int:
-    if value != int(value):
-        raise ValueError(value)
-    return int(value)
-
-
-def number_in(low: float, high: float, expected: str) -> Callable[[str, Any], float]:
-    """Return a reader of finite numbers in [low, high]."""
-    return lambda key, value: read_number(key, value, low, high, expected)
-
-
-def integer_in(low: int, high: int, expected: str) -> Callable[[str, Any], int]:
-    """Return a reader of integers in [low, high]."""
-
-    def read(key: str, value: Any) -> int:
-        number = read_integer(key, value)
-        if not low <= number <= high:
-            raise wrong_value(key, value, expected)
+    def __call__(self, key: str, value: Any) -> Any:
+        """Return the number. Raises InvalidArgument."""
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise wrong_value(key, value, self.expected)
+        try:
+            number = _whole(value) if self.whole else float(value)
+        except (ValueError, OverflowError):
+            raise wrong_value(key, value, self.expected) from None
+        # NaN fails every comparison. An int is compared exactly, whatever its size.
+        if not self.low <= number <= self.high:
+            raise wrong_value(key, value, self.expected)
         return number
 
-    return read
+
+def _whole(value: float | str) -> int:
+    number = int(value)
+    if isinstance(value, float) and number != value:
+        raise ValueError(value)
+    return number
 
 
 def optional(read: Reader) -> Reader:

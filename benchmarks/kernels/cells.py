@@ -89,7 +89,7 @@ class KernelCell:
 
     @property
     def flops(self) -> int:
-        """Number of multiplications and additions of both products."""
+        """Number of floating-point operations of shrink and expand together."""
         ranks = self.ranks
         return sum(4 * self.rows * self.width * ranks[slot] for slot in self.slots)
 
@@ -99,7 +99,7 @@ class KernelCell:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of x, read, and of y, read and written."""
+        """Bytes moved for x, which is read, and y, which is read and written."""
         return 3 * self.total_rows * self.width * DTYPES[self.dtype].itemsize
 
     @property

@@ -98,7 +98,7 @@ def _extract(wheel: Wheel, target: Path) -> None:
 
 
 def _extract_libb64(libraries: Path) -> None:
-    """Unpack Debian's package into the folder of the other libraries, which needs no root."""
+    """Download Debian's libb64 package and copy its library into `libraries`; needs no root."""
     remedy = f"install it with: sudo apt-get install {LIBB64_PACKAGE}"
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         raise ClientError(f"libb64.so.0d is missing; {remedy}")

@@ -124,6 +124,6 @@ class PolicyGrid:
             )
 
     def workload(self, entry: Mapping[str, Any], **settings: Any) -> Workload:
-        """Return the workload of an entry of `workloads`."""
+        """Return the workload that an entry of the grid's `workloads` describes."""
         values = {"adapters": self.values["adapters"], "scale": entry["scale"], **settings}
         return Workload(entry["application"], **values)

@@ -1,11 +1,11 @@
 // Attention over paged keys and values. No torch, no Python, no ownership.
 //
-// Pages: a page of `block` tokens holds, for each layer, first keys, then values of each head, in panels
-// of kLanes tokens (the last one of a page may be partly used). In fp32 a panel of keys is
-// [dim][kLanes], so that the scores of its tokens fill a vector, and a panel of values is
-// [kLanes][padded dim]. In bf16 neighbours along what a product adds up are pairs, which a shift and a
-// mask widen, and which products of pairs take: keys [dim / 2][kLanes][2], values
-// [kLanes / 2][padded dim][2]. What lies beyond the dim is zero.
+// A page holds `block` tokens. For each layer it has first the keys, then the values of every head,
+// in panels of kLanes tokens; the last panel of a page may be partly used. In fp32 a panel of keys
+// is [dim][kLanes], so that the scores of its tokens fill a vector, and a panel of values is
+// [kLanes][padded dim]. In bf16, values that are neighbours along the sum of a product form pairs,
+// which a shift and a mask widen and which products of pairs accept: keys are [dim / 2][kLanes][2],
+// values [kLanes / 2][padded dim][2]. Padding is zero.
 #pragma once
 
 #include <vector>
@@ -15,20 +15,22 @@
 
 namespace vlora::attention {
 
-// The pages' layout; sizes in elements of the storage type.
+// The layout of the pages. Sizes are in elements of the storage type.
 struct Layout {
   Dtype dtype;
   int64_t block;     // tokens of a page
-  int64_t kv_heads;
+  int64_t kv_heads;  // heads of keys and values
   int64_t dim;       // of a head
-  int64_t page;      // from page to page: for each layer keys of all heads, then values of all
-  int64_t pages;     // that there are
+  int64_t page;      // elements between pages
+  int64_t pages;     // number of pages
 
   int64_t padded() const { return ceil_div(dim, kLanes) * kLanes; }
   int64_t panels() const { return ceil_div(block, kLanes); }  // of a page
   int64_t panel() const { return padded() * kLanes; }
   int64_t head() const { return panels() * panel(); }
-  int64_t values() const { return kv_heads * head(); }  // from a layer's keys to its values
+  int64_t values() const {
+    return kv_heads * head();
+  }  // between the keys and the values of a layer
 };
 
 // Rows row … row + length - 1 of the step are positions start … of one sequence, whose pages are
@@ -37,38 +39,40 @@ struct Chunk {
   int64_t row, length, start, first_page;
 };
 
-constexpr int64_t kItems = 64;
-// Most (row, head) pairs that share one pass over keys and values, unless a group of heads is larger.
-constexpr int64_t kTiledItems = 128;
-// The same where tiles are multiplied: keys and values come half as often, and are copied once.
+// A query is one row of the step for one head of queries. kMaxQueries is the maximum number of
+// queries that share a pass over keys and values, unless a group of heads is larger. With tiles it
+// is kMaxAmxQueries: keys and values are read half as often, and are copied once.
+constexpr int64_t kMaxQueries = 64;
+constexpr int64_t kMaxAmxQueries = 128;
+// Panels in a block, whose scores are kept at a time: 128 tokens of a head's keys and values stay
+// in L2 meanwhile.
 constexpr int64_t kBlockPanels = 8;
-// Panels whose scores are held at a time: 128 tokens of a head's keys and values stay in L2 meanwhile.
+// Number of queries whose sums over a panel fill 16 registers.
+constexpr int kTileQueries = 6;
+constexpr int64_t kMaxDim = 512, kMaxTiles = 64, kMaxHeads = kMaxQueries;
 
-constexpr int kTileItems = 6;
-// (row, head) pairs whose sums over a panel fill the registers.
-constexpr int64_t kMostDim = 512, kMostTiles = 64, kMostHeads = kItems;
-
-// Some rows of a chunk, some heads of keys and values with those that share them, and a part of their
-// keys. With few rows the heads are many, since they lie side by side in a page.
+// A unit of work: some rows of a chunk, some heads of keys and values with the heads of queries
+// that share them, and a part of their keys. With few rows it has many heads, since these are
+// contiguous in a page.
 struct Piece {
   int32_t chunk, kv_head, kv_heads;
   int64_t row, rows;      // of the chunk
   int64_t panel, panels;  // of the sequence
-  int32_t shared;         // its place among the partial results, or -1 where there is one part only
-  int32_t first;          // the place of its rows' first part
-  int32_t parts, group;   // parts of the same rows, and the number of that group
+  int32_t partial;  // index among the partial results, or -1 if the piece has all keys of its rows
+  int32_t first_partial;  // index of the first partial result of the same rows
+  int32_t parts, group;   // number of pieces with the same rows, and the index of that group
   double cost;            // of all parts, in reads of a head's panel
 
-  bool last() const { return parts == 1 || shared - first == parts - 1; }
+  bool last() const { return parts == 1 || partial - first_partial == parts - 1; }
 };
 
-// Rows of a chunk whose keys and values go into one panel of each head.
+// Rows of a chunk whose keys and values are written to one panel of each head.
 struct Written {
   int32_t chunk;
   int64_t row, rows;
 };
 
-// What a step attends to: made once, used by every layer.
+// The work of a step. It is made once and used by every layer.
 class Plan {
  public:
   // Throws std::invalid_argument for chunks that do not fit the pages.
@@ -78,58 +82,65 @@ class Plan {
   int64_t rows() const { return rows_; }
   int64_t partials() const { return partials_; }
   int64_t groups() const { return groups_; }
-  int64_t items() const { return items_; }  // most of one piece
+  int64_t queries() const { return queries_; }  // maximum of one piece
   const std::vector<Piece>& pieces() const { return pieces_; }
-  // What is written before anything is attended to; a chunk of one row is written by its last piece.
+  // The rows that are written before attention begins. A chunk of one row is written by its last
+  // piece.
   const std::vector<Written>& written() const { return written_; }
 
   const Layout layout;
-  const int64_t heads;
+  const int64_t heads;  // of queries
   const std::vector<Chunk> chunks;
   const std::vector<int32_t> pages;
 
  private:
-  void share(double most, int threads);
+  void add_pieces(size_t chunk, int64_t group, int threads);
+  void add_written(size_t chunk);
+  void split(double max_cost, int threads);
+  void sort();
 
-  int64_t rows_ = 0, partials_ = 0, groups_ = 0, items_ = 0;
+  int64_t rows_ = 0, partials_ = 0, groups_ = 0, queries_ = 0;
   std::vector<Piece> pieces_;
   std::vector<Written> written_;
 };
 
-// One layer of a step. Keys are rotated on their way into the pages, queries on their way out of q,
-// which stays as it is.
+// One layer of a step. Keys are rotated when they are written to the pages, queries when they are
+// read from q; q is not changed.
 struct Problem {
   const Plan* plan;
-  char* cache;     // of this layer in page 0
+  char* cache;     // this layer in page 0
   const float* q;  // [rows, heads + 2 kv_heads, dim]: queries, keys, values
   ptrdiff_t q_stride;
   float* y;  // [rows, heads * dim]
   ptrdiff_t y_stride;
-  const float* cosines;  // [rows, dim / 2]
+  const float* cosines;  // [rows, dim / 2], as are the sines
   const float* sines;
   float scale;
 };
 
 struct Kernels {
-  // partial: null, or where an unfinished result goes: per item its maximum, its sum, then its values.
+  // partial: null, or where an unfinished result is written: the maxima of all queries, their sums,
+  // their values.
   void (*attend[kDtypes])(const Problem&, const Piece&, float* scratch, float* partial);
   void (*write[kDtypes])(const Problem&, const Written&);
-  // The parts of rows whose keys were shared out, as one. piece: any of them.
+  // Combines the partial results of a group of pieces; `piece` is any of them.
   void (*combine)(const Problem&, const Piece&, const float* partials);
-  int64_t items;  // most of one head's that a piece should have
+  int64_t queries;  // maximum number of queries of one head in a piece
 };
 const Kernels& kernels(runtime::Isa isa);
-// Those in use for pages of a type: of a unit that multiplies tiles, or of vectors.
+// Returns the kernels in use for pages of a type: those of a tile unit, or those of vectors.
 const Kernels& kernels_of(Dtype dtype);
 
-// fp32 values that `attend` needs.
+// Returns the number of floats of scratch that `attend` needs.
 int64_t scratch_floats(const Plan& plan);
-// Of one partial result: maxima, sums, values of as many items as a piece may have.
+// Returns the number of floats of a partial result: maxima, sums and values of `plan.queries()`
+// queries.
 inline int64_t partial_floats(const Plan& plan) {
-  return plan.items() * (2 + plan.layout.padded());
+  return plan.queries() * (2 + plan.layout.padded());
 }
 
-// Adds keys and values of all rows to the pages, then lets every row see its sequence up to itself.
+// Writes keys and values of all rows to the pages, then computes attention of every row over its
+// sequence up to and including itself.
 void attend(const Kernels& kernels, const Problem& problem, int threads);
 
 }  // namespace vlora::attention

@@ -1,268 +1,285 @@
-// Attention over bf16 pages by a unit that multiplies tiles of pairs: AMX, or its twin in plain C++.
-// Included after runtime/tile_product.h and an instruction set's registers.
+// Attention over bf16 pages by a tile unit. Included after the unit's tile registers,
+// runtime/tile_product.h, and an instruction set's registers.
 //
-// Queries and weights, fp32, meet keys and values as two bf16 values each, the upper half of their bits
-// and what that leaves. Both products go to the same sums: close to fp32's own precision, and still a
-// small part of the time.
+// Queries and weights are fp32, keys and values bf16. Each query or weight is split into two bf16
+// values: the upper half of its bits, and the rest rounded, together within 2^-16 of it. Both
+// products go to the same sums.
 #pragma once
 
 #include <algorithm>
-#include <utility>
 
 #include "attention/attention_vector.h"
 
 namespace vlora::attention::VLORA_ISA {
 
-constexpr int kRows = runtime::kTile, kSteps = runtime::kTile;  // of one tile: (row, head) pairs, pairs of depth
-constexpr int kStepBytes = 4 * kLanes;        // of a panel of keys, a pair of each token
-constexpr int kLowBytes = 64;  // from weights of 32 tokens to what they leave, where scores were
+using runtime::kAmxRows;
 
-// body(At<0>) … body(At<N - 1>): registers are named by constants.
-template <class Body, int... I>
-VLORA_INLINE void each_of(const Body& body, std::integer_sequence<int, I...>) {
-  (body(At<I>{}), ...);
-}
-template <int N, class Body>
-VLORA_INLINE void each(const Body& body) {
-  each_of(body, std::make_integer_sequence<int, N>{});
-}
+// Bytes of a step in a panel of keys: a pair of each token.
+constexpr int kStepBytes = 4 * kLanes;
+// Bytes between the upper halves of the weights of 32 tokens and their rests, which replace the
+// scores.
+constexpr int kLowBytes = 64;
+// A piece with fewer queries for each head is done by vectors, since a tile with few rows takes as
+// long as a full one.
+constexpr int64_t kMinTileQueries = 8;
 
-// What both products have on their left: rows of pairs in two halves, `low` bytes apart.
-struct Left {
+// The left factor of both products: rows of pairs, `row` bytes apart, with the rests `low` bytes
+// after the upper halves.
+struct SplitRows {
   const char* at;
-  ptrdiff_t bytes, low;  // from row to row
+  ptrdiff_t row, low;
 };
 
-// out (+)= left times right: kTall tiles of rows by kWide tiles of columns, over `count` tiles of depth.
-// depth(k): bytes from a row's begin. right(k, c): a tile, whose lines are `right_bytes` apart.
+// out (+)= left times right: kTall tiles of rows by kWide tiles of columns, over `count` tiles of
+// depth. depth(k): bytes from the beginning of a row. right(k, c): a tile, whose lines are
+// `right_bytes` apart.
+//
+// This loop is not TileBlock::multiply_depth: each tile of the left factor has two halves that meet
+// the same right tile, and a block may be four tiles wide, with two right tiles loaded at a time.
 template <int kTall, int kWide, class Depth, class Right>
-VLORA_INLINE void product(const Left& left, const Depth& depth, int64_t count, const Right& right,
-                          ptrdiff_t right_bytes, float* out, ptrdiff_t out_stride, bool first) {
+VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int64_t count,
+                                 const Right& right, ptrdiff_t right_bytes, float* out,
+                                 ptrdiff_t out_stride, bool first) {
   using U = TileRegisters;
-  static_assert(kTall * kWide <= 4);
-  const auto place = [&](auto sum) {
-    return out + sum.value / kWide * kRows * out_stride + sum.value % kWide * kLanes;
-  };
-  each<kTall * kWide>([&](auto sum) __attribute__((always_inline)) {
-    if (first)
-      U::zero<sum.value>();
-    else
-      U::load<sum.value>(place(sum), 4 * out_stride);
-  });
+  using Block = TileBlock<kTall, kWide>;
+  if (first)
+    Block::zero();
+  else
+    Block::load(out, out_stride);
+#pragma GCC unroll 1
   for (int64_t k = 0; k < count; ++k) {
-    const char* const at = left.at + depth(k);
-    // Two tiles of columns at a time, for which there are registers; a sum is not added to again at once.
-    each<(kWide + 1) / 2>([&](auto two) __attribute__((always_inline)) {
+    const char* const rows = left.at + depth(k);
+    // No sum is added to twice in a row, since it would wait for the first product.
+    for_each_index<(kWide + 1) / 2>([&](auto two) __attribute__((always_inline)) {
       constexpr int c = 2 * two.value;
       constexpr bool kSecond = c + 1 < kWide;
       U::load<6>(right(k, c), right_bytes);
       if constexpr (kSecond) U::load<7>(right(k, c + 1), right_bytes);
-      each<2>([&](auto half) __attribute__((always_inline)) {
-        each<kTall>([&](auto tile) __attribute__((always_inline)) {
-          // One tile of rows has a register for each of its halves.
-          constexpr int a = 4 + (kTall == 2 ? tile.value : half.value);
+      for_each_index<2>([&](auto half) __attribute__((always_inline)) {
+        for_each_index<kTall>([&](auto tile) __attribute__((always_inline)) {
+          // A single tile of rows has a register for each half, which stays loaded for all columns.
+          constexpr int kLeft = 4 + (kTall == 2 ? tile.value : half.value);
           if (kTall == 2 || c == 0)
-            U::load<a>(at + tile.value * kRows * left.bytes + half.value * left.low, left.bytes);
-          U::multiply<tile.value * kWide + c, a, 6>();
-          if constexpr (kSecond) U::multiply<tile.value * kWide + c + 1, a, 7>();
+            U::load<kLeft>(rows + tile.value * kAmxRows * left.row + half.value * left.low,
+                           left.row);
+          Block::template multiply<tile.value, c, kLeft>();
+          if constexpr (kSecond) Block::template multiply<tile.value, c + 1, kLeft>();
         });
       });
     });
   }
-  each<kTall * kWide>([&](auto sum) __attribute__((always_inline)) {
-    U::store<sum.value>(place(sum), 4 * out_stride);
-  });
+  Block::store(out, out_stride);
 }
 
-// The same for any number of tiles of columns. right(k, c) counts them from 0.
+// The same for any number of tiles of columns; right(k, c) counts them from 0.
 template <int kTall, class Depth, class Right>
-VLORA_INLINE void product_of(int64_t columns, const Left& left, const Depth& depth, int64_t count,
-                             const Right& right, ptrdiff_t right_bytes, float* out,
-                             ptrdiff_t out_stride, bool first) {
+VLORA_INLINE void multiply_columns(int64_t columns, const SplitRows& left, const Depth& depth,
+                                   int64_t count, const Right& right, ptrdiff_t right_bytes,
+                                   float* out, ptrdiff_t out_stride, bool first) {
   constexpr int kWide = 4 / kTall;
   int64_t c = 0;
   const auto from = [&](int64_t k, int i) { return right(k, c + i); };
   for (; c + kWide <= columns; c += kWide)
-    product<kTall, kWide>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride, first);
+    multiply_block<kTall, kWide>(left, depth, count, from, right_bytes, out + c * kLanes,
+                                 out_stride, first);
   if constexpr (kWide == 4) {
     if (c + 2 <= columns) {
-      product<kTall, 2>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride, first);
+      multiply_block<kTall, 2>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride,
+                               first);
       c += 2;
     }
   }
   if (c < columns)
-    product<kTall, 1>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride, first);
+    multiply_block<kTall, 1>(left, depth, count, from, right_bytes, out + c * kLanes, out_stride,
+                             first);
 }
 
-// The first `tokens` of a panel of values, zeros after them.
+// Copies the first `tokens` of a panel of values and fills the rest with zeros.
 VLORA_INLINE void copy_values(const uint16_t* from, int64_t tokens, int64_t padded, uint16_t* to) {
-  const int64_t whole = tokens / 2 * 2 * padded;
-  std::memcpy(to, from, size_t(whole) * sizeof *to);
-  std::memset(to + whole, 0, size_t(kLanes * padded - whole) * sizeof *to);
+  const int64_t pairs = tokens / 2 * 2 * padded;
+  std::memcpy(to, from, size_t(pairs) * sizeof *to);
+  std::memset(to + pairs, 0, size_t(kLanes * padded - pairs) * sizeof *to);
   if (tokens % 2)
-    for (int64_t d = 0; d < padded; ++d) to[whole + 2 * d] = from[whole + 2 * d];
+    for (int64_t d = 0; d < padded; ++d) to[pairs + 2 * d] = from[pairs + 2 * d];
 }
 
-// As `attend` of tiles.h. Items lie in slots, those of a head from a whole tile on where they are more
-// than one.
-inline void attend_tiled(const Problem& p, const Piece& piece, float* scratch, float* partial) {
+// Computes attention of a piece, as `attend` does. Queries are kept in slots; if a head has more
+// than one tile of them, it begins with a full tile.
+inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch, float* partial) {
   using T = uint16_t;
   const Plan& plan = *p.plan;
   const Layout& layout = plan.layout;
   const Chunk& chunk = plan.chunks[size_t(piece.chunk)];
-  const int64_t group = plan.heads / layout.kv_heads, of_head = piece.rows * group;
+  const int64_t group = plan.heads / layout.kv_heads, per_head = piece.rows * group;
   const int64_t heads = piece.kv_heads;
-  const int64_t dim = layout.dim, padded = layout.padded(), per_page = layout.panels();
-  const int64_t first_position = chunk.start + piece.row, end = chunk.start + chunk.length;
-  const int rows = int(std::min<int64_t>(of_head, kRows));
-  const int64_t per_head = ceil_div(of_head, int64_t(rows)) * rows, slots = per_head * heads;
-  // visit(item, slot, row of the chunk, head of queries)
-  const auto each_item = [&](const auto& visit) __attribute__((always_inline)) {
+  const int64_t dim = layout.dim, padded = layout.padded(), page_panels = layout.panels();
+  const int64_t first_position = chunk.start + piece.row, end_position = chunk.start + chunk.length;
+  const int rows = int(std::min<int64_t>(per_head, kAmxRows));
+  const int64_t head_slots = ceil_div(per_head, int64_t(rows)) * rows, slots = head_slots * heads;
+  // Calls visit(query, slot, row of the chunk, head of queries).
+  const auto each_query = [&](const auto& visit) __attribute__((always_inline)) {
     for (int64_t h = 0, i = 0; h < heads; ++h)
-      for (int64_t row = 0, slot = h * per_head; row < piece.rows; ++row)
+      for (int64_t row = 0, slot = h * head_slots; row < piece.rows; ++row)
         for (int64_t g = 0; g < group; ++g, ++i, ++slot)
           visit(i, slot, piece.row + row, (piece.kv_head + h) * group + g);
   };
 
   T* const q = reinterpret_cast<T*>(scratch);
-  const int64_t half = ceil_div(padded, 2 * kLanes) * 2 * kLanes;  // of a query, in two whole registers
-  float* const scores = scratch + slots * half;  // both halves take as much as the whole
+  // Values of a query, up to two full registers. Its two parts take as much memory as it did in
+  // fp32.
+  const int64_t depth_padded = ceil_div(padded, 2 * kLanes) * 2 * kLanes;
+  float* const scores = scratch + slots * depth_padded;
   float* const out = scores + slots * kScoreStride;
-  float* const sums = out + slots * padded;  // of each lane
-  float* const most = sums + slots * R::kWidth;
-  T* const copied = reinterpret_cast<T*>(most + ceil_div(slots, kLanes) * kLanes);
-  std::memset(q, 0, size_t(slots * half) * 4);
+  float* const lane_sums = out + slots * padded;
+  float* const maxima = lane_sums + slots * R::kWidth;
+  T* const copied = reinterpret_cast<T*>(maxima + ceil_div(slots, kLanes) * kLanes);
+  std::memset(q, 0, size_t(slots * depth_padded) * 4);
   std::memset(out, 0, size_t(slots * padded) * 4);
-  float query[kMostDim + 2 * R::kWidth];
-  each_item([&](int64_t, int64_t slot, int64_t row, int64_t head) __attribute__((always_inline)) {
-    const int64_t of = chunk.row + row;
-    rotate(p.q + of * p.q_stride + head * dim, p.cosines + of * (dim / 2), p.sines + of * (dim / 2),
-           dim / 2, p.scale, query);
-    for (int64_t d = dim; d < padded; ++d) query[d] = 0;
-    T* const to = q + slot * 2 * half;
-    for (int64_t d = 0; d < padded; d += 2 * R::kWidth) {
-      const R second = d + R::kWidth < padded ? R::load(query + d + R::kWidth) : R::zero();
-      R::store_halves(R::load(query + d), second, to + d, to + half + d);
-    }
-    most[slot] = -INFINITY;
-    R::zero().store(sums + slot * R::kWidth);
-  });
+  float query[kMaxDim + 2 * R::kWidth];
+  each_query(
+      [&](int64_t, int64_t slot, int64_t chunk_row, int64_t head) __attribute__((always_inline)) {
+        const int64_t row = chunk.row + chunk_row;
+        rotate(p.q + row * p.q_stride + head * dim, p.cosines + row * (dim / 2),
+               p.sines + row * (dim / 2), dim / 2, p.scale, query);
+        for (int64_t d = dim; d < padded; ++d) query[d] = 0;
+        T* const to = q + slot * 2 * depth_padded;
+        for (int64_t d = 0; d < padded; d += 2 * R::kWidth) {
+          const R second = d + R::kWidth < padded ? R::load(query + d + R::kWidth) : R::zero();
+          R::store_split(R::load(query + d), second, to + d, to + depth_padded + d);
+        }
+        maxima[slot] = -INFINITY;
+        R::zero().store(lane_sums + slot * R::kWidth);
+      });
   const int32_t* pages = plan.pages.data() + chunk.first_page;
   const T* const base = reinterpret_cast<const T*>(p.cache) + piece.kv_head * layout.head();
-  const int64_t last = piece.panel + piece.panels;
+  const int64_t end_panel = piece.panel + piece.panels;
   const bool writes = chunk.length == 1 && piece.last();
-  // Of depth: the padded dim is a multiple of eight steps. Tokens: of a panel, or of two that were copied
-  // together where many rows are to meet them.
-  const bool many = of_head > kRows;
-  const int key_steps = padded % (2 * kSteps) == 0 ? kSteps : kSteps / 2;
+  // Values are copied where more than one tile of queries meets them; two panels of them then form
+  // a tile of depth, else one does.
+  const bool copies = per_head > kAmxRows;
+  // Steps in a tile of keys: the padded dim is a multiple of eight steps.
+  const int key_steps = padded % (2 * kAmxRows) == 0 ? kAmxRows : kAmxRows / 2;
   const int64_t key_tiles = padded / 2 / key_steps;
-  const int64_t run = heads > 1 ? 4 : kBlockPanels;  // panels of one head at a time
-  const int64_t unit = rows == kRows ? 2 * kRows : rows, units = ceil_div(of_head, unit);
-  const int64_t blocks = ceil_div(piece.panels, kBlockPanels);  // all of about the same size
+  const int64_t run =
+      heads > 1 ? 4 : kBlockPanels;  // panels of a head before those of the next one
+  // Queries that are multiplied at once: one or two tiles of rows.
+  const int64_t unit = rows == kAmxRows ? 2 * kAmxRows : rows, units = ceil_div(per_head, unit);
+  const int64_t blocks = ceil_div(piece.panels, kBlockPanels);  // of nearly the same size
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = piece.panel + piece.panels * block / blocks;
     const int64_t count = piece.panel + piece.panels * (block + 1) / blocks - begin;
     const T* keys[kBlockPanels];
-    const Visible see(layout, begin, count);
+    const Visible visible(layout, begin, count);
     for (int64_t j = 0; j < count; ++j) {
       const int64_t panel = begin + j;
-      keys[j] = base + pages[panel / per_page] * layout.page + panel % per_page * layout.panel();
+      keys[j] =
+          base + pages[panel / page_panels] * layout.page + panel % page_panels * layout.panel();
     }
-    // Panels that a unit's last row sees.
+    // Returns the number of panels that a unit's last row sees.
     const auto seen = [&](int64_t u) {
-      return see.panels(first_position + (std::min((u + 1) * unit, of_head) - 1) / group);
+      return visible.panels(first_position + (std::min((u + 1) * unit, per_head) - 1) / group);
     };
     configure(rows, rows, key_steps);
     for (int64_t j = 0; j < count; j += run)
       for (int64_t h = 0; h < heads; ++h) {
-        if (writes && j + run >= count && begin + count == last)
-          write_key<T>(p, chunk.row, piece.kv_head + h, Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+        if (writes && j + run >= count && begin + count == end_panel)
+          write_key<T>(p, chunk.row, piece.kv_head + h,
+                       Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         for (int64_t u = 0; u < units; ++u) {
-          const int64_t columns = std::min(seen(u), j + run) - j, slot = h * per_head + u * unit;
+          const int64_t columns = std::min(seen(u), j + run) - j, slot = h * head_slots + u * unit;
           if (columns <= 0) continue;
-          const Left left{reinterpret_cast<const char*>(q + slot * 2 * half), half * 4, half * 2};
+          const SplitRows left{reinterpret_cast<const char*>(q + slot * 2 * depth_padded),
+                               depth_padded * 4, depth_padded * 2};
           const auto depth = [&](int64_t k) { return k * key_steps * 4; };
           const auto right = [&](int64_t k, int64_t c) {
             return keys[j + c] + h * layout.head() + k * key_steps * (kStepBytes / 2);
           };
           float* const to = scores + slot * kScoreStride + j * kLanes;
-          if (of_head - u * unit > kRows)
-            product_of<2>(columns, left, depth, key_tiles, right, kStepBytes, to, kScoreStride, true);
+          if (per_head - u * unit > kAmxRows)
+            multiply_columns<2>(columns, left, depth, key_tiles, right, kStepBytes, to,
+                                kScoreStride, true);
           else
-            product_of<1>(columns, left, depth, key_tiles, right, kStepBytes, to, kScoreStride, true);
+            multiply_columns<1>(columns, left, depth, key_tiles, right, kStepBytes, to,
+                                kScoreStride, true);
         }
       }
     int64_t panels = 0;
-    each_item([&](int64_t, int64_t slot, int64_t row, int64_t) __attribute__((always_inline)) {
-      const int64_t in_head = slot % per_head;
+    each_query([&](int64_t, int64_t slot, int64_t row, int64_t) __attribute__((always_inline)) {
+      const int64_t in_head = slot % head_slots;
       if (in_head % unit == 0) panels = seen(in_head / unit);
       float* const own = scores + slot * kScoreStride;
-      const int64_t valid = see.mask(chunk.start + row, panels, layout.block, own);
-      // Tiles of values take panels by two.
-      soften<true>(own, valid, ceil_div(panels, int64_t(2)) * 2 * kLanes, most[slot],
-                   sums + slot * R::kWidth, out + slot * padded, padded);
+      const int64_t valid = visible.mask(chunk.start + row, panels, layout.block, own);
+      // Tiles of values may take two panels, so the weights of an even number of them are written.
+      to_weights<true>(own, valid, ceil_div(panels, int64_t(2)) * 2 * kLanes, maxima[slot],
+                       lane_sums + slot * R::kWidth, out + slot * padded, padded);
     });
-    configure(rows, rows, many ? kSteps : kSteps / 2);
+    configure(rows, rows, copies ? kAmxRows : kAmxRows / 2);
     for (int64_t j = 0; j < count; j += run)
       for (int64_t h = 0; h < heads; ++h) {
-        if (writes && j + run >= count && begin + count == last)
-          write_value<T>(p, chunk.row, piece.kv_head + h, Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+        if (writes && j + run >= count && begin + count == end_panel)
+          write_value<T>(p, chunk.row, piece.kv_head + h,
+                         Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         const T* values[kBlockPanels];
         const int64_t until = std::min(j + run, count);
         for (int64_t k = j; k < until; ++k) {
           values[k - j] = keys[k] + h * layout.head() + layout.values();
-          // Slots that hold nothing are not multiplied, not even by zero.
-          const int64_t there = std::min(end - see.position[k], see.room[k]);
-          if (!many && there == kLanes) continue;
+          // Unused slots must not be multiplied, not even by zero: they may hold NaN.
+          const int64_t tokens = std::min(end_position - visible.position[k], visible.tokens[k]);
+          if (!copies && tokens == kLanes) continue;
           T* const to = copied + (k - j) * layout.panel();
-          copy_values(values[k - j], there, padded, to);
+          copy_values(values[k - j], tokens, padded, to);
           values[k - j] = to;
         }
-        if (many && (until - j) % 2)
+        if (copies && (until - j) % 2)
           std::memset(copied + (until - j) * layout.panel(), 0, size_t(layout.panel()) * sizeof(T));
         for (int64_t u = 0; u < units; ++u) {
-          const int64_t panels = std::min(seen(u), until) - j, slot = h * per_head + u * unit;
-          if (panels <= 0) continue;
-          const Left left{reinterpret_cast<const char*>(scores + slot * kScoreStride + j * kLanes),
-                          kScoreStride * 4, kLowBytes};
+          const int64_t unit_panels = std::min(seen(u), until) - j,
+                        slot = h * head_slots + u * unit;
+          if (unit_panels <= 0) continue;
+          const SplitRows left{
+              reinterpret_cast<const char*>(scores + slot * kScoreStride + j * kLanes),
+              kScoreStride * 4, kLowBytes};
           float* const to = out + slot * padded;
-          if (!many) {
-            product_of<1>(
-                padded / kLanes, left, [](int64_t k) { return k / 2 * 128 + k % 2 * 32; }, panels,
-                [&](int64_t k, int64_t c) { return values[k] + c * 2 * kLanes; }, padded * 4, to, padded,
-                false);
+          if (!copies) {
+            multiply_columns<1>(
+                padded / kLanes, left, [](int64_t k) { return k / 2 * 128 + k % 2 * 32; },
+                unit_panels, [&](int64_t k, int64_t c) { return values[k] + c * 2 * kLanes; },
+                padded * 4, to, padded, false);
             continue;
           }
           const auto depth = [](int64_t k) { return k * 128; };
           const auto right = [&](int64_t k, int64_t c) {
             return copied + k * 2 * layout.panel() + c * 2 * kLanes;
           };
-          const int64_t tiles = ceil_div(panels, int64_t(2));
-          if (of_head - u * unit > kRows)
-            product_of<2>(padded / kLanes, left, depth, tiles, right, padded * 4, to, padded, false);
+          const int64_t tiles = ceil_div(unit_panels, int64_t(2));
+          if (per_head - u * unit > kAmxRows)
+            multiply_columns<2>(padded / kLanes, left, depth, tiles, right, padded * 4, to, padded,
+                                false);
           else
-            product_of<1>(padded / kLanes, left, depth, tiles, right, padded * 4, to, padded, false);
+            multiply_columns<1>(padded / kLanes, left, depth, tiles, right, padded * 4, to, padded,
+                                false);
         }
       }
   }
   release_tiles();
-  each_item([&](int64_t i, int64_t slot, int64_t row, int64_t head) __attribute__((always_inline)) {
-    const float sum = sum_of(R::load(sums + slot * R::kWidth));
-    if (partial) {
-      partial[i] = most[slot];
-      partial[plan.items() + i] = sum;
-      std::memcpy(partial + 2 * plan.items() + i * padded, out + slot * padded, size_t(padded) * 4);
-      return;
-    }
-    finish(out + slot * padded, 1 / sum, dim, p.y + (chunk.row + row) * p.y_stride + head * dim);
-  });
+  each_query([&](int64_t i, int64_t slot, int64_t row, int64_t head)
+                 __attribute__((always_inline)) {
+                   const float sum = sum_of(R::load(lane_sums + slot * R::kWidth));
+                   if (partial) {
+                     partial[i] = maxima[slot];
+                     partial[plan.queries() + i] = sum;
+                     std::memcpy(partial + 2 * plan.queries() + i * padded, out + slot * padded,
+                                 size_t(padded) * 4);
+                     return;
+                   }
+                   write_output(out + slot * padded, 1 / sum, dim,
+                                p.y + (chunk.row + row) * p.y_stride + head * dim);
+                 });
 }
 
-// A tile with few rows takes as long as a whole one.
-constexpr int64_t kFewItems = 8;
-inline void attend_by_size(const Problem& p, const Piece& piece, float* scratch, float* partial) {
-  const bool few = piece.rows * (p.plan->heads / p.plan->layout.kv_heads) < kFewItems;
-  (few ? attend<uint16_t> : attend_tiled)(p, piece, scratch, partial);
+inline void attend_bf16(const Problem& p, const Piece& piece, float* scratch, float* partial) {
+  const bool few = piece.rows * (p.plan->heads / p.plan->layout.kv_heads) < kMinTileQueries;
+  (few ? attend<uint16_t> : attend_by_tiles)(p, piece, scratch, partial);
 }
 
 }  // namespace vlora::attention::VLORA_ISA

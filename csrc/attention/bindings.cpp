@@ -1,4 +1,5 @@
-// Attention, as Python sees it: numbers and addresses, checked by vlora/model/attention.py.
+// The Python submodule `attention`. It takes numbers and addresses, which vlora/model/attention.py
+// has checked.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,17 +16,20 @@ using namespace vlora;
 
 namespace {
 
-using ChunkOf = std::tuple<int64_t, int64_t, int64_t, int64_t>;  // as attention::Chunk
+// The fields of attention::Chunk, in order.
+using ChunkFields = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 
 std::unique_ptr<attention::Plan> make_plan(const std::string& dtype, int64_t block, int64_t heads,
-                                           int64_t kv_heads, int64_t dim, int64_t page, int64_t in_all,
-                                           const std::vector<ChunkOf>& chunks,
+                                           int64_t kv_heads, int64_t dim, int64_t page,
+                                           int64_t page_count,
+                                           const std::vector<ChunkFields>& chunks,
                                            std::vector<int32_t> pages, int threads) {
-  const attention::Layout layout{dtype_of(dtype), block, kv_heads, dim, page, in_all};
+  const attention::Layout layout{dtype_of(dtype), block, kv_heads, dim, page, page_count};
   std::vector<attention::Chunk> all;
   for (const auto& [row, length, start, first_page] : chunks)
     all.push_back({row, length, start, first_page});
-  return std::make_unique<attention::Plan>(layout, heads, std::move(all), std::move(pages), threads);
+  return std::make_unique<attention::Plan>(layout, heads, std::move(all), std::move(pages),
+                                           threads);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Scores to weights, and what becomes of sums at the end, for one instruction set.
+// Turns scores into weights and combines partial results, for one instruction set.
 #pragma once
 
 #include <cmath>
@@ -9,122 +9,128 @@ namespace vlora::attention::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
-constexpr float kSlack = 8;
-// A new maximum is taken when it is so much over the last one: weights stay under e to this power.
+// A new maximum is used only when it exceeds the previous one by more than this, which saves
+// rescaling the sums. Weights stay below e to this power.
+constexpr float kMaxSlack = 8;
+// Scores with a smaller exponent weigh as much as this one, almost nothing. The rest of a weight
+// without its upper half is then still a normal number; subnormal ones take a hundred times as
+// long.
+constexpr float kMinExponent = -60;
+// Floats between the scores of two queries.
 constexpr int64_t kScoreStride = kBlockPanels * kLanes;
 
-// Panels whose scores are held at a time, and which of their tokens a row sees.
+// The panels of a block, and which of their tokens a row attends to.
 struct Visible {
   int64_t count;
-  int64_t position[kBlockPanels], room[kBlockPanels];  // of the first token, for how many
+  int64_t position[kBlockPanels];  // of a panel's first token
+  int64_t tokens[kBlockPanels];    // that a panel can hold
 
   // Panels begin … begin + panels - 1 of a sequence.
   Visible(const Layout& layout, int64_t begin, int64_t panels) : count(panels) {
     for (int64_t j = 0; j < panels; ++j) {
-      const int64_t page = (begin + j) / layout.panels(), first = (begin + j) % layout.panels() * kLanes;
+      const int64_t page = (begin + j) / layout.panels(),
+                    first = (begin + j) % layout.panels() * kLanes;
       position[j] = page * layout.block + first;
-      room[j] = layout.block - first < kLanes ? layout.block - first : kLanes;
+      tokens[j] = layout.block - first < kLanes ? layout.block - first : kLanes;
     }
   }
 
-  // Those that begin up to a position.
-  int64_t panels(int64_t at) const {
-    int64_t found = count;
-    while (found > 0 && position[found - 1] > at) --found;
-    return found;
+  // Returns the number of panels that begin at or before position `last`.
+  int64_t panels(int64_t last) const {
+    int64_t visible = count;
+    while (visible > 0 && position[visible - 1] > last) --visible;
+    return visible;
   }
-  // How many of the first `panels` panels' scores count for the row of a position, after those in
-  // between that hold nothing, or what comes later, were left out.
-  VLORA_INLINE int64_t mask(int64_t at, int64_t panels, int64_t block, float* scores) const {
-    if (block % kLanes == 0) {  // there is nothing in between
-      const int64_t until = at + 1 - position[0];
+  // Returns how many of the scores of the first `panels` panels are valid for the row at position
+  // `last`. Scores between valid ones, of unused slots or of later tokens, become -infinity.
+  VLORA_INLINE int64_t mask(int64_t last, int64_t panels, int64_t block, float* scores) const {
+    if (block % kLanes == 0) {  // no panel has unused slots, except the last one
+      const int64_t until = last + 1 - position[0];
       return until < 0 ? 0 : until < panels * kLanes ? until : panels * kLanes;
     }
     int64_t valid = 0;
     for (int64_t j = 0; j < panels; ++j) {
-      const int64_t until = at + 1 - position[j];
-      const int64_t here = until < 0 ? 0 : until < room[j] ? until : room[j];
-      if (here > 0) valid = j * kLanes + here;
-      if (here < kLanes && j + 1 < panels)
-        for (int64_t s = here; s < kLanes; ++s) scores[j * kLanes + s] = -INFINITY;
+      const int64_t until = last + 1 - position[j];
+      const int64_t seen = until < 0 ? 0 : until < tokens[j] ? until : tokens[j];
+      if (seen > 0) valid = j * kLanes + seen;
+      if (seen < kLanes && j + 1 < panels)
+        for (int64_t s = seen; s < kLanes; ++s) scores[j * kLanes + s] = -INFINITY;
     }
     return valid;
   }
 };
 
-constexpr float kLeast = -60;
-// Lower ones weigh as much as this, next to nothing; what a weight's upper half leaves is then a normal
-// number yet: others take a hundred times as long.
-
-// e to the power of x, which is at most 88, to about two units in the last place; of kLeast where it is
-// less. Half as many operations as runtime/math.h's, whose range is wider. A NaN stays one.
+// Returns e to the power of x, for x up to 88, to about two units in the last place; for x below
+// kMinExponent, the value at kMinExponent. A NaN stays a NaN. It takes half as many operations as
+// exponential(), whose range is wider.
 VLORA_INLINE R weight_of(R x) {
-  constexpr float kLog2 = 1.44269504f, kWhole = 12582912.0f + 127;
-  x = max(R::all(kLeast), x);
-  // Added to a number so large that no bit is left for fractions, x / log 2 is rounded; its low bits are
-  // then the exponent of that power of two.
-  R whole = R::all(kWhole);
-  whole.add_product(x, R::all(kLog2));
-  R rest = R::all(kWhole) - whole;
-  rest.add_product(x, R::all(kLog2));
-  // 2 to the power of -1/2 … 1/2, with the least relative error, 8e-8, that five powers allow.
+  constexpr float kLog2E = 1.44269504f, kRound = 12582912.0f + 127;
+  x = max(R::all(kMinExponent), x);
+  // Adding kRound, which is so large that no bits are left for fractions, rounds x / log 2 to an
+  // integer. The low bits of the sum are then the exponent of that power of two.
+  R integer = R::all(kRound);
+  integer.add_product(x, R::all(kLog2E));
+  R rest = R::all(kRound) - integer;
+  rest.add_product(x, R::all(kLog2E));
+  // 2 to the power of -1/2 … 1/2 by a polynomial of degree five with the least relative error,
+  // 8e-8.
   R power = R::all(1.327647245e-03f);
-  const float coefficients[] = {9.675540961e-03f, 5.550713092e-02f, 2.402212024e-01f, 6.931469440e-01f,
-                                1.000000119f};
+  const float coefficients[] = {9.675540961e-03f, 5.550713092e-02f, 2.402212024e-01f,
+                                6.931469440e-01f, 1.000000119f};
 #pragma GCC unroll 5
   for (const float c : coefficients) {
     R next = R::all(c);
     next.add_product(power, rest);
     power = next;
   }
-  return power * whole.exponent_of_low_bits();
+  return power * integer.exponent_of_low_bits();
 }
 
-// One item's scores, the first `valid` of them, to weights, the others up to `slots` to zeros; its
-// earlier sums are scaled to the new maximum, if it is one. sum: of each lane. kHalves: every 32 scores
-// give way to the upper halves of their weights and what these leave, as bf16; `slots` is a multiple.
-template <bool kHalves>
-VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& most, float* sum,
-                         float* out, int64_t padded) {
-  constexpr int64_t kAtOnce = kHalves ? 2 * kLanes : R::kWidth;
+// Turns the first `valid` scores of a query into weights, and the others up to `slots` into zeros.
+// If the maximum changes, the earlier sums and values are rescaled. sum: for each lane. out:
+// [padded] values. kSplit: every 32 scores are replaced by 32 bf16, the upper halves of the
+// weights, and 32 more, the rest rounded; `slots` is a multiple of 32.
+template <bool kSplit>
+VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float& maximum,
+                             float* sum, float* out, int64_t padded) {
+  constexpr int64_t kAtOnce = kSplit ? 2 * kLanes : R::kWidth;
   const int64_t used = ceil_div(valid, kAtOnce) * kAtOnce;
   for (int64_t i = used; i < slots; i += R::kWidth) R::zero().store(scores + i);
   for (int64_t i = valid / R::kWidth * R::kWidth; i < used; i += R::kWidth)
     R::load(scores + i).first(int(valid - i), R::all(-INFINITY)).store(scores + i);
-  R high = R::all(most);
+  R high = R::all(maximum);
   for (int64_t i = 0; i < used; i += R::kWidth) high = max(high, R::load(scores + i));
-  const float now = high.largest();
-  if (now == -INFINITY) {
+  const float new_maximum = high.largest();
+  if (new_maximum == -INFINITY) {
     for (int64_t i = 0; i < used; ++i) scores[i] = 0;
     return;
   }
-  if (!(now <= most + kSlack)) {  // a NaN is taken
-    if (most != -INFINITY) {  // else there are none
-      const R factor = exponential(R::all(most - now));
+  if (!(new_maximum <= maximum + kMaxSlack)) {  // true also for a NaN
+    if (maximum != -INFINITY) {                 // otherwise there are no earlier sums
+      const R factor = exponential(R::all(maximum - new_maximum));
       (R::load(sum) * factor).store(sum);
       for (int64_t d = 0; d < padded; d += R::kWidth) (R::load(out + d) * factor).store(out + d);
     }
-    most = now;
+    maximum = new_maximum;
   }
-  const R level = R::all(most);
+  const R level = R::all(maximum);
   R total = R::load(sum);
-  if constexpr (kHalves) {
-    // What is left out weighs next to nothing.
-    constexpr int kAll = 2 * kLanes / R::kWidth;
+  if constexpr (kSplit) {
+    // Scores beyond `valid` are -infinity here and weigh almost nothing.
+    constexpr int kRegisters = 2 * kLanes / R::kWidth;
     const auto store = [](auto first, auto second, uint16_t* high) __attribute__((always_inline)) {
-      decltype(first)::store_halves(first, second, high, high + kAtOnce);
+      decltype(first)::store_split(first, second, high, high + kAtOnce);
     };
     for (int64_t i = 0; i < used; i += kAtOnce) {
-      R weights[kAll];
+      R weights[kRegisters];
 #pragma GCC unroll 8
-      for (int n = 0; n < kAll; ++n) {
+      for (int n = 0; n < kRegisters; ++n) {
         weights[n] = weight_of(R::load(scores + i + n * R::kWidth) - level);
         total = total + weights[n];
       }
       uint16_t* const to = reinterpret_cast<uint16_t*>(scores + i);
 #pragma GCC unroll 8
-      for (int n = 0; n < kAll; n += 2)
-        store(weights[n], weights[n + 1], to + n * R::kWidth);
+      for (int n = 0; n < kRegisters; n += 2) store(weights[n], weights[n + 1], to + n * R::kWidth);
     }
   } else {
     for (int64_t i = 0; i < used; i += R::kWidth) {
@@ -137,8 +143,8 @@ VLORA_INLINE void soften(float* scores, int64_t valid, int64_t slots, float& mos
   total.store(sum);
 }
 
-// One item's values, times `factor`, to where they belong.
-VLORA_INLINE void finish(const float* values, float factor, int64_t dim, float* to) {
+// Writes the values of a query, times `factor`, to the output.
+VLORA_INLINE void write_output(const float* values, float factor, int64_t dim, float* to) {
   int64_t d = 0;
   for (; d + R::kWidth <= dim; d += R::kWidth) (R::load(values + d) * R::all(factor)).store(to + d);
   for (; d < dim; ++d) to[d] = values[d] * factor;
@@ -146,33 +152,33 @@ VLORA_INLINE void finish(const float* values, float factor, int64_t dim, float* 
 
 inline void combine(const Problem& p, const Piece& piece, const float* partials) {
   const Plan& plan = *p.plan;
-  const int64_t group = plan.heads / plan.layout.kv_heads, of_head = piece.rows * group;
+  const int64_t group = plan.heads / plan.layout.kv_heads, per_head = piece.rows * group;
   const int64_t padded = plan.layout.padded(), dim = plan.layout.dim, size = partial_floats(plan);
   const Chunk& chunk = plan.chunks[size_t(piece.chunk)];
-  float found[kMostDim];
-  for (int64_t i = 0; i < of_head * piece.kv_heads; ++i) {
-    float most = -INFINITY;
+  float total[kMaxDim];
+  for (int64_t i = 0; i < per_head * piece.kv_heads; ++i) {
+    float maximum = -INFINITY;
     for (int32_t part = 0; part < piece.parts; ++part) {
-      const float here = partials[part * size + i];
-      if (!(here <= most)) most = here;  // a NaN stays
+      const float part_maximum = partials[part * size + i];
+      if (!(part_maximum <= maximum)) maximum = part_maximum;  // true also for a NaN
     }
-    for (int64_t d = 0; d < padded; d += R::kWidth) R::zero().store(found + d);
+    for (int64_t d = 0; d < padded; d += R::kWidth) R::zero().store(total + d);
     float sum = 0;
     for (int32_t part = 0; part < piece.parts; ++part) {
       const float* from = partials + part * size;
       if (from[i] == -INFINITY) continue;
-      const R weight = exponential(R::all(from[i] - most));
-      sum += weight.largest() * from[plan.items() + i];
-      const float* values = from + 2 * plan.items() + i * padded;
+      const R weight = exponential(R::all(from[i] - maximum));
+      sum += weight.largest() * from[plan.queries() + i];
+      const float* values = from + 2 * plan.queries() + i * padded;
       for (int64_t d = 0; d < padded; d += R::kWidth) {
-        R value = R::load(found + d);
+        R value = R::load(total + d);
         value.add_product(weight, R::load(values + d));
-        value.store(found + d);
+        value.store(total + d);
       }
     }
-    const int64_t head = (piece.kv_head + i / of_head) * group + i % group;
-    float* y = p.y + (chunk.row + piece.row + i % of_head / group) * p.y_stride + head * dim;
-    finish(found, 1 / sum, dim, y);
+    const int64_t head = (piece.kv_head + i / per_head) * group + i % group;
+    float* y = p.y + (chunk.row + piece.row + i % per_head / group) * p.y_stride + head * dim;
+    write_output(total, 1 / sum, dim, y);
   }
 }
 

@@ -1,4 +1,5 @@
-// The products, as Python sees them: numbers and addresses, checked by vlora/kernels/ops.py.
+// The Python submodule `gemm`. It takes numbers and addresses, which vlora/kernels/ops.py has
+// checked.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,16 +8,17 @@
 #include <tuple>
 #include <vector>
 
-#include "runtime/names.h"
 #include "gemm/gemm.h"
+#include "runtime/names.h"
 
 namespace py = pybind11;
 using namespace vlora;
 
 namespace {
 
-gemm::Product product_of(uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
-                           uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias) {
+gemm::Product product_of(uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
+                         int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k,
+                         uintptr_t bias) {
   return {bf16 ? Dtype::kBf16 : Dtype::kFp32,
           reinterpret_cast<const void*>(w),
           n,
@@ -29,86 +31,98 @@ gemm::Product product_of(uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t
           reinterpret_cast<const float*>(bias)};
 }
 
-// Of the unit that multiplies tiles, where it pays: fp32 takes it six products of bf16, and limbs to be made.
-const gemm::Tiled* tiled_for(Dtype dtype) {
-  constexpr double kWorth = 9;
+// Returns the gemm of the tile unit if it is faster than vectors, else null.
+const gemm::AmxGemm* amx_gemm_for(Dtype dtype) {
+  // For fp32 the unit computes six products of bf16, and the factors have to be split into limbs:
+  // it pays from this ratio of the peaks of bf16 and fp32 on.
+  constexpr double kMinPeakRatio = 9;
   const runtime::Isa isa = runtime::isa(dtype);
-  const gemm::Tiled* const found = gemm::tiled(isa);
-  if (!found || dtype == Dtype::kBf16 || isa == runtime::Isa::kTwin) return found;
-  return runtime::core_peak(isa, Dtype::kBf16) > kWorth * runtime::core_peak(isa, Dtype::kFp32) ? found : nullptr;
+  const gemm::AmxGemm* const amx = gemm::amx_gemm(isa);
+  if (!amx || dtype == Dtype::kBf16 || isa == runtime::Isa::kTwin) return amx;
+  return runtime::core_peak(isa, Dtype::kBf16) >
+                 kMinPeakRatio * runtime::core_peak(isa, Dtype::kFp32)
+             ? amx
+             : nullptr;
 }
 
 }  // namespace
 
 void bind_gemm(py::module_& m) {
-  m.doc() = "Products with row-major matrices, and what lies between them.";
-  m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride, int64_t rows,
-                       uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias, int threads) {
+  m.doc() = "Products with row-major matrices, and the operations between them.";
+  m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
+                       int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias,
+                       int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
     py::gil_scoped_release released;
-    gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)), tiled_for(product.dtype), product,
-                     threads);
+    gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)), amx_gemm_for(product.dtype),
+                   product, threads);
   });
-  m.def("multiply_gated", [](uintptr_t out, uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
-                             int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias,
-                             int threads) {
+  m.def("multiply_gated", [](uintptr_t out, uintptr_t y, ptrdiff_t y_stride, uintptr_t x,
+                             ptrdiff_t x_stride, int64_t rows, uintptr_t w, bool bf16, int64_t n,
+                             int64_t k, uintptr_t bias, int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
     py::gil_scoped_release released;
-    gemm::multiply_gated(gemm::kernels(runtime::vector_isa(product.dtype)), tiled_for(product.dtype), product,
-                           reinterpret_cast<float*>(out), threads);
+    gemm::multiply_gated(gemm::kernels(runtime::vector_isa(product.dtype)),
+                         amx_gemm_for(product.dtype), product, reinterpret_cast<float*>(out),
+                         threads);
   });
-  m.def("embed", [](uintptr_t out, uintptr_t tokens, uintptr_t instead, uintptr_t table, bool bf16,
-                    int64_t words, int64_t rows, int64_t width, int threads) {
+  m.def("embed", [](uintptr_t out, uintptr_t tokens, uintptr_t replacements, uintptr_t table,
+                    bool bf16, int64_t words, int64_t rows, int64_t width, int threads) {
     const gemm::Embedding embedding{bf16 ? Dtype::kBf16 : Dtype::kFp32,
-                                      reinterpret_cast<const void*>(table),
-                                      reinterpret_cast<const int64_t*>(tokens),
-                                      reinterpret_cast<const int64_t*>(instead),
-                                      reinterpret_cast<float*>(out),
-                                      rows,
-                                      width};
+                                    reinterpret_cast<const void*>(table),
+                                    reinterpret_cast<const int64_t*>(tokens),
+                                    reinterpret_cast<const int64_t*>(replacements),
+                                    reinterpret_cast<float*>(out),
+                                    rows,
+                                    width};
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t token = embedding.tokens[row];
-      if ((token < 0 || token >= words) && !(embedding.instead && embedding.instead[row]))
-        throw std::out_of_range("token " + std::to_string(token) + " is none of " + std::to_string(words));
+      if ((token < 0 || token >= words) && !(embedding.replacements && embedding.replacements[row]))
+        throw std::out_of_range("token " + std::to_string(token) + " is not in a vocabulary of " +
+                                std::to_string(words));
     }
     py::gil_scoped_release released;
     gemm::embed(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), embedding, threads);
   });
-  m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight, int64_t rows,
-                       int64_t width, float eps, int threads) {
+  m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight,
+                       int64_t rows, int64_t width, float eps, int threads) {
     const gemm::Norm norm{reinterpret_cast<float*>(hidden),
-                            reinterpret_cast<const float*>(delta),
-                            reinterpret_cast<const float*>(weight),
-                            reinterpret_cast<float*>(out),
-                            rows,
-                            width,
-                            eps};
+                          reinterpret_cast<const float*>(delta),
+                          reinterpret_cast<const float*>(weight),
+                          reinterpret_cast<float*>(out),
+                          rows,
+                          width,
+                          eps};
     py::gil_scoped_release released;
     gemm::add_norm(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), norm, threads);
   });
   m.def("gate", [](uintptr_t out, uintptr_t x, int64_t rows, int64_t width, int threads) {
-    const gemm::Gate gate{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), rows, width};
+    const gemm::Gate gate{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), rows,
+                          width};
     py::gil_scoped_release released;
     gemm::gate(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), gate, threads);
   });
-  m.def("largest", [](uintptr_t at, uintptr_t finite, uintptr_t x, int64_t rows, int64_t width, int threads) {
-    const gemm::Largest largest{reinterpret_cast<const float*>(x), reinterpret_cast<int64_t*>(at),
-                                  reinterpret_cast<bool*>(finite), rows, width};
+  m.def("argmax", [](uintptr_t index, uintptr_t finite, uintptr_t x, int64_t rows, int64_t width,
+                     int threads) {
+    const gemm::Argmax argmax{reinterpret_cast<const float*>(x), reinterpret_cast<int64_t*>(index),
+                              reinterpret_cast<bool*>(finite), rows, width};
     py::gil_scoped_release released;
-    gemm::largest(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), largest, threads);
+    gemm::argmax(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), argmax, threads);
   });
-  using DrawOf = std::tuple<int64_t, int64_t, float, float, double, double>;  // as gemm::Draw
-  m.def("sample", [](uintptr_t scores, int64_t width, const std::vector<DrawOf>& draws, int threads) {
-    std::vector<gemm::Draw> all;
-    for (const auto& [row, top_k, temperature, min_p, top_p, uniform] : draws)
-      all.push_back({row, top_k, temperature, min_p, top_p, uniform});
-    std::vector<int64_t> tokens(all.size());
-    const gemm::Sample sample{reinterpret_cast<const float*>(scores), width, all.data(), tokens.data(),
-                                int64_t(all.size())};
-    {
-      py::gil_scoped_release released;
-      gemm::sample(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), sample, threads);
-    }
-    return tokens;
-  });
+  // The fields of gemm::Draw, in order.
+  using DrawFields = std::tuple<int64_t, int64_t, float, float, double, double>;
+  m.def("sample",
+        [](uintptr_t scores, int64_t width, const std::vector<DrawFields>& draws, int threads) {
+          std::vector<gemm::Draw> all;
+          for (const auto& [row, top_k, temperature, min_p, top_p, uniform] : draws)
+            all.push_back({row, top_k, temperature, min_p, top_p, uniform});
+          std::vector<int64_t> tokens(all.size());
+          const gemm::Sample sample{reinterpret_cast<const float*>(scores), width, all.data(),
+                                    tokens.data(), int64_t(all.size())};
+          {
+            py::gil_scoped_release released;
+            gemm::sample(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), sample, threads);
+          }
+          return tokens;
+        });
 }

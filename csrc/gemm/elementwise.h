@@ -1,4 +1,4 @@
-// What lies before the layers and between the products of one, row by row.
+// Row-by-row operations before the layers and between the products of a layer.
 #pragma once
 
 #include <cmath>
@@ -6,12 +6,13 @@
 
 #include "gemm/gated.h"
 #include "gemm/gemm.h"
+#include "runtime/bf16.h"
 
 namespace vlora::gemm::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
-// Values [from, count) that do not fill a register, padded with zeros.
+// Loads the last `count` values of a row, which do not fill a register, and zeros.
 VLORA_INLINE R load_rest(const float* p, int64_t count) {
   float values[R::kWidth] = {};
   for (int64_t i = 0; i < count; ++i) values[i] = p[i];
@@ -27,31 +28,30 @@ VLORA_INLINE void store_rest(R r, float* p, int64_t count) {
 inline void embed(const Embedding& e, int64_t from, int64_t until) {
   for (int64_t row = from; row < until; ++row) {
     float* const out = e.out + row * e.width;
-    const int64_t instead = e.instead ? e.instead[row] : 0;
-    if (instead || e.dtype == Dtype::kFp32) {
-      const float* const word = static_cast<const float*>(e.table) + (instead ? 0 : e.tokens[row] * e.width);
-      std::memcpy(out, instead ? reinterpret_cast<const float*>(instead) : word, size_t(e.width) * 4);
-      continue;
-    }
-    const uint16_t* const word = static_cast<const uint16_t*>(e.table) + e.tokens[row] * e.width;
-    int64_t i = 0;
-    for (; i + R::kWidth <= e.width; i += R::kWidth) R::load(word + i).store(out + i);
-    for (; i < e.width; ++i) {
-      const uint32_t bits = uint32_t(word[i]) << 16;
-      std::memcpy(out + i, &bits, 4);
+    if (const int64_t replacement = e.replacements ? e.replacements[row] : 0) {
+      std::memcpy(out, reinterpret_cast<const float*>(replacement), size_t(e.width) * 4);
+    } else if (e.dtype == Dtype::kFp32) {
+      std::memcpy(out, static_cast<const float*>(e.table) + e.tokens[row] * e.width,
+                  size_t(e.width) * 4);
+    } else {
+      const uint16_t* const word = static_cast<const uint16_t*>(e.table) + e.tokens[row] * e.width;
+      int64_t i = 0;
+      for (; i + R::kWidth <= e.width; i += R::kWidth) R::load(word + i).store(out + i);
+      for (; i < e.width; ++i) out[i] = fp32_of(word[i]);
     }
   }
 }
 
 inline void add_norm(const Norm& n, int64_t from, int64_t until) {
-  const int64_t whole = n.width / R::kWidth * R::kWidth;
+  const int64_t full = n.width / R::kWidth * R::kWidth;
   for (int64_t row = from; row < until; ++row) {
     float* const hidden = n.hidden + row * n.width;
     const float* const delta = n.delta ? n.delta + row * n.width : nullptr;
     float* const out = n.out + row * n.width;
+    // Four chains of sums, since a sum waits for the one before it.
     R squares[4] = {R::zero(), R::zero(), R::zero(), R::zero()};
-    for (int64_t i = 0, turn = 0; i < n.width; i += R::kWidth, turn = (turn + 1) % 4) {
-      const bool rest = i >= whole;
+    for (int64_t i = 0, chain = 0; i < n.width; i += R::kWidth, chain = (chain + 1) % 4) {
+      const bool rest = i >= full;
       R x = rest ? load_rest(hidden + i, n.width - i) : R::load(hidden + i);
       if (delta) {
         x = x + (rest ? load_rest(delta + i, n.width - i) : R::load(delta + i));
@@ -61,13 +61,13 @@ inline void add_norm(const Norm& n, int64_t from, int64_t until) {
           x.store(hidden + i);
         }
       }
-      squares[turn].add_product(x, x);
+      squares[chain].add_product(x, x);
     }
     const float sum = sum_of((squares[0] + squares[1]) + (squares[2] + squares[3]));
     const float factor = 1 / std::sqrt(sum / float(n.width) + n.eps);
     const R factors = R::all(factor);
     int64_t i = 0;
-    for (; i < whole; i += R::kWidth)
+    for (; i < full; i += R::kWidth)
       (R::load(hidden + i) * factors * R::load(n.weight + i)).store(out + i);
     for (; i < n.width; ++i) out[i] = hidden[i] * factor * n.weight[i];
   }
@@ -88,37 +88,38 @@ inline void gate(const Gate& g, int64_t from, int64_t until) {
   }
 }
 
-inline void largest(const Largest& l, int64_t from, int64_t until) {
+// Finds the block that holds the largest value first, then the value in it.
+inline void argmax(const Argmax& a, int64_t from, int64_t until) {
   constexpr int64_t kBlock = 64 * R::kWidth;
   for (int64_t row = from; row < until; ++row) {
-    const float* const x = l.x + row * l.width;
-    // Differences of what is not finite with itself are NaN, and stay so in their sum.
-    R odd = R::zero();
-    float most = -INFINITY;
-    int64_t begin = 0;
-    for (int64_t block = 0; block < l.width; block += kBlock) {
-      const int64_t until_here = block + kBlock < l.width ? block + kBlock : l.width;
+    const float* const x = a.x + row * a.width;
+    // A value that is not finite less itself is a NaN, and so is every sum with it.
+    R check = R::zero();
+    float largest = -INFINITY;
+    int64_t largest_block = 0;
+    for (int64_t block = 0; block < a.width; block += kBlock) {
+      const int64_t end = block + kBlock < a.width ? block + kBlock : a.width;
       R high = R::all(-INFINITY);
       int64_t i = block;
-      for (; i + R::kWidth <= until_here; i += R::kWidth) {
+      for (; i + R::kWidth <= end; i += R::kWidth) {
         const R values = R::load(x + i);
         high = max(high, values);
-        odd = odd + (values - values);
+        check = check + (values - values);
       }
-      float here = high.largest();
-      for (; i < until_here; ++i) {
-        here = x[i] > here ? x[i] : here;
-        odd = odd + R::all(x[i] - x[i]);
+      float block_largest = high.largest();
+      for (; i < end; ++i) {
+        block_largest = x[i] > block_largest ? x[i] : block_largest;
+        check = check + R::all(x[i] - x[i]);
       }
-      if (here > most) {
-        most = here;
-        begin = block;
+      if (block_largest > largest) {
+        largest = block_largest;
+        largest_block = block;
       }
     }
-    int64_t at = begin;
-    while (at + 1 < l.width && !(x[at] == most)) ++at;
-    l.at[row] = at;
-    l.finite[row] = sum_of(odd) == 0;
+    int64_t index = largest_block;
+    while (index + 1 < a.width && !(x[index] == largest)) ++index;
+    a.index[row] = index;
+    a.finite[row] = sum_of(check) == 0;
   }
 }
 

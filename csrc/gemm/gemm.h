@@ -1,4 +1,5 @@
-// Products of few or many rows with a row-major matrix. No torch, no Python, no ownership.
+// Products of rows with a row-major matrix, and the operations between the products of a layer. No
+// torch, no Python, no ownership.
 #pragma once
 
 #include "runtime/dispatch.h"
@@ -7,79 +8,83 @@
 
 namespace vlora::gemm {
 
-// y[t, n] = bias[n] + sum over k of x[t, k] W[n, k]. Sums and both sides in fp32, W as it is stored.
+// y[t, n] = bias[n] + sum over k of x[t, k] W[n, k]. x, y and the sums are fp32; W is as stored.
 struct Product {
-  Dtype dtype;  // of W
-  const void* w;
+  Dtype dtype;    // of W
+  const void* w;  // [n, k]
   int64_t n, k;
-  const float* x;
+  const float* x;  // [rows, k]
   int64_t rows;
-  ptrdiff_t x_stride;  // elements from row to row
-  float* y;
+  ptrdiff_t x_stride;  // elements between rows
+  float* y;            // [rows, n]
   ptrdiff_t y_stride;
-  const float* bias;  // or null
-  bool gated = false;  // W is [gates; ups], y [rows, n / 2] gets silu(product with gates) * product with ups
+  const float* bias;  // [n], or null
+  // W is [gates; ups], and y, [rows, n / 2], gets silu(product with the gates) * product with the
+  // ups.
+  bool gated = false;
 };
 
-constexpr int kFewRows = 12;
-// Up to so many rows a group of W's rows meets each row of x in registers, along the depth; beyond,
-// x is packed in panels of kLanes rows, and W's values are broadcast against them.
-constexpr int kBlock = 48;
-// Rows of W in a block: a multiple of every register tile.
-constexpr int kPanels = 16;
-// Most panels in a piece of work: their sums stay in L2.
+// Products of up to this many rows run as a gemv: some rows of W meet each row of x, and sums along
+// the depth are kept in registers. More rows run as a gemm: x is packed in panels of kLanes rows,
+// and values of W are broadcast against them.
+constexpr int kMaxGemvRows = 12;
+// Rows of W in a block of a gemm: a multiple of the height of every register tile.
+constexpr int kBlockRows = 48;
+// Maximum number of panels in a piece of a gemm, chosen so that its sums stay in L2.
+constexpr int kMaxPiecePanels = 16;
 
-// Rows [from, to) of W times `panels` panels of x; next: the row that follows in this thread, or -1.
+// Rows [from, to) of W times `panels` panels of x.
 struct Piece {
   int64_t from, to;
   int64_t panel, panels;
-  int64_t next = -1;
-  bool past_caches = false;  // y, of which the caches would not hold all
+  int64_t next = -1;       // first row of W of the piece that this thread does next, or -1
+  bool streaming = false;  // whether y is too large for the caches, so that stores bypass them
 };
 
-// Depth [from, from + count) of a product; after the first one sums are added to y.
+// Depth [from, from + count) of a product. Every slice after the first one adds its sums to y.
 struct Slice {
   int64_t from, count;
 };
 
-// The row of the table that each token names, or what stands instead of it, as fp32.
+// The row of the table for each token, or the row that replaces it, as fp32.
 struct Embedding {
-  Dtype dtype;             // of the table
-  const void* table;       // [words, width]
-  const int64_t* tokens;   // [rows]; of any value where something stands instead
-  const int64_t* instead;  // [rows] addresses of fp32 rows, 0 for none; or null
-  float* out;              // [rows, width]
+  Dtype dtype;                  // of the table
+  const void* table;            // [words, width]
+  const int64_t* tokens;        // [rows]; ignored where the row is replaced
+  const int64_t* replacements;  // [rows] addresses of fp32 rows, 0 for none; or null
+  float* out;                   // [rows, width]
   int64_t rows, width;
 };
 
-// hidden += delta, if there is one; out = hidden / sqrt(mean of its squares + eps) * weight, by row.
+// hidden += delta; out = hidden / sqrt(mean of its squares + eps) * weight, for each row.
 struct Norm {
-  float* hidden;  // [rows, width], as are delta and out
-  const float* delta;
-  const float* weight;
+  float* hidden;        // [rows, width], as are delta and out
+  const float* delta;   // or null
+  const float* weight;  // [width]
   float* out;
   int64_t rows, width;
   float eps;
 };
 
-// out = silu(the first half of x) * the second half, by row.
+// out = silu(first half of x) * second half of x, for each row.
 struct Gate {
   const float* x;  // [rows, 2 width]
   float* out;      // [rows, width]
   int64_t rows, width;
 };
 
-// The first largest value of each row, and whether all of the row's are finite.
-struct Largest {
+// The index of the first largest value of each row, and whether all values of the row are finite.
+struct Argmax {
   const float* x;  // [rows, width]
-  int64_t* at;     // [rows]; of a row that is not finite some place
+  int64_t* index;  // [rows]; any valid index where the row is not finite
   bool* finite;    // [rows]
   int64_t rows, width;
 };
 
-// A draw from one row of scores: softmax at `temperature`; of it the tokens of at least min_p of the
-// largest, of them the top_k largest (0: all), of them the smallest set that holds top_p; the token at
-// `uniform` in [0, 1) of what is left, in order of place.
+// One draw from a row of scores: softmax at `temperature`; from it the tokens with at least min_p
+// times the largest probability, from those the top_k largest (0: all), from those the smallest set
+// with a mass of top_p; then the token at the quantile `uniform`, in [0, 1), of the remaining
+// tokens in order of their index.
 struct Draw {
   int64_t row, top_k;
   float temperature, min_p;
@@ -87,62 +92,66 @@ struct Draw {
 };
 
 struct Sample {
-  const float* scores;  // [rows, width]; a row has a finite value, and no NaN
+  const float* scores;  // [rows, width]; each row has a finite value and no NaN
   int64_t width;
   const Draw* draws;
   int64_t* tokens;  // one for each draw
-  int64_t count;    // of draws
+  int64_t count;    // number of draws
 };
 
-// Both null where the instruction set has no such.
-struct Many {
+// A gemm by vectors. Both pointers are null if the instruction set does not have it.
+struct VectorGemm {
+  // Packs panels [from, until) of x.
   void (*pack)(const Product&, float* panels, int64_t from, int64_t until);
   void (*run)(const Product&, const float* panels, const Piece&, float* scratch);
 };
 
-// What an instruction set provides, by the type of W.
+// The kernels of an instruction set. Arrays are indexed by the type of W.
 struct Kernels {
-  // Some rows of x as `few` reads them. Null: in place.
-  void (*pack_few[kDtypes])(const Product&, float* to, int64_t from, int64_t until);
-  void (*few[kDtypes])(const Product&, const float* x, ptrdiff_t x_stride, const Piece&);
-  // W is read where it lies, or copied to scratch on the way, as fp32: its rows are then a constant
-  // stride apart. In place: bf16 is multiplied in pairs, of which a row is a whole number. Fp32 is never
-  // copied where the few rows of a tile leave room in L1 for theirs.
-  Many in_place[kDtypes], copied[kDtypes];
+  // Packs rows [from, until) of x as `gemv` reads them; null if it reads them in place.
+  void (*pack_gemv[kDtypes])(const Product&, float* to, int64_t from, int64_t until);
+  void (*gemv[kDtypes])(const Product&, const float* x, ptrdiff_t x_stride, const Piece&);
+  // W is read in place, or copied to scratch as fp32, where its rows are a constant stride apart.
+  // In place, bf16 is multiplied in pairs, so k must be even. fp32 is not copied by instruction
+  // sets whose tiles have so few rows that these fit L1 at any stride.
+  VectorGemm in_place[kDtypes], copied[kDtypes];
   void (*embed)(const Embedding&, int64_t from, int64_t until);
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
   void (*gate)(const Gate&, int64_t from, int64_t until);
-  void (*largest)(const Largest&, int64_t from, int64_t until);
+  void (*argmax)(const Argmax&, int64_t from, int64_t until);
   void (*sample)(const Sample&, int64_t from, int64_t until);
 };
 const Kernels& kernels(runtime::Isa isa);
 
-constexpr int64_t kTiledScratch = 10240;
-// Floats for W in the scratch of `Tiled::run`; after them the sums, kTileRows by kLanes for each panel.
+// Floats for W in the scratch of `AmxGemm::run`. The sums follow: kAmxBlockRows x kLanes for each
+// panel.
+constexpr int64_t kAmxScratch = 10240;
 
-// What a unit that multiplies tiles of bf16 has, by the type of W: x goes in panels of ceil(count / 32) KiB, for
-// fp32 in three such (runtime::kLimbs), W in pieces of kTileRows rows.
-struct Tiled {
+// The gemm of a unit that multiplies tiles, by the type of W. x is packed in panels of ceil(count /
+// 32) KiB, for fp32 three times as large (runtime::kLimbs); a piece is kAmxBlockRows rows of W.
+struct AmxGemm {
   void (*pack[kDtypes])(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
-  void (*run[kDtypes])(const Product&, const Slice&, const char* panels, const Piece&, char* scratch);
-  void (*release)();  // after a thread's last
+  void (*run[kDtypes])(const Product&, const Slice&, const char* panels, const Piece&,
+                       char* scratch);
+  void (*release)();  // a thread calls it after its last piece
 };
-// Null where the instruction set has none.
-const Tiled* tiled(runtime::Isa isa);
+// Returns null if the instruction set has no such unit.
+const AmxGemm* amx_gemm(runtime::Isa isa);
 
-constexpr int64_t kCopyFloats = kBlock * (256 + 16);
-// Of a block of W; two of them and its sums are the scratch of `many`.
-constexpr int64_t kScratch = 2 * kCopyFloats + int64_t(kPanels) * kBlock * kLanes;
+// Floats for the copy of a block of W.
+constexpr int64_t kCopyFloats = kBlockRows * (256 + 16);
+// Floats for the scratch of `VectorGemm::run`: two copies, and the sums of a block.
+constexpr int64_t kVectorScratch = 2 * kCopyFloats + int64_t(kMaxPiecePanels) * kBlockRows * kLanes;
 
-// tiled: of a unit that multiplies tiles, where it is to be used for this type; else null.
-void multiply(const Kernels& kernels, const Tiled* tiled, const Product& product, int threads);
+// amx: null if tiles are not to be used for this type.
+void multiply(const Kernels& kernels, const AmxGemm* amx, const Product& product, int threads);
 void embed(const Kernels& kernels, const Embedding& embedding, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
 void gate(const Kernels& kernels, const Gate& gate, int threads);
-// gate of the product; product.y, [rows, n], may be left as it was.
-void multiply_gated(const Kernels& kernels, const Tiled* tiled, const Product& product, float* out,
+// out = gate of the product. product.y, [rows, n], is scratch and need not be written.
+void multiply_gated(const Kernels& kernels, const AmxGemm* amx, const Product& product, float* out,
                     int threads);
-void largest(const Kernels& kernels, const Largest& largest, int threads);
+void argmax(const Kernels& kernels, const Argmax& argmax, int threads);
 void sample(const Kernels& kernels, const Sample& sample, int threads);
 
 }  // namespace vlora::gemm

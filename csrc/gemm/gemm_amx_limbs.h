@@ -1,87 +1,91 @@
-// Rows of x by a matrix of fp32 on a unit that multiplies tiles of bf16. A value is exactly the sum of three of
-// bf16, its limbs: eight bits of it, the eight below, the last eight. Of the nine products of two values'
-// limbs the six largest are summed, in fp32: what is left out is below 2^-21 of a product, and 2^-23 on average,
-// as much as rounding a sum of fp32 loses.
+// Gemm of fp32 rows with an fp32 matrix by a tile unit, both split into limbs
+// (runtime/fp32_limbs.h).
 #pragma once
 
-#include "gemm/gemm_amx_block.h"
+#include "gemm/gemm_amx_epilogue.h"
 
 namespace vlora::gemm::VLORA_ISA {
 
-constexpr int kLimbs = runtime::kLimbs;
-constexpr int64_t kStepBytes = kLimbs * 2 * kTileBytes;  // limbs of two tiles of W
-constexpr int64_t kLimbSteps = 5;
-// Most tiles of depth at once: 30 KiB of W stay in L1 while panels stream past.
-constexpr int64_t kSplitRows = 8;  // at once: a tile's within the six products of a step
-static_assert(kLimbSteps * kStepBytes <= kTiledScratch * 4);
+using runtime::kLimbs;
+// Bytes of the limbs of two tiles of W.
+constexpr int64_t kLimbTileBytes = kLimbs * 2 * kTileBytes;
+// Maximum number of tiles of depth in a chunk: 30 KiB of W stay in L1 while panels stream by.
+constexpr int64_t kLimbChunkTiles = 5;
+static_assert(kLimbChunkTiles * kLimbTileBytes <= kAmxScratch * 4);
+// Number of products of limbs for a tile of depth.
+constexpr int64_t kLimbProducts = 6;
+// Rows of W split at a time: the 32 rows of a tile of depth within its six products.
+constexpr int64_t kSplitRows = 8;
 
-// Rows of W of some tiles of depth to scratch, in limbs, a few between the products.
-class Split {
+// Splits rows of W into limbs in scratch, a few rows at a time between the products.
+class SplitRows {
  public:
-  Split() = default;
-  // Tiles [from, from + steps) of the depth of a piece's rows.
-  Split(const Product& p, const Slice& slice, const Piece& piece, int64_t from, int64_t steps, char* to)
-      : stride_(p.k), depth_(slice.count - from * kTileDepth), steps_(steps), to_(to) {
-    const TwoTiles tiles(p, piece.from);
+  SplitRows() = default;
+  // Tiles [from, from + tiles) of the depth of a piece's rows.
+  SplitRows(const Product& p, const Slice& slice, const Piece& piece, int64_t from, int64_t tiles,
+            char* to)
+      : stride_(p.k), depth_(slice.count - from * kTileDepth), tiles_(tiles), to_(to) {
+    const TileRows rows(p, piece.from);
     for (int i = 0; i < 2; ++i) {
-      w_[i] = static_cast<const float*>(p.w) + tiles.row[i] * p.k + slice.from + from * kTileDepth;
-      rows_[i] = tiles.rows[i];
+      w_[i] = static_cast<const float*>(p.w) + rows.row[i] * p.k + slice.from + from * kTileDepth;
+      rows_[i] = rows.rows[i];
     }
   }
 
-  // kSplitRows more of the tiles before `until`.
-  VLORA_INLINE void some(int64_t until) {
-    if (step_ >= until || !left()) return;
-    const int64_t tile = at_ / kTile, row = at_ % kTile;
-    const float* w = w_[tile] + row * stride_;
-    char* to = to_ + tile * kTileBytes + row * kLine;
-    if (depth_ >= kTileDepth && row + kSplitRows <= rows_[tile]) {
+  // Splits kSplitRows more rows if they belong to a tile of depth before `until`.
+  VLORA_INLINE void advance(int64_t until) {
+    if (tile_ >= until || finished()) return;
+    const int64_t half = next_ / kAmxRows, row = next_ % kAmxRows;
+    const float* w = w_[half] + row * stride_;
+    char* to = to_ + half * kTileBytes + row * kLine;
+    if (depth_ >= kTileDepth && row + kSplitRows <= rows_[half]) {
 #pragma GCC unroll 8
-      for (int i = 0; i < kSplitRows; ++i, w += stride_) Beside::split(w, to + i * kLine, 2 * kTileBytes);
+      for (int i = 0; i < kSplitRows; ++i, w += stride_)
+        store_limbs(split_truncated(Fp32Line::load(w)), to + i * kLine, 2 * kTileBytes);
     } else {
-      for (int i = 0; i < kSplitRows && row + i < rows_[tile]; ++i, w += stride_)
-        Beside::split_part(w, int(depth_), to + i * kLine, 2 * kTileBytes);
+      for (int i = 0; i < kSplitRows && row + i < rows_[half]; ++i, w += stride_)
+        store_limbs(split_truncated(Fp32Line::load_some(w, int(depth_))), to + i * kLine,
+                    2 * kTileBytes);
     }
-    if ((at_ += kSplitRows) < kTileRows) return;
-    at_ = 0, ++step_;
+    if ((next_ += kSplitRows) < kAmxBlockRows) return;
+    next_ = 0, ++tile_;
     depth_ -= kTileDepth;
-    to_ += kStepBytes;
+    to_ += kLimbTileBytes;
     for (int i = 0; i < 2; ++i) w_[i] += kTileDepth;
   }
-  bool left() const { return step_ < steps_; }
-  void rest() {
-    while (left()) some(steps_);
+  bool finished() const { return tile_ >= tiles_; }
+  void finish() {
+    while (!finished()) advance(tiles_);
   }
 
  private:
   const float* w_[2] = {};
-  int64_t rows_[2] = {}, stride_ = 0, depth_ = 0, steps_ = 0, step_ = 0, at_ = 0;
+  int64_t rows_[2] = {}, stride_ = 0, depth_ = 0, tiles_ = 0, tile_ = 0, next_ = 0;
   char* to_ = nullptr;
 };
 
-// Two tiles of W's rows by one or two panels, over `steps` tiles of depth. beside(step): called six times at
-// each. The order of the limbs is such that those of x are read once.
+// Multiplies two tiles of rows of W with one or two panels over `tiles` tiles of depth.
+// between(tile) runs after each of the six products of a tile of depth. The limbs are ordered so
+// that each limb of x is loaded once; a merge orders them by magnitude (atmm/cpu/merge_limbs.h),
+// which gives other sums.
 template <bool kSecond, class Work>
-void limbs_block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t steps, float* sums, bool first,
-                  const Work& beside) {
-  using U = TileRegisters;
-  const Sums<kSecond> of{sums};
-  of.begin(first);
-  for (int64_t step = 0; step < steps; ++step, w += kStepBytes, x += kLimbs * kTileBytes) {
+void multiply_limbs(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t tiles, float* sums,
+                    bool first, const Work& between) {
+  using Block = TileBlock<2, kSecond ? 2 : 1>;
+  if (first)
+    Block::zero();
+  else
+    Block::template load<true>(sums, kSumStride);
+  for (int64_t tile = 0; tile < tiles; ++tile, w += kLimbTileBytes, x += kLimbs * kTileBytes) {
     const auto left = [&](int limb) {
-      U::load<4>(w + limb * 2 * kTileBytes, kLine);
-      U::load<5>(w + limb * 2 * kTileBytes + kTileBytes, kLine);
+      Block::load_left(w + limb * 2 * kTileBytes, kLine, kTileBytes);
     };
     const auto right = [&](int limb) {
-      U::load_passing<6>(x + limb * kTileBytes, kLine);
-      if constexpr (kSecond) U::load_passing<7>(x + limb * kTileBytes + panel_bytes, kLine);
+      Block::template load_right<true>(x + limb * kTileBytes, kLine, panel_bytes);
     };
     const auto multiply = [&] {
-      U::multiply<0, 4, 6>();
-      if constexpr (kSecond) U::multiply<1, 4, 7>();
-      U::multiply<2, 5, 6>();
-      if constexpr (kSecond) U::multiply<3, 5, 7>();
-      beside(step);
+      Block::multiply();
+      between(tile);
     };
     left(0), right(2), multiply();
     right(1), multiply();
@@ -90,71 +94,69 @@ void limbs_block(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t st
     left(0), multiply();
     left(2), multiply();
   }
-  of.end();
+  Block::store(sums, kSumStride);
 }
 
-// Two tiles of W's rows. scratch: limbs of a chunk of them, the sums. While the last pair of panels is multiplied
-// the next chunk takes its place, a tile behind, and its last tile while the next chunk's first is.
-inline void tiled_limbs(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
-                         char* scratch) {
-  const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kLimbs * kTileBytes;
+// Multiplies two tiles of rows of W with all panels of a piece. scratch: limbs of a chunk of W,
+// then the sums. While the last pair of panels is multiplied, the next chunk replaces the current
+// one, a tile behind the products; its last tile follows while the first tile of the next chunk is
+// multiplied.
+inline void gemm_limbs(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
+                       char* scratch) {
+  const int64_t depth = ceil_div(slice.count, kTileDepth),
+                panel_bytes = depth * kLimbs * kTileBytes;
   const int64_t pairs = ceil_div(piece.panels, 2);
-  const int64_t chunks = ceil_div(depth, kLimbSteps), most = ceil_div(depth, chunks);
-  auto* const sums = reinterpret_cast<float*>(scratch + kTiledScratch * 4);
-  configure(kTile, kTile, kTile);
-  Fetch fetch(p, slice, piece.next);
-  const int64_t lines = ceil_div(fetch.lines(), depth * pairs * 6);
-  const Stored how = stored(p, slice, piece);
-  Finish finish;
-  Split now(p, slice, piece, 0, most, scratch);
-  now.rest();
-  for (int64_t k = 0; k < depth; k += most) {
-    const int64_t steps = depth - k < most ? depth - k : most, after = depth - k - steps;
+  const int64_t chunks = ceil_div(depth, kLimbChunkTiles), chunk = ceil_div(depth, chunks);
+  auto* const sums = reinterpret_cast<float*>(scratch + kAmxScratch * 4);
+  configure(kAmxRows, kAmxRows, kAmxRows);
+  PrefetchRows prefetch(p, slice, piece.next);
+  const int64_t lines = ceil_div(prefetch.lines(), depth * pairs * kLimbProducts);
+  const Store how = store_of(p, slice, piece);
+  Epilogue epilogue;
+  SplitRows current(p, slice, piece, 0, chunk, scratch);
+  current.finish();
+  for (int64_t k = 0; k < depth; k += chunk) {
+    const int64_t tiles = depth - k < chunk ? depth - k : chunk, after = depth - k - tiles;
     const bool last = after == 0;
-    const int64_t quarters = last ? ceil_div(Finish::kQuarters, steps * 6) : 0;
-    Split next(p, slice, piece, k + steps, after < most ? after : most, scratch);
+    const int64_t quarters = last ? ceil_div(Epilogue::kQuarters, tiles * kLimbProducts) : 0;
+    SplitRows next(p, slice, piece, k + tiles, after < chunk ? after : chunk, scratch);
     for (int64_t pair = 0; pair < pairs; ++pair) {
-      const char* const x = panels + (piece.panel + 2 * pair) * panel_bytes + k * kLimbs * kTileBytes;
+      const char* const x =
+          panels + (piece.panel + 2 * pair) * panel_bytes + k * kLimbs * kTileBytes;
       float* const to = sums + pair * kPairFloats;
-      Results results;
-      if (last && how != Stored::kPastCaches) results = Results(p, piece, 2 * pair);
+      PrefetchResults results;
+      if (last && how != Store::kStream) results = PrefetchResults(p, piece, 2 * pair);
       const bool replace = pair + 1 == pairs;
-      const auto beside = [&](int64_t step) {
-        fetch.some(lines);
-        finish.some(quarters);
-        results.fetch(2 * quarters);
-        if (now.left()) {
-          now.some(most);
+      const auto between = [&](int64_t tile) {
+        prefetch.advance(lines);
+        epilogue.advance(quarters);
+        results.advance(2 * quarters);
+        if (!current.finished()) {
+          current.advance(chunk);
         } else if (replace) {
-          next.some(step);
+          next.advance(tile);
         }
       };
       if (2 * pair + 1 < piece.panels) {
-        limbs_block<true>(scratch, x, panel_bytes, steps, to, k == 0, beside);
+        multiply_limbs<true>(scratch, x, panel_bytes, tiles, to, k == 0, between);
       } else {
-        limbs_block<false>(scratch, x, panel_bytes, steps, to, k == 0, beside);
+        multiply_limbs<false>(scratch, x, panel_bytes, tiles, to, k == 0, between);
       }
       if (last) {
-        finish.rest();
-        finish = Finish(p, piece, 2 * pair, to, how);
+        epilogue.finish();
+        epilogue = Epilogue(p, piece, 2 * pair, to, how);
       }
     }
-    now = next;
-    if (after < most) now.rest();  // which may be needed at once
+    current = next;
+    // A short last chunk may be multiplied before its last tile would have been split.
+    if (after < chunk) current.finish();
   }
-  finish.rest();
+  epilogue.finish();
 }
 
-// Panels [from, until) of x: for each tile of depth its limbs, zeros where rows or depth end.
-inline void pack_limbs(const Product& p, const Slice& slice, char* to, int64_t from, int64_t until) {
-  const int64_t depth = ceil_div(slice.count, kTileDepth);
-  to += from * depth * kLimbs * kTileBytes;
-  for (int64_t panel = from; panel < until; ++panel)
-    for (int64_t k = 0; k < depth; ++k, to += kLimbs * kTileBytes) {
-      const int64_t t = panel * kTile, rows = p.rows - t, there = slice.count - k * kTileDepth;
-      Beside::pack_limbs(p.x + t * p.x_stride + slice.from + k * kTileDepth, p.x_stride,
-                          int(rows < kTile ? rows : kTile), int(there < kTileDepth ? there : kTileDepth), to);
-    }
+inline void pack_limbs(const Product& p, const Slice& slice, char* to, int64_t from,
+                       int64_t until) {
+  pack_panels_of_tiles<kLimbs>(p, slice, to, from, until, pack_limb_columns);
 }
 
 }  // namespace vlora::gemm::VLORA_ISA

@@ -1,46 +1,53 @@
-// Many rows: values of W are broadcast against panels of 16 rows of x, block by block.
+// Gemm by vectors: values of W are broadcast against panels of 16 rows of x, block by block.
 #pragma once
 
 #include "gemm/gemm_vector_tile.h"
 
 namespace vlora::gemm::VLORA_ISA {
 
-// Some depth of a piece's rows of W, and the copy of them.
+// Some depth of a piece's rows of W, and its copy.
 template <class P>
 struct Block {
   const typename P::Stored* w;
-  int64_t depth;  // 0: nothing of it is to be copied
+  int64_t depth;  // 0: nothing is to be copied
   float* copy;
 };
 
-// Panels that are met at once: the first one, how many, of all panels of a piece.
-struct Group {
-  int64_t panel, panels, all;
+// The panels of a piece that are met at once.
+struct PanelGroup {
+  int64_t first, count;
+  int64_t of;  // number of panels in the piece
 };
 
-// The rows of a block, in place, with N panels. Each tile fetches its own rows of the block that follows: of
-// their depth the share of this group of panels, so that memory is asked all the time and not in bursts.
+// Multiplies the rows of a block, read in place, with N panels. Each tile prefetches its own rows
+// of the next block: the share of their depth that belongs to this group of panels, so that memory
+// is read steadily and not in bursts.
 template <class P, int N>
-void panels_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>& next, const Group& group,
-                  const typename P::X* panel, float* c, bool first, Results* results) {
+void multiply_in_place(const Product& p, int64_t rows, const Block<P>& now, const Block<P>& next,
+                       const PanelGroup& group, const typename P::X* panel, float* c, bool first,
+                       PrefetchResults* results) {
   constexpr int M = kAccumulators / N;
   constexpr int64_t kLine = 64 / int64_t(sizeof(typename P::Stored));
-  const int64_t lines = now.depth / kLine, until = group.panel + group.panels;
-  const int64_t from = lines * group.panel / group.all * kLine, end = lines * until / group.all * kLine;
+  const int64_t lines = now.depth / kLine;
+  const int64_t from = lines * group.first / group.of * kLine;
+  const int64_t end = lines * (group.first + group.count) / group.of * kLine;
   const typename P::W* w = now.w;
   int64_t n = 0;
   for (; n + M <= rows; n += M, w += M * p.k, c += M * kLanes)
-    panel_tile<P, M, N, Also::kFetch>(w, p.k, panel, apart<P>(p.k), now.depth, c, first,
-                                      {next.w + n * p.k + from, nullptr, nullptr, p.k, end - from, results});
+    gemm_tile<P, M, N, LookaheadKind::kPrefetch>(
+        w, p.k, panel, x_register_stride<P>(p.k), now.depth, c, first,
+        {next.w + n * p.k + from, nullptr, nullptr, p.k, end - from, results});
   for (; n < rows; ++n, w += p.k, c += kLanes)
-    panel_tile<P, 1, N, Also::kNothing>(w, p.k, panel, apart<P>(p.k), now.depth, c, first, {});
+    gemm_tile<P, 1, N, LookaheadKind::kNone>(w, p.k, panel, x_register_stride<P>(p.k), now.depth, c,
+                                             first, {});
 }
 
-// The rows of a block with N registers of one panel, or with N panels. While `next` is there, that is for a
-// block's first panels, each tile sees to those that follow it: in this block, then in the next one.
+// Multiplies the rows of a block with N registers of one panel, or with N panels. While `next` is
+// not null, that is for the first panels of a block, each tile prepares the tiles that follow it,
+// in this block and then in `next`.
 template <class P, int N, bool kCopied>
-void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>* next,
-                 const typename P::X* panel, float* c, bool first) {
+void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>* next,
+                    const typename P::X* panel, float* c, bool first) {
   constexpr int M = kAccumulators / N;
   const typename P::W* w;
   if constexpr (kCopied) {
@@ -49,28 +56,35 @@ void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Bloc
     w = now.w;
   }
   const ptrdiff_t stride = kCopied ? kCopyStride<P> : p.k;
+  const ptrdiff_t register_stride = x_register_stride<P>(p.k);
   int64_t n = 0;
   for (; n + M <= rows; n += M, w += M * stride, c += M * kLanes) {
     if (!next) {
-      panel_tile<P, M, N, Also::kNothing>(w, stride, panel, apart<P>(p.k), now.depth, c, first, {});
+      gemm_tile<P, M, N, LookaheadKind::kNone>(w, stride, panel, register_stride, now.depth, c,
+                                               first, {});
       continue;
     }
-    const bool here = n + 2 * M <= rows;  // the tile after this one, and the one after that
-    Beside<P> beside{n + 3 * M <= rows ? now.w + (n + 2 * M) * p.k : next->w + (here ? 0 : M) * p.k,
-                     nullptr, nullptr, p.k, now.depth};
-    const Block<P>& block = here ? now : *next;
+    // The tile after this one is copied, the one after that is prefetched. Each may belong to the
+    // next block.
+    const bool copy_here = n + 2 * M <= rows, prefetch_here = n + 3 * M <= rows;
+    Lookahead<P> lookahead{
+        prefetch_here ? now.w + (n + 2 * M) * p.k : next->w + (copy_here ? 0 : M) * p.k, nullptr,
+        nullptr, p.k, now.depth};
+    const Block<P>& block = copy_here ? now : *next;
     if (!kCopied || !block.depth) {
-      panel_tile<P, M, N, Also::kFetch>(w, stride, panel, apart<P>(p.k), now.depth, c, first, beside);
+      gemm_tile<P, M, N, LookaheadKind::kPrefetch>(w, stride, panel, register_stride, now.depth, c,
+                                                   first, lookahead);
       continue;
     }
-    const int64_t row = here ? n + M : 0;
-    beside.from = block.w + row * p.k;
-    beside.to = block.copy + row * kCopyStride<P>;
+    const int64_t row = copy_here ? n + M : 0;
+    lookahead.from = block.w + row * p.k;
+    lookahead.to = block.copy + row * kCopyStride<P>;
     constexpr int kLine = 64 / int(sizeof(typename P::Stored));
-    beside.columns = (block.depth < now.depth ? block.depth : now.depth) / kLine * kLine;
+    lookahead.columns = (block.depth < now.depth ? block.depth : now.depth) / kLine * kLine;
     if constexpr (kCopied) {
-      panel_tile<P, M, N, Also::kFetchAndCopy>(w, stride, panel, apart<P>(p.k), now.depth, c, first, beside);
-      copy_rows<P>(beside.from, p.k, M, beside.columns, block.depth, beside.to);
+      gemm_tile<P, M, N, LookaheadKind::kPrefetchAndCopy>(w, stride, panel, register_stride,
+                                                          now.depth, c, first, lookahead);
+      copy_rows<P>(lookahead.from, p.k, M, lookahead.columns, block.depth, lookahead.to);
     }
   }
   if constexpr (kCopied) {
@@ -80,32 +94,33 @@ void panel_block(const Product& p, int64_t rows, const Block<P>& now, const Bloc
     }
   }
   for (; n < rows; ++n, w += stride, c += kLanes)
-    panel_tile<P, 1, N, Also::kNothing>(w, stride, panel, apart<P>(p.k), now.depth, c, first, {});
+    gemm_tile<P, 1, N, LookaheadKind::kNone>(w, stride, panel, register_stride, now.depth, c, first,
+                                             {});
 }
 
-// The sums of some panels to y where a register holds a line: whole lines of y.
-template <class V>
-void store_lines(const Product& p, const Piece& piece, const Group& group, const float* c) {
+// Writes the sums of a group of panels to y in full lines, where a register holds a line.
+template <class Register>
+void store_lines(const Product& p, const Piece& piece, const PanelGroup& group, const float* c) {
   const int64_t rows = piece.to - piece.from;
-  for (int64_t panel = group.panel; panel < group.panel + group.panels; ++panel, c += kBlock * kLanes)
+  for (int64_t panel = group.first; panel < group.first + group.count;
+       ++panel, c += kBlockRows * kLanes)
     for (int quarter = 0; quarter < 4; ++quarter) {
       const int64_t t = (piece.panel + panel) * kLanes + 4 * quarter;
       const int64_t count = p.rows - t < 4 ? p.rows - t : 4;
       for (int64_t n = 0; n < rows; n += kLanes) {
-        V columns[4];
-        V::turned(c + n * kLanes, kLanes, quarter, columns);
-        const V bias = p.bias ? V::load(p.bias + piece.from + n) : V::zero();
+        Register lines[4];
+        Register::transpose(c + n * kLanes, kLanes, quarter, lines);
+        const Register bias = p.bias ? Register::load(p.bias + piece.from + n) : Register::zero();
         for (int64_t i = 0; i < count; ++i)
-          (columns[i] + bias).store(p.y + (t + i) * p.y_stride + piece.from + n);
+          (lines[i] + bias).store(p.y + (t + i) * p.y_stride + piece.from + n);
       }
     }
 }
 
-// The sums of a piece, [panel][row of W][row of x] with these strides, to y.
-inline void store_sums(const Product& p, const Piece& piece, const float* c, ptrdiff_t row_stride,
-                       ptrdiff_t panel_stride) {
+// Writes the sums of a piece, [panel][row of W][row of x], to y in blocks of 4 x 4.
+inline void store_sums(const Product& p, const Piece& piece, const float* c) {
   const int64_t rows = piece.to - piece.from;
-  for (int64_t panel = 0; panel < piece.panels; ++panel, c += panel_stride) {
+  for (int64_t panel = 0; panel < piece.panels; ++panel, c += kBlockRows * kLanes) {
     const int64_t t0 = (piece.panel + panel) * kLanes;
     const int64_t count = p.rows - t0 < kLanes ? p.rows - t0 : kLanes;
     float* y = p.y + t0 * p.y_stride + piece.from;
@@ -115,76 +130,81 @@ inline void store_sums(const Product& p, const Piece& piece, const float* c, ptr
       for (int64_t n = 0; n < rows; n += 4) {
         float* to = y + t * p.y_stride + n;
         if (n + 4 <= rows) {
-          __m128 s[4];
-          for (int i = 0; i < 4; ++i) s[i] = _mm_loadu_ps(c + (n + i) * row_stride + t);
-          _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);
+          Quad s[4];
+          for (int i = 0; i < 4; ++i) s[i] = Quad::load(c + (n + i) * kLanes + t);
+          Quad::transpose(s);
           for (int i = 0; i < 4; ++i) {
-            if (bias) s[i] = _mm_add_ps(s[i], _mm_loadu_ps(bias + n));
-            _mm_storeu_ps(to + i * p.y_stride, s[i]);
+            if (bias) s[i] = s[i] + Quad::load(bias + n);
+            s[i].store(to + i * p.y_stride);
           }
         } else {
           for (int i = 0; i < 4; ++i)
             for (int64_t j = n; j < rows; ++j)
-              to[i * p.y_stride + j - n] = c[j * row_stride + t + i] + (bias ? bias[j] : 0);
+              to[i * p.y_stride + j - n] = c[j * kLanes + t + i] + (bias ? bias[j] : 0);
         }
       }
     for (; t < count; ++t)
       for (int64_t n = 0; n < rows; ++n)
-        y[t * p.y_stride + n] = c[n * row_stride + t] + (bias ? bias[n] : 0);
+        y[t * p.y_stride + n] = c[n * kLanes + t] + (bias ? bias[n] : 0);
   }
 }
 
 template <int N>
 using Registers = std::integral_constant<int, N>;
 
+// Multiplies a piece. kCopied: blocks of W are copied to scratch, each while the one before it is
+// multiplied.
 template <class P, bool kCopied>
-void many(const Product& p, const float* packed, const Piece& piece, float* scratch) {
-  static_assert(kBlock * kCopyStride<P> <= kCopyFloats, "a block's copy must fit");
+void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, float* scratch) {
+  static_assert(kBlockRows * kCopyStride<P> <= kCopyFloats, "a block's copy must fit");
   const auto* const values = reinterpret_cast<const typename P::X*>(packed);
-  const auto* const all = static_cast<const typename P::Stored*>(p.w) + piece.from * p.k;
+  const auto* const w = static_cast<const typename P::Stored*>(p.w) + piece.from * p.k;
   const int64_t rows = piece.to - piece.from;
   float* const sums = scratch + 2 * kCopyFloats;
-  // Registers of x that meet W at once, from this panel on.
-  auto registers = [&](int64_t panel) {
-    if (kWholeLines) return int(piece.panels - panel < kPanelsAtOnce ? piece.panels - panel : kPanelsAtOnce);
+  // Returns the number of registers of x that meet W at once, from this panel on.
+  auto registers_at = [&](int64_t panel) {
+    if (kFullLines)
+      return int(piece.panels - panel < kPanelsAtOnce ? piece.panels - panel : kPanelsAtOnce);
     return p.rows - (piece.panel + panel) * kLanes <= R::kWidth ? 1 : int(kLanes / R::kWidth);
   };
   auto block_at = [&](int64_t k) {
     const int64_t depth = p.k - k < P::kDepth ? p.k - k : P::kDepth;
-    return Block<P>{all + k, depth, scratch + k / P::kDepth % 2 * kCopyFloats};
+    return Block<P>{w + k, depth, scratch + k / P::kDepth % 2 * kCopyFloats};
   };
   Block<P> now = block_at(0);
-  if constexpr (kCopied) {  // the first tile's rows
-    const int64_t most = kAccumulators / registers(0);
-    copy_rows<P>(now.w, p.k, rows < most ? rows : most, 0, now.depth, now.copy);
+  if constexpr (kCopied) {  // the rows of the first tile
+    const int64_t tile_rows = kAccumulators / registers_at(0);
+    copy_rows<P>(now.w, p.k, rows < tile_rows ? rows : tile_rows, 0, now.depth, now.copy);
   }
   for (int64_t k = 0; k < p.k; k += P::kDepth) {
     const bool last = k + P::kDepth >= p.k;
-    const int64_t other = piece.next < 0 ? 0 : piece.next - piece.from;  // a piece that is only fetched
-    const Block<P> next = last ? Block<P>{all + other * p.k, 0, nullptr} : block_at(k + P::kDepth);
+    // After the last block the next piece's rows are prefetched, but not copied.
+    const int64_t other = piece.next < 0 ? 0 : piece.next - piece.from;
+    const Block<P> next = last ? Block<P>{w + other * p.k, 0, nullptr} : block_at(k + P::kDepth);
     for (int64_t panel = 0, count; panel < piece.panels; panel += count) {
       const typename P::X* const x = values + ((piece.panel + panel) * p.k + k) * kLanes;
-      float* const c = sums + panel * kBlock * kLanes;
-      const Block<P>* const after = panel == 0 ? &next : nullptr;
-      const int n = registers(panel);
-      count = kWholeLines ? n : 1;
-      const auto multiply = [&](auto registers, Results* results) {
+      float* const c = sums + panel * kBlockRows * kLanes;
+      const Block<P>* const prepared = panel == 0 ? &next : nullptr;
+      const int n = registers_at(panel);
+      count = kFullLines ? n : 1;
+      const auto multiply = [&](auto registers, PrefetchResults* results) {
         constexpr int N = decltype(registers)::value;
-        if constexpr (kWholeLines && !kCopied) {
-          panels_block<P, N>(p, rows, now, next, {panel, count, piece.panels}, x, c, k == 0, results);
+        if constexpr (kFullLines && !kCopied) {
+          multiply_in_place<P, N>(p, rows, now, next, {panel, count, piece.panels}, x, c, k == 0,
+                                  results);
         } else {
-          panel_block<P, N, kCopied>(p, rows, now, after, x, c, k == 0);
+          multiply_block<P, N, kCopied>(p, rows, now, prepared, x, c, k == 0);
         }
       };
-      if constexpr (kWholeLines) {
-        const int64_t t = (piece.panel + panel) * kLanes, there = p.rows - t;
-        Results results{p.y + t * p.y_stride + piece.from, p.y_stride,
-                        there < count * kLanes ? there : count * kLanes};
-        Results* const fetched = last ? &results : nullptr;
-        if (n == 1) multiply(Registers<1>{}, fetched);
-        if (n == 2) multiply(Registers<2>{}, fetched);
-        if (n == 3) multiply(Registers<3>{}, fetched);
-        if (n == 4) multiply(Registers<4>{}, fetched);
+      if constexpr (kFullLines) {
+        const int64_t t = (piece.panel + panel) * kLanes, left = p.rows - t;
+        PrefetchResults results{p.y + t * p.y_stride + piece.from, p.y_stride,
+                                left < count * kLanes ? left : count * kLanes};
+        PrefetchResults* const prefetched = last ? &results : nullptr;
+        if (n == 1) multiply(Registers<1>{}, prefetched);
+        if (n == 2) multiply(Registers<2>{}, prefetched);
+        if (n == 3) multiply(Registers<3>{}, prefetched);
+        if (n == 4) multiply(Registers<4>{}, prefetched);
         if (last && rows % kLanes == 0) store_lines<R>(p, piece, {panel, count, piece.panels}, c);
       } else if (n == 1) {
         multiply(Registers<1>{}, nullptr);
@@ -194,51 +214,53 @@ void many(const Product& p, const float* packed, const Piece& piece, float* scra
     }
     now = next;
   }
-  if (!kWholeLines || rows % kLanes != 0) store_sums(p, piece, sums, kLanes, kBlock * kLanes);
+  if (!kFullLines || rows % kLanes != 0) store_sums(p, piece, sums);
 }
 
-// Panels of fp32 where a register holds a line: 16 rows by 16 values at a time. Their rows may lie a power of
-// two apart, so they are read once, line by line, and turned from a copy.
-template <class V>
+// Packs panels of fp32 where a register holds a line, 16 rows by 16 values at a time. The rows of x
+// may be a power of two apart, so they are read once, line by line, and transposed from a copy.
+template <class Register>
 void pack_lines(const Product& p, float* to, int64_t from, int64_t until) {
   alignas(64) float lines[kLanes * kLanes] = {};
   for (int64_t panel = from; panel < until; ++panel) {
     const int64_t t = panel * kLanes, rows = p.rows - t < kLanes ? p.rows - t : kLanes;
     const float* const x = p.x + t * p.x_stride;
     float* out = to + t * p.k;
-    for (int64_t i = rows; i < kLanes; ++i) V::zero().store(lines + i * kLanes);
+    for (int64_t i = rows; i < kLanes; ++i) Register::zero().store(lines + i * kLanes);
     for (int64_t k = 0; k < p.k; k += kLanes) {
       const int64_t columns = p.k - k < kLanes ? p.k - k : kLanes;
       for (int64_t i = 0; i < rows; ++i) {
         if (columns == kLanes) {
-          V::load(x + i * p.x_stride + k).store(lines + i * kLanes);
+          Register::load(x + i * p.x_stride + k).store(lines + i * kLanes);
         } else {
-          __builtin_memcpy(lines + i * kLanes, x + i * p.x_stride + k, size_t(columns) * sizeof(float));
+          __builtin_memcpy(lines + i * kLanes, x + i * p.x_stride + k,
+                           size_t(columns) * sizeof(float));
         }
       }
       for (int64_t quarter = 0; 4 * quarter < columns; ++quarter) {
-        V turned[4];
-        V::turned(lines, kLanes, int(quarter), turned);
-        for (int64_t i = 0; i < 4 && 4 * quarter + i < columns; ++i, out += kLanes) turned[i].store(out);
+        Register transposed[4];
+        Register::transpose(lines, kLanes, int(quarter), transposed);
+        for (int64_t i = 0; i < 4 && 4 * quarter + i < columns; ++i, out += kLanes)
+          transposed[i].store(out);
       }
     }
   }
 }
 
-// Panels [from, until) of x: 16 rows (zeros where there are fewer) side by side, value by value, or
-// pair of bf16 by pair.
+// Packs panels [from, until) of x: 16 rows interleaved, value by value or, for bf16, pair by pair.
+// Missing rows are zero.
 template <class P>
-void pack_many(const Product& p, float* to, int64_t from, int64_t until) {
-  if constexpr (kWholeLines && P::kUnits == 1) return pack_lines<R>(p, to, from, until);
+void pack_panels(const Product& p, float* to, int64_t from, int64_t until) {
+  if constexpr (kFullLines && P::kUnits == 1) return pack_lines<R>(p, to, from, until);
   for (int64_t panel = from; panel < until; ++panel)
     for (int64_t quad = 0; quad < kLanes; quad += 4) {
       static const float zeros[4] = {};
       const float* x[4];
-      bool there[4];
+      bool exists[4];
       for (int64_t i = 0; i < 4; ++i) {
         const int64_t t = panel * kLanes + quad + i;
-        there[i] = t < p.rows;
-        x[i] = there[i] ? p.x + t * p.x_stride : zeros;
+        exists[i] = t < p.rows;
+        x[i] = exists[i] ? p.x + t * p.x_stride : zeros;
       }
       if constexpr (P::kUnits == 2) {
         auto* out = reinterpret_cast<uint16_t*>(to) + panel * kLanes * p.k;
@@ -247,7 +269,7 @@ void pack_many(const Product& p, float* to, int64_t from, int64_t until) {
             float values[R::kWidth] = {};
             uint16_t rounded[R::kWidth];
             const int64_t count = p.k - k < R::kWidth ? p.k - k : R::kWidth;
-            for (int64_t j = 0; there[i] && j < count; ++j) values[j] = x[i][k + j];
+            for (int64_t j = 0; exists[i] && j < count; ++j) values[j] = x[i][k + j];
             R::load(values).store(rounded);
             for (int64_t j = 0; j < count; j += 2)
               __builtin_memcpy(out + (k + j) * kLanes + (quad + i) * 2, rounded + j, 4);
@@ -256,13 +278,13 @@ void pack_many(const Product& p, float* to, int64_t from, int64_t until) {
         float* out = to + panel * kLanes * p.k + quad;
         int64_t k = 0;
         for (; k + 4 <= p.k; k += 4) {
-          __m128 v[4];
-          for (int i = 0; i < 4; ++i) v[i] = _mm_loadu_ps(there[i] ? x[i] + k : zeros);
-          _MM_TRANSPOSE4_PS(v[0], v[1], v[2], v[3]);
-          for (int i = 0; i < 4; ++i) _mm_storeu_ps(out + (k + i) * kLanes, v[i]);
+          Quad v[4];
+          for (int i = 0; i < 4; ++i) v[i] = Quad::load(exists[i] ? x[i] + k : zeros);
+          Quad::transpose(v);
+          for (int i = 0; i < 4; ++i) v[i].store(out + (k + i) * kLanes);
         }
         for (; k < p.k; ++k)
-          for (int i = 0; i < 4; ++i) out[k * kLanes + i] = there[i] ? x[i][k] : 0;
+          for (int i = 0; i < 4; ++i) out[k * kLanes + i] = exists[i] ? x[i][k] : 0;
       }
     }
 }

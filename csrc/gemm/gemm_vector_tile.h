@@ -1,4 +1,4 @@
-// A tile of a product of many rows: some rows of W against panels of 16 rows of x, in registers.
+// The register tile of a gemm by vectors: some rows of W with panels of 16 rows of x.
 #pragma once
 
 #include <type_traits>
@@ -9,28 +9,32 @@ namespace vlora::gemm::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
+// Number of registers for sums.
 constexpr int kAccumulators = R::kWidth == 16 ? 24 : 12;
 
-// A register that holds a panel's whole line meets up to four panels at once, 6 x 4 registers, so that a
-// value of W is loaded once for all of them: ten loads for 24 products. Else registers make a line.
-constexpr bool kWholeLines = R::kWidth == kLanes;
-constexpr int kPanelsAtOnce = kWholeLines ? 4 : 1;
+// A register that holds a line of a panel meets up to four panels at once, as a tile of 6 x 4
+// registers, so that each value of W is loaded once for all of them: ten loads for 24 products.
+// Smaller registers make up one line.
+constexpr bool kFullLines = R::kWidth == kLanes;
+constexpr int kPanelsAtOnce = kFullLines ? 4 : 1;
 
-// How rows of W meet a panel. Stored: W in memory; W, X: in the product, X that of the panel. kUnits:
-// values of W in a step. kDepth: of a block; its part of the panels that are met at once stays in L1,
-// beside what is copied of W. kBatch: values copied at once.
+// The ways to multiply. Stored is the type of W in memory, W and X are the types of the factors in
+// the product, X that of a panel. kUnits: values of W in a step. kDepth: depth of a block; the part
+// of the panels that are met at once stays in L1 together with the copy of W. kBatch: values that
+// are copied at a time.
 
-struct Fp32 {
+struct Fp32Gemm {
   using Stored = float;
   using W = float;
   using X = float;
-  static constexpr int kUnits = 1, kDepth = kWholeLines ? 128 : 256, kBatch = R::kWidth;
+  static constexpr int kUnits = 1, kDepth = kFullLines ? 128 : 256, kBatch = R::kWidth;
 
   template <int M, int N>
-  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x, ptrdiff_t apart) {
+  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x,
+                                ptrdiff_t register_stride) {
     R b[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) b[n] = R::load(x + n * apart);
+    for (int n = 0; n < N; ++n) b[n] = R::load(x + n * register_stride);
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
       const R s = R::broadcast(w + m * stride);
@@ -41,8 +45,8 @@ struct Fp32 {
   static VLORA_INLINE void copy(const Stored* from, W* to) { R::load(from).store(to); }
 };
 
-// bf16 made fp32 where it is copied.
-struct Widening : Fp32 {
+// bf16 that is widened when it is copied.
+struct WidenedGemm : Fp32Gemm {
   using Stored = uint16_t;
   static constexpr int kDepth = 128;
 
@@ -50,7 +54,7 @@ struct Widening : Fp32 {
 };
 
 #ifdef VLORA_HAS_BF16_PRODUCTS
-struct Bf16Pairs {
+struct PairsGemm {
   static constexpr int kUnits = 2;
   using Stored = uint16_t;
   using W = uint16_t;
@@ -58,10 +62,11 @@ struct Bf16Pairs {
   static constexpr int kDepth = 256, kBatch = 2 * R::kWidth;
 
   template <int M, int N>
-  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x, ptrdiff_t apart) {
+  static VLORA_INLINE void step(R (&acc)[M][N], const W* w, ptrdiff_t stride, const X* x,
+                                ptrdiff_t register_stride) {
     R::Pairs b[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) b[n] = R::load_pairs(x + n * apart);
+    for (int n = 0; n < N; ++n) b[n] = R::load_pairs(x + n * register_stride);
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m) {
       const R::Pairs s = R::broadcast_pair(w + m * stride);
@@ -72,95 +77,101 @@ struct Bf16Pairs {
 };
 #endif
 
+// Values between rows of W in scratch. It is not a power of two, so that rows do not fall on the
+// same cache sets.
 template <class P>
 constexpr ptrdiff_t kCopyStride = P::kDepth + 16;
-// Of rows of W in scratch, in values: not a power of two, so that they share the cache's sets.
 
-// Rows of y that are about to be written, in a block's columns: brought to L1 one by one.
-struct Results {
+// Values between two registers of a tile, in sums and in x.
+constexpr ptrdiff_t kSumRegisterStride = kFullLines ? kBlockRows * kLanes : R::kWidth;
+template <class P>
+VLORA_INLINE ptrdiff_t x_register_stride(ptrdiff_t depth) {
+  return kFullLines ? depth * kLanes : P::kUnits * R::kWidth;
+}
+
+// Prefetches rows of y that are about to be written, in the columns of a block, to L1.
+struct PrefetchResults {
   const float* y = nullptr;
   ptrdiff_t stride = 0;
   int64_t rows = 0;
 
-  VLORA_INLINE void fetch_row() {
+  VLORA_INLINE void advance() {
     if (rows <= 0) return;
 #pragma GCC unroll 4
-    for (int n = 0; n < kBlock; n += kLanes) __builtin_prefetch(y + n, 1, 3);
+    for (int n = 0; n < kBlockRows; n += kLanes) __builtin_prefetch(y + n, 1, 3);
     --rows;
     y += stride;
   }
 };
 
-// What a tile of M rows does beside its sums, for `columns` of its depth: as many rows of W are
-// fetched, and others, fetched before, are copied. Apart from the sums either would cost its full time.
+// What a tile of M rows does for later tiles between its products, for `columns` of its depth: it
+// prefetches M rows of W, and copies M others that were prefetched before. On their own, both would
+// cost their full time.
 template <class P>
-struct Beside {
-  const typename P::Stored *fetch, *from;
+struct Lookahead {
+  const typename P::Stored *prefetch, *from;
   float* to;
-  ptrdiff_t stride;  // of rows of W in memory
+  ptrdiff_t stride;  // values between rows of W in memory
   int64_t columns;
-  Results* results = nullptr;  // that are fetched as well, all along its depth
+  PrefetchResults* results = nullptr;  // prefetched along the whole depth; or null
 };
 
-enum class Also { kNothing, kFetch, kFetchAndCopy };
+enum class LookaheadKind { kNone, kPrefetch, kPrefetchAndCopy };
 
-constexpr ptrdiff_t kSumsApart = kWholeLines ? kBlock * kLanes : R::kWidth;
-template <class P>
-VLORA_INLINE ptrdiff_t apart(ptrdiff_t depth) {  // of two registers of x
-  return kWholeLines ? depth * kLanes : P::kUnits * R::kWidth;
-}
-
-template <class P, int M, int N, Also kAlso>
-VLORA_INLINE void panel_tile(const typename P::W* w, ptrdiff_t stride, const typename P::X* panel,
-                             ptrdiff_t apart, int64_t depth, float* c, bool first, const Beside<P>& beside) {
+template <class P, int M, int N, LookaheadKind kKind>
+VLORA_INLINE void gemm_tile(const typename P::W* w, ptrdiff_t stride, const typename P::X* panel,
+                            ptrdiff_t register_stride, int64_t depth, float* c, bool first,
+                            const Lookahead<P>& lookahead) {
   R acc[M][N];
 #pragma GCC unroll 24
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n)
-      acc[m][n] = first ? R::zero() : R::load(c + m * kLanes + n * kSumsApart);
+      acc[m][n] = first ? R::zero() : R::load(c + m * kLanes + n * kSumRegisterStride);
   int64_t steps = depth / P::kUnits;
-  if constexpr (kAlso != Also::kNothing) {
+  if constexpr (kKind != LookaheadKind::kNone) {
     constexpr int kLine = 64 / int(sizeof(typename P::Stored));
-    const auto fetch_results = [&] {
-      if constexpr (kWholeLines)
-        if (beside.results) beside.results->fetch_row();
+    const auto prefetch_results = [&] {
+      if constexpr (kFullLines)
+        if (lookahead.results) lookahead.results->advance();
     };
-    for (int64_t k = 0; k + kLine <= beside.columns; k += kLine) {
+    for (int64_t k = 0; k + kLine <= lookahead.columns; k += kLine) {
 #pragma GCC unroll 24
-      for (int m = 0; m < M; ++m) __builtin_prefetch(beside.fetch + m * beside.stride + k, 0, 2);
-      fetch_results();
+      for (int m = 0; m < M; ++m)
+        __builtin_prefetch(lookahead.prefetch + m * lookahead.stride + k, 0, 2);
+      prefetch_results();
 #pragma GCC unroll 1
       for (int i = 0; i < kLine; i += P::kBatch) {
-        if constexpr (kAlso == Also::kFetchAndCopy) {
+        if constexpr (kKind == LookaheadKind::kPrefetchAndCopy) {
 #pragma GCC unroll 24
           for (int m = 0; m < M; ++m)
-            P::copy(beside.from + m * beside.stride + k + i, beside.to + m * kCopyStride<P> + k + i);
+            P::copy(lookahead.from + m * lookahead.stride + k + i,
+                    lookahead.to + m * kCopyStride<P> + k + i);
         }
 #pragma GCC unroll 4
         for (int j = 0; j < P::kBatch; j += P::kUnits, w += P::kUnits, panel += P::kUnits * kLanes)
-          P::step(acc, w, stride, panel, apart);
+          P::step(acc, w, stride, panel, register_stride);
       }
       steps -= kLine / P::kUnits;
     }
-    if constexpr (kWholeLines) {
-      for (; beside.results && steps >= kLine / P::kUnits; steps -= kLine / P::kUnits) {
-        fetch_results();
+    if constexpr (kFullLines) {
+      for (; lookahead.results && steps >= kLine / P::kUnits; steps -= kLine / P::kUnits) {
+        prefetch_results();
 #pragma GCC unroll 1
         for (int i = 0; i < kLine; i += P::kUnits, w += P::kUnits, panel += P::kUnits * kLanes)
-          P::step(acc, w, stride, panel, apart);
+          P::step(acc, w, stride, panel, register_stride);
       }
     }
   }
   for (; steps > 0; --steps, w += P::kUnits, panel += P::kUnits * kLanes)
-    P::step(acc, w, stride, panel, apart);
+    P::step(acc, w, stride, panel, register_stride);
 #pragma GCC unroll 24
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) acc[m][n].store(c + m * kLanes + n * kSumsApart);
+    for (int n = 0; n < N; ++n) acc[m][n].store(c + m * kLanes + n * kSumRegisterStride);
 }
 
-// Values [from, until) of rows of W to scratch, with zeros up to a whole batch.
+// Copies values [from, until) of rows of W to scratch, with zeros up to a full batch.
 template <class P>
 void copy_rows(const typename P::Stored* w, ptrdiff_t stride, int64_t rows, int64_t from,
                int64_t until, float* to) {

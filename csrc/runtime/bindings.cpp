@@ -1,4 +1,4 @@
-// What all kernels share, as Python sees it.
+// The Python submodule `runtime`: instruction sets, microbenchmarks, machine, threads.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,26 +17,30 @@ using namespace vlora;
 
 namespace {
 
-constexpr const char* kSources[] = {"auto", "own", "openmp"};
+// By the number of the ThreadSource.
+constexpr const char* kThreadSources[] = {"auto", "own", "openmp"};
 
-// How often the threads of a region began, and met: for tests of the team itself.
-int64_t meet(int threads, int rounds, int failing) {
-  std::atomic<int64_t> met{0};
+// Runs a region in which all threads wait at `rounds` barriers; thread number `failing` throws
+// instead. Returns how many times threads arrived. For tests of the team.
+int64_t count_barriers(int threads, int rounds, int failing) {
+  std::atomic<int64_t> arrivals{0};
   auto work = [&](const runtime::Team& team) {
     for (int i = 0; i < rounds; ++i) {
       if (team.thread == failing) throw std::runtime_error("thread " + std::to_string(failing));
-      met.fetch_add(1);
+      arrivals.fetch_add(1);
       team.wait();
-      if (met.load() < int64_t(i + 1) * team.threads) throw std::logic_error("met too early");
+      if (arrivals.load() < int64_t(i + 1) * team.threads)
+        throw std::logic_error("a thread passed the barrier early");
     }
   };
   py::gil_scoped_release released;
   runtime::run_on(threads, work);
-  return met;
+  return arrivals;
 }
 
-// Sum of the numbers below `pieces`, each added by whoever takes it.
-int64_t add_pieces(int threads, int64_t pieces) {
+// Returns the sum of the numbers below `pieces`, each added by the thread that took it. For tests
+// of the team.
+int64_t sum_pieces(int threads, int64_t pieces) {
   std::atomic<int64_t> sum{0};
   py::gil_scoped_release released;
   runtime::share_out(threads, pieces, [&](int64_t piece) { sum.fetch_add(piece); });
@@ -46,43 +50,51 @@ int64_t add_pieces(int threads, int64_t pieces) {
 }  // namespace
 
 void bind_runtime(py::module_& m) {
-  m.doc() = "Dispatch, threads and microbenchmarks that all kernels share.";
-  m.def("isas", [](const std::string& dtype) {
-    std::vector<std::string> names;
-    for (const runtime::Isa isa : runtime::ranked(dtype_of(dtype))) names.push_back(runtime::name_of(isa));
-    return names;
-  }, py::arg("dtype") = "fp32");
-  m.def("isa", [](const std::string& dtype) {
-    return std::string(runtime::name_of(runtime::isa(dtype_of(dtype))));
-  }, py::arg("dtype") = "fp32");
-  m.def("core_peak", [](const std::string& isa, const std::string& dtype) {
-    for (const runtime::Isa one : runtime::ranked(dtype_of(dtype)))
-      if (isa == runtime::name_of(one)) return runtime::core_peak(one, dtype_of(dtype));
-    throw std::invalid_argument("instruction set '" + isa + "' does not run here");
+  m.doc() = "Instruction sets, threads and microbenchmarks that all kernels share.";
+  m.def(
+      "isas",
+      [](const std::string& dtype) {
+        std::vector<std::string> names;
+        for (const runtime::Isa isa : runtime::ranked(dtype_of(dtype)))
+          names.push_back(runtime::name_of(isa));
+        return names;
+      },
+      py::arg("dtype") = "fp32");
+  m.def(
+      "isa",
+      [](const std::string& dtype) {
+        return std::string(runtime::name_of(runtime::isa(dtype_of(dtype))));
+      },
+      py::arg("dtype") = "fp32");
+  m.def("core_peak", [](const std::string& name, const std::string& dtype) {
+    for (const runtime::Isa isa : runtime::ranked(dtype_of(dtype)))
+      if (name == runtime::name_of(isa)) return runtime::core_peak(isa, dtype_of(dtype));
+    throw std::invalid_argument("instruction set '" + name + "' does not run here");
   });
-  m.def("chosen_isa", [] { return std::string(runtime::chosen_isa()); });
-  m.def("set_isa", [](const std::string& name) { runtime::use_isa(name.c_str()); });
+  m.def("requested_isa", [] { return std::string(runtime::requested_isa()); });
+  m.def("request_isa", [](const std::string& name) { runtime::request_isa(name.c_str()); });
   m.def("large_pages", [] {
-    const runtime::LargePages now = runtime::large_pages();
-    return std::make_pair(now.regions, now.pieces);
+    const runtime::LargePages sizes = runtime::large_pages();
+    return std::make_pair(sizes.regions, sizes.allocated);
   });
   m.def("machine", [] {
     const runtime::Machine& machine = runtime::machine();
-    py::dict found;
-    found["l1"] = machine.l1;
-    found["l2"] = machine.l2;
-    found["l3"] = machine.l3;
-    found["memory"] = machine.memory;
-    return found;
+    py::dict values;
+    values["l1"] = machine.l1;
+    values["l2"] = machine.l2;
+    values["l3"] = machine.l3;
+    values["memory"] = machine.memory;
+    return values;
   });
-  m.def("threads", [] { return std::string(kSources[int(runtime::threads_in_use())]); });
-  m.def("use_threads", [](const std::string& name) {
+  m.def("thread_source", [] { return std::string(kThreadSources[int(runtime::thread_source())]); });
+  m.def("set_thread_source", [](const std::string& name) {
     for (int i = 0; i < 3; ++i)
-      if (name == kSources[i]) return runtime::use_threads(runtime::Source(i));
-    throw std::invalid_argument("threads '" + name + "' are neither auto, own nor openmp");
+      if (name == kThreadSources[i]) return runtime::set_thread_source(runtime::ThreadSource(i));
+    throw std::invalid_argument("unknown thread source '" + name +
+                                "': it must be auto, own or openmp");
   });
-  m.def("meet", &meet);
-  m.def("add_pieces", &add_pieces);
+  m.def("count_barriers", &count_barriers);
+  m.def("sum_pieces", &sum_pieces);
   m.def("peak", [](const std::string& dtype, double seconds, int threads) {
     const Dtype type = dtype_of(dtype);
     py::gil_scoped_release released;

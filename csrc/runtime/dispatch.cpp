@@ -15,21 +15,23 @@
 namespace vlora::runtime {
 namespace {
 
-constexpr double kWorthLess = 1.1;
-// How much faster an instruction set below has to be: a millisecond's measurement errs by less.
+// How much faster a less capable instruction set must be to be preferred. The error of a
+// measurement of a millisecond is smaller.
+constexpr double kRequiredSpeedup = 1.1;
 constexpr int kAuto = -1;
 
-// AMX's tiles are 8 KiB that the system keeps for a process which has asked (Linux 5.16).
+// The tile registers are 8 KiB of state, which Linux (5.16 and later) saves only for a process that
+// has asked for them.
 bool has_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
-  if ((d & kBf16) == 0 || (d & kTile) == 0) return false;
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
+  if ((d & kBf16) == 0 || (d & kTiles) == 0) return false;
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-// "auto", or an instruction set.
+// Returns kAuto or the number of an instruction set.
 int parsed(const std::string& name) {
   if (name == "auto") return kAuto;
   for (int i = 0; i < kIsas; ++i)
@@ -37,27 +39,28 @@ int parsed(const std::string& name) {
   throw std::invalid_argument("instruction set '" + name + "' was not built or this CPU lacks it");
 }
 
-std::atomic<int>& chosen() {
-  static std::atomic<int> choice{[] {
-    const char* const asked = std::getenv("VLORA_ISA");
-    return asked && *asked ? parsed(asked) : kAuto;
+std::atomic<int>& requested() {
+  static std::atomic<int> request{[] {
+    const char* const name = std::getenv("VLORA_ISA");
+    return name && *name ? parsed(name) : kAuto;
   }()};
-  return choice;
+  return request;
 }
 
-double measured(Isa isa, Dtype dtype) {
+double measured_peak(Isa isa, Dtype dtype) {
   using Clock = std::chrono::steady_clock;
   const auto since = [](Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
-  const Micro& of = micro(isa);
-  // Ten pieces of about a tenth of a millisecond, the best counts: a neighbour takes a core for longer.
+  const Microbenchmarks& benchmarks = microbenchmarks(isa);
+  // The best of ten runs of about 0.1 ms: another process that takes the core keeps it for longer
+  // than one run.
   int64_t rounds = 500;
   double best = 0;
-  of.peak(dtype, rounds);  // the units wake up
-  for (int piece = 0; piece < 10; ++piece) {
+  benchmarks.peak(dtype, rounds);  // powers up the execution units
+  for (int run = 0; run < 10; ++run) {
     const auto start = Clock::now();
-    const double flops = of.peak(dtype, rounds), seconds = since(start);
+    const double flops = benchmarks.peak(dtype, rounds), seconds = since(start);
     best = std::max(best, flops / seconds);
     if (seconds < 5e-5) rounds *= 2;
   }
@@ -69,13 +72,14 @@ bool is_vector(Isa isa) { return isa != Isa::kAmx && isa != Isa::kTwin; }
 }  // namespace
 
 const char* name_of(Isa isa) {
-  static const char* const names[kIsas] = {"twin", "scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+  static const char* const names[kIsas] = {"twin",   "scalar",      "avx2",
+                                           "avx512", "avx512_bf16", "amx"};
   return names[int(isa)];
 }
 
 bool runs_here(Isa isa) {
   __builtin_cpu_init();
-  // These also ask the operating system whether it saves the registers (xgetbv).
+  // These also check that the operating system saves the registers (xgetbv).
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -98,50 +102,50 @@ bool runs_here(Isa isa) {
 }
 
 double core_peak(Isa isa, Dtype dtype) {
-  static std::atomic<double> known[kIsas][kDtypes] = {};
-  std::atomic<double>& found = known[int(isa)][int(dtype)];
-  if (found == 0) found = measured(isa, dtype);
-  return found;
+  static std::atomic<double> cache[kIsas][kDtypes] = {};
+  std::atomic<double>& peak = cache[int(isa)][int(dtype)];
+  if (peak == 0) peak = measured_peak(isa, dtype);
+  return peak;
 }
 
 const std::vector<Isa>& ranked(Dtype dtype) {
   const auto order = [](Dtype type) {
-    std::vector<Isa> found;
+    std::vector<Isa> ranking;
     for (int i = int(Isa::kScalar); i < kIsas; ++i) {
       const Isa next = Isa(i);
       if (!runs_here(next)) continue;
-      // Before all that are not faster by a tenth; nothing is slower than plain C++.
-      auto at = found.begin();
-      while (at != found.end() && *at != Isa::kScalar &&
-             core_peak(*at, type) > kWorthLess * core_peak(next, type))
-        ++at;
-      found.insert(at, next);
+      // It precedes all that are not faster than it by kRequiredSpeedup; plain C++ is always last.
+      auto position = ranking.begin();
+      while (position != ranking.end() && *position != Isa::kScalar &&
+             core_peak(*position, type) > kRequiredSpeedup * core_peak(next, type))
+        ++position;
+      ranking.insert(position, next);
     }
-    return found;
+    return ranking;
   };
-  static const std::vector<Isa> of[kDtypes] = {order(Dtype::kFp32), order(Dtype::kBf16)};
-  return of[int(dtype)];
+  static const std::vector<Isa> rankings[kDtypes] = {order(Dtype::kFp32), order(Dtype::kBf16)};
+  return rankings[int(dtype)];
 }
 
 Isa isa(Dtype dtype) {
-  const int choice = chosen().load(std::memory_order_relaxed);
-  return choice == kAuto ? ranked(dtype).front() : Isa(choice);
+  const int request = requested().load(std::memory_order_relaxed);
+  return request == kAuto ? ranked(dtype).front() : Isa(request);
 }
 
 Isa vector_isa(Dtype dtype) {
-  const int choice = chosen().load(std::memory_order_relaxed);
-  if (choice == int(Isa::kTwin)) return Isa::kScalar;
-  if (choice == int(Isa::kAmx)) return Isa::kAvx512Bf16;
-  if (choice != kAuto) return Isa(choice);
+  const int request = requested().load(std::memory_order_relaxed);
+  if (request == int(Isa::kTwin)) return Isa::kScalar;
+  if (request == int(Isa::kAmx)) return Isa::kAvx512Bf16;
+  if (request != kAuto) return Isa(request);
   const auto& all = ranked(dtype);
   return *std::find_if(all.begin(), all.end(), is_vector);
 }
 
-void use_isa(const char* name) { chosen() = parsed(name); }
+void request_isa(const char* name) { requested() = parsed(name); }
 
-const char* chosen_isa() {
-  const int choice = chosen();
-  return choice == kAuto ? "auto" : name_of(Isa(choice));
+const char* requested_isa() {
+  const int request = requested();
+  return request == kAuto ? "auto" : name_of(Isa(request));
 }
 
 }  // namespace vlora::runtime

@@ -1,4 +1,4 @@
-// Which instruction sets this CPU can run, and which one serves.
+// The instruction sets this CPU can run, and the one that kernels use.
 #pragma once
 
 #include <vector>
@@ -7,47 +7,54 @@
 
 namespace vlora::runtime {
 
-// kAmx: AVX-512's vectors with products of bf16 pairs, and a unit that multiplies tiles of them. kTwin:
-// the same in plain C++, for tests where there is no such unit; it is never chosen by itself.
+// In order of capability. kAmx has AVX-512 vectors, products of bf16 pairs, and a unit that
+// multiplies tiles of them. kTwin emulates kAmx in plain C++, for tests on CPUs without AMX; it is
+// used only when requested.
 enum class Isa : int { kTwin, kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 constexpr int kIsas = 6;
 
 const char* name_of(Isa isa);
-// Whether this CPU has it and the system lets this process use it (AMX's state is asked for here).
+// Returns whether the CPU has the instruction set and the system lets this process use it. For AMX
+// this asks the system for permission.
 bool runs_here(Isa isa);
 
-// Those that run here but the twin, the fastest for products of this type first: by a peak measured
-// once. An instruction set below is preferred only where it is faster by a tenth.
+// Returns the instruction sets that run here, without the twin, fastest first by their measured
+// peak for products of this type. A less capable one precedes a more capable one only if it is 10 %
+// faster.
 const std::vector<Isa>& ranked(Dtype dtype);
 
-// The one that products with matrices of this type use: the first of `ranked`, unless another was
-// chosen, here or by the environment (VLORA_ISA=name).
+// Returns the instruction set that products with matrices of this type use: the requested one, or
+// else the first of `ranked`. The environment variable VLORA_ISA is a request made before the first
+// call.
 Isa isa(Dtype dtype);
-// The same for kernels of vectors alone, which have nothing for a unit that multiplies tiles.
+// Returns the same for kernels that use vectors only and have no code for tiles.
 Isa vector_isa(Dtype dtype);
-// For both types; "auto": back to what the peaks say. Throws std::invalid_argument for a name that is
-// unknown, or that this CPU cannot run.
-void use_isa(const char* name);
-// As it was given to `use_isa`.
-const char* chosen_isa();
+// Requests an instruction set for both types; "auto" returns to the ranking. Throws
+// std::invalid_argument for an unknown name, or one that this CPU cannot run.
+void request_isa(const char* name);
+const char* requested_isa();
 
-// What an instruction set provides to the microbenchmarks.
-struct Micro {
-  double (*peak)(Dtype, int64_t rounds);  // a register-only loop of its products; flops done
+// The microbenchmarks of an instruction set.
+struct Microbenchmarks {
+  // Runs `rounds` iterations of a loop of products that stays in registers; returns the flops done.
+  double (*peak)(Dtype, int64_t rounds);
+  // Reads the values once; returns their sum.
   float (*read)(const float* values, int64_t count);
 };
-const Micro& micro(Isa isa);
+const Microbenchmarks& microbenchmarks(Isa isa);
 
-// flop/s of one core by an instruction set's own way to multiply this type, measured once in a
-// millisecond.
+// Returns the flop/s of one core with an instruction set's products of this type. It is measured
+// once, in a millisecond.
 double core_peak(Isa isa, Dtype dtype);
 
-// The rate at which `threads` do a register-only loop, flop/s, and read a working set that they share
-// out, bytes/s. The loop is the fastest way that the instruction set in use has for the type: where
-// products of bf16 pairs are slower than widening, fp32's.
+// Returns the flop/s that `threads` threads reach together in a loop that stays in registers. The
+// loop is the fastest that the instruction set in use has for the type: where products of bf16
+// pairs are slower than widening to fp32, it is the loop of fp32.
 double peak(Dtype dtype, double seconds, int threads);
+// Returns the bytes/s that `threads` threads read together from a working set of `bytes`, each its
+// own part.
 double bandwidth(int64_t bytes, double seconds, int threads);
-// One go of each: flops done; reads `bytes` once.
+// Run the loop of `peak` once, returning the flops done, and read `bytes` of fp32 once.
 double multiply(Dtype dtype, int64_t rounds, int threads);
 float read(const void* values, int64_t bytes, int threads);
 

@@ -10,62 +10,67 @@
 namespace vlora::runtime {
 namespace {
 
-constexpr size_t kPage = 2 << 20, kRegion = 16 << 20, kLine = 64;
-// A region is taken at once and filled by and by: only pages that are written take memory.
+constexpr size_t kPage = 2 << 20, kLine = 64;
+// A region is mapped at once; only pages that are written take physical memory.
+constexpr size_t kRegion = 16 << 20;
 
-size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+size_t round_up(size_t bytes, size_t multiple) {
+  return (bytes + multiple - 1) / multiple * multiple;
+}
 
-// Regions, each with its free pieces by address; first fit, neighbours joined.
+// Regions, each with its free ranges by address. Allocation is first fit; adjacent free ranges are
+// joined.
 class Regions {
  public:
-  char* take(size_t bytes) {
-    std::lock_guard<std::mutex> lock(change_);
+  char* allocate(size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
     for (auto& [base, region] : regions_)
-      for (auto& [at, size] : region.free)
-        if (size >= bytes) return cut(region, at, bytes);
-    const size_t size = rounded(std::max(bytes, kRegion), kPage);
-    // A page more, so that the region can begin on one.
-    void* const all = mmap(nullptr, size + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (all == MAP_FAILED) throw std::bad_alloc();
-    char* const base = reinterpret_cast<char*>(rounded(reinterpret_cast<size_t>(all), kPage));
-    madvise(base, size, MADV_HUGEPAGE);  // refused: ordinary pages
+      for (auto& [address, size] : region.free)
+        if (size >= bytes) return take(region, address, bytes);
+    const size_t size = round_up(std::max(bytes, kRegion), kPage);
+    // One page more is mapped, so that the region can begin on a page boundary.
+    void* const mapped =
+        mmap(nullptr, size + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    char* const base = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(mapped), kPage));
+    madvise(base, size, MADV_HUGEPAGE);  // if it fails, the pages are ordinary ones
     Region& region = regions_[base];
-    region = {all, size, {}};
+    region = {mapped, size, {}};
     region.free[base] = size;
-    return cut(region, base, bytes);
+    return take(region, base, bytes);
   }
 
-  void give(char* at, size_t bytes) {
-    std::lock_guard<std::mutex> lock(change_);
-    const auto found = std::prev(regions_.upper_bound(at));
-    Region& region = found->second;
+  void release(char* address, size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto owner = std::prev(regions_.upper_bound(address));
+    Region& region = owner->second;
     used_ -= bytes;
-    const auto after = region.free.lower_bound(at);
+    const auto after = region.free.lower_bound(address);
     if (after != region.free.begin()) {
       const auto before = std::prev(after);
-      if (before->first + before->second == at) {
-        at = before->first;
+      if (before->first + before->second == address) {
+        address = before->first;
         bytes += before->second;
         region.free.erase(before);
       }
     }
-    if (after != region.free.end() && at + bytes == after->first) {
+    if (after != region.free.end() && address + bytes == after->first) {
       bytes += after->second;
       region.free.erase(after);
     }
     if (bytes == region.size) {
       munmap(region.mapped, region.size + kPage);
-      regions_.erase(found);
+      regions_.erase(owner);
     } else {
-      region.free[at] = bytes;
+      region.free[address] = bytes;
     }
   }
 
-  LargePages now() {
-    std::lock_guard<std::mutex> lock(change_);
-    LargePages found{0, used_};
-    for (const auto& [base, region] : regions_) found.regions += region.size;
-    return found;
+  LargePages sizes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    LargePages sizes{0, used_};
+    for (const auto& [base, region] : regions_) sizes.regions += region.size;
+    return sizes;
   }
 
  private:
@@ -75,32 +80,34 @@ class Regions {
     std::map<char*, size_t> free;
   };
 
-  char* cut(Region& region, char* at, size_t bytes) {
-    const auto piece = region.free.find(at);
-    const size_t size = piece->second;
-    region.free.erase(piece);
-    if (size > bytes) region.free[at + bytes] = size - bytes;
+  // Takes `bytes` from the start of a free range.
+  char* take(Region& region, char* address, size_t bytes) {
+    const auto range = region.free.find(address);
+    const size_t size = range->second;
+    region.free.erase(range);
+    if (size > bytes) region.free[address + bytes] = size - bytes;
     used_ += bytes;
-    return at;
+    return address;
   }
 
-  std::mutex change_;
+  std::mutex mutex_;
   std::map<char*, Region> regions_;
   size_t used_ = 0;
 };
 
 Regions& regions() {
-  static Regions* const all = new Regions;  // outlives whatever still holds a piece at exit
+  static Regions* const all =
+      new Regions;  // never deleted: allocations may be released during exit
   return *all;
 }
 
 }  // namespace
 
 std::shared_ptr<char> in_large_pages(size_t bytes) {
-  const size_t size = rounded(std::max<size_t>(1, bytes), kLine);
-  return {regions().take(size), [size](char* at) { regions().give(at, size); }};
+  const size_t size = round_up(std::max<size_t>(1, bytes), kLine);
+  return {regions().allocate(size), [size](char* address) { regions().release(address, size); }};
 }
 
-LargePages large_pages() { return regions().now(); }
+LargePages large_pages() { return regions().sizes(); }
 
 }  // namespace vlora::runtime

@@ -1,5 +1,5 @@
-// Memory in large pages, for what is read from end to end: in a virtual machine a core reads twice as
-// fast from pages of 2 MiB as from pages of 4 KiB, whose tables it walks meanwhile.
+// Memory in large pages, for data that is read from end to end. In a virtual machine a core reads
+// pages of 2 MiB twice as fast as pages of 4 KiB, since it walks fewer page tables.
 #pragma once
 
 #include <cstddef>
@@ -7,14 +7,15 @@
 
 namespace vlora::runtime {
 
-// At least `bytes`, on a cache line, from regions that the system is asked to back with large pages
-// (where it does not, they are ordinary). Pieces of many owners share a region; it is given back when
-// the last of them is gone. Throws std::bad_alloc. Safe from any thread.
+// Allocates at least `bytes`, aligned to a cache line, in a region for which the system is asked
+// for large pages (the pages are ordinary ones if it refuses). Allocations of several owners share
+// a region, which is unmapped when the last of them is released. Safe to call from any thread.
+// Throws std::bad_alloc.
 std::shared_ptr<char> in_large_pages(size_t bytes);
 
-// Bytes of all regions now, and of the pieces in them: for tests.
+// Bytes of all regions, and of the allocations in them; used by tests.
 struct LargePages {
-  size_t regions, pieces;
+  size_t regions, allocated;
 };
 LargePages large_pages();
 

@@ -1,4 +1,5 @@
-// What the machine has: caches as the system tells them, rates as a millisecond measures them, once.
+// Cache sizes and speeds of this machine. Sizes come from the operating system; speeds are measured
+// once, in about a millisecond.
 #pragma once
 
 #include "runtime/types.h"
@@ -6,15 +7,15 @@
 namespace vlora::runtime {
 
 struct Machine {
-  int64_t l1, l2, l3;   // bytes of data; l3: of all cores that share it, of which one has a part
-  double peak[kDtypes];  // flop/s of one core, by the instruction sets in use when it is first asked
+  int64_t l1, l2, l3;    // bytes of data cache; l3 is shared by several cores
+  double peak[kDtypes];  // flop/s of one core, with the instruction sets in use at the first call
   double memory;         // bytes/s that one core reads from memory
 };
 
 const Machine& machine();
 
-// Of cpu0, from the folder that the system keeps at /sys/devices/system/cpu/cpu0/cache; what it does
-// not say is a common size. Rates are zero.
+// Returns the caches of cpu0 as described in `folder`, which is /sys/devices/system/cpu/cpu0/cache
+// outside tests. Sizes missing there are common ones; speeds are zero.
 Machine caches_of(const char* folder);
 
 }  // namespace vlora::runtime

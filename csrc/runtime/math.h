@@ -1,32 +1,28 @@
-// What the registers of all instruction sets share: sums over lanes, the exponential function.
-// Included after an instruction set's register.
+// Functions on the registers of every instruction set: sums over lanes, the exponential function.
+// Included after an instruction set's register header.
 #pragma once
 
-#include <xmmintrin.h>
+#include "runtime/quad.h"
+#include "runtime/types.h"
 
 namespace vlora::runtime::VLORA_ISA {
 
-#define VLORA_INLINE inline __attribute__((always_inline))
+VLORA_INLINE float sum_of(R a) { return a.folded().sum(); }
 
-VLORA_INLINE float sum_of(R a) {
-  __m128 s = a.folded();
-  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+// Returns the sums over the lanes of four registers.
+VLORA_INLINE Quad sums_of(R a, R b, R c, R d) {
+  Quad s[4] = {a.folded(), b.folded(), c.folded(), d.folded()};
+  Quad::transpose(s);
+  return (s[0] + s[1]) + (s[2] + s[3]);
 }
 
-// The sums of four registers' lanes.
-VLORA_INLINE __m128 sums_of(R a, R b, R c, R d) {
-  __m128 s0 = a.folded(), s1 = b.folded(), s2 = c.folded(), s3 = d.folded();
-  _MM_TRANSPOSE4_PS(s0, s1, s2, s3);
-  return _mm_add_ps(_mm_add_ps(s0, s1), _mm_add_ps(s2, s3));
-}
-
-// e to the power of x, to about 1.5 units in the last place; below -87.3 the smallest normal number,
-// above 88 that of 88. A NaN stays one.
+// Returns e to the power of x, to about 1.5 units in the last place. Below -87.3 it returns the
+// smallest normal number, above 88 the value at 88, for a NaN a NaN.
 VLORA_INLINE R exponential(R x) {
-  // The bound first: where x is a NaN, min and max give their second operand.
+  // The bound is the first operand: where x is a NaN, min and max return their second one.
   x = max(R::all(-87.33f), min(R::all(88.0f), x));
   const R n = (x * R::all(1.44269504f)).nearest();
+  // The rest is x - n log 2, with log 2 in two parts so that the first product is exact.
   R r = x;
   r.add_product(n, R::all(-0.693359375f));
   r.add_product(n, R::all(2.12194440e-4f));

@@ -1,4 +1,4 @@
-// What the machine gives: microbenchmarks on all threads of a region at work together.
+// Peak flop/s and memory bandwidth, measured on all threads of a region at the same time.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -12,28 +12,30 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double since(Clock::time_point start) {
+double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// The best rate of all threads at work together: each does `amount` between two meetings. Their best
-// moments apart would add up to what the machine never gives (84 GB/s of a memory that gives 50).
+// Returns the best rate of all threads together. prepare(threads) returns a function that does a
+// round of work and returns its amount; each round runs between two barriers. (Adding up the best
+// round of each thread gives a rate that the machine never reaches: 84 GB/s for a memory of 50
+// GB/s.)
 template <class Prepare>
 double best_rate(int threads, double seconds, const Prepare& prepare) {
-  std::atomic<bool> over{false};
+  std::atomic<bool> finished{false};
   double best = 0;
   auto work = [&](const Team& team) {
-    const auto once = prepare(team.threads);
-    once();
+    const auto work_once = prepare(team.threads);
+    work_once();
     const auto start = Clock::now();
-    while (!over) {
+    while (!finished) {
       team.wait();
       const auto round = Clock::now();
-      const double amount = once();
+      const double amount = work_once();
       team.wait();
       if (team.thread == 0) {
-        best = std::max(best, amount * team.threads / since(round));
-        over = since(start) >= seconds;
+        best = std::max(best, amount * team.threads / seconds_since(round));
+        finished = seconds_since(start) >= seconds;
       }
       team.wait();
     }
@@ -42,7 +44,7 @@ double best_rate(int threads, double seconds, const Prepare& prepare) {
   return best;
 }
 
-// The type whose loop is the fastest for this one: bf16 may be multiplied as fp32, widened.
+// Returns the type whose loop is fastest for this one: bf16 can be widened and multiplied as fp32.
 Dtype best_loop(Dtype dtype) {
   const bool pairs = core_peak(isa(dtype), dtype) >= core_peak(isa(dtype), Dtype::kFp32);
   return pairs ? dtype : Dtype::kFp32;
@@ -51,43 +53,45 @@ Dtype best_loop(Dtype dtype) {
 }  // namespace
 
 double peak(Dtype dtype, double seconds, int threads) {
-  const Micro& of = micro(isa(dtype));
+  const Microbenchmarks& benchmarks = microbenchmarks(isa(dtype));
   const Dtype loop = best_loop(dtype);
-  return best_rate(threads, seconds, [&](int) { return [&] { return of.peak(loop, 100000); }; });
+  return best_rate(threads, seconds,
+                   [&](int) { return [&] { return benchmarks.peak(loop, 100000); }; });
 }
 
 double bandwidth(int64_t bytes, double seconds, int threads) {
-  const Micro& of = micro(isa(Dtype::kFp32));
+  const Microbenchmarks& benchmarks = microbenchmarks(isa(Dtype::kFp32));
   return best_rate(threads, seconds, [&](int count) {
     const int64_t each = std::max<int64_t>(1024, bytes / 4 / count) / 128 * 128;
     const int64_t repeats = std::max<int64_t>(1, (1 << 18) / each);
     const std::shared_ptr<char> memory = in_large_pages(size_t(each) * 4);
     std::memset(memory.get(), 0, size_t(each) * 4);
-    return [&of, memory, each, repeats] {
+    return [&benchmarks, memory, each, repeats] {
       const float* const values = reinterpret_cast<const float*>(memory.get());
       volatile float sink = 0;
-      for (int64_t i = 0; i < repeats; ++i) sink = sink + of.read(values, each);
+      for (int64_t i = 0; i < repeats; ++i) sink = sink + benchmarks.read(values, each);
       return 4.0 * double(each) * double(repeats);
     };
   });
 }
 
 double multiply(Dtype dtype, int64_t rounds, int threads) {
-  const Micro& of = micro(isa(dtype));
+  const Microbenchmarks& benchmarks = microbenchmarks(isa(dtype));
   const Dtype loop = best_loop(dtype);
   std::atomic<int64_t> flops{0};
-  auto work = [&](const Team&) { flops += int64_t(of.peak(loop, rounds)); };
+  auto work = [&](const Team&) { flops += int64_t(benchmarks.peak(loop, rounds)); };
   run_on(threads, work);
   return double(flops);
 }
 
 float read(const void* values, int64_t bytes, int threads) {
-  const Micro& of = micro(isa(Dtype::kFp32));
+  const Microbenchmarks& benchmarks = microbenchmarks(isa(Dtype::kFp32));
   const float* floats = static_cast<const float*>(values);
   std::atomic<float> sum{0};
   auto work = [&](const Team& team) {
     const int64_t from = bytes / 4 * team.thread / team.threads;
-    sum = of.read(floats + from, bytes / 4 * (team.thread + 1) / team.threads - from);
+    const int64_t end = bytes / 4 * (team.thread + 1) / team.threads;
+    sum = benchmarks.read(floats + from, end - from);
   };
   run_on(threads, work);
   return sum;

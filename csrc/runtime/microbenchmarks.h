@@ -1,4 +1,5 @@
-// The microbenchmarks of an instruction set. Included in one generated unit of each, after its vectors.
+// The microbenchmarks of one instruction set. Each set compiles them in one generated unit, after
+// its vectors.
 #pragma once
 
 #include "runtime/types.h"
@@ -12,21 +13,18 @@ constexpr bool kPairs = false;
 #endif
 
 #ifdef VLORA_HAS_TILES
-// Two tiles by two in registers, as products do it, on zeros.
+// Multiplies a block of two by two tiles of zeros, in the order that kernels do.
 inline double tile_peak(int64_t rounds) {
   using U = TileRegisters;
-  configure(kTile, kTile, kTile);
-  U::zero<0>(), U::zero<1>(), U::zero<2>(), U::zero<3>();
+  using Block = TileBlock<2, 2>;
+  configure(kAmxRows, kAmxRows, kAmxRows);
+  Block::zero();
   U::zero<4>(), U::zero<5>(), U::zero<6>(), U::zero<7>();
-  const int64_t turns = rounds / 8 + 1;  // a turn takes as long as some rounds of vectors
-  for (int64_t i = 0; i < turns; ++i) {
-    U::multiply<0, 4, 6>();
-    U::multiply<1, 4, 7>();
-    U::multiply<2, 5, 6>();
-    U::multiply<3, 5, 7>();
-  }
+  // Multiplying a block takes about as long as eight rounds of vectors.
+  const int64_t blocks = rounds / 8 + 1;
+  for (int64_t i = 0; i < blocks; ++i) Block::multiply();
   release_tiles();
-  return double(turns) * 4 * kTile * kTile * 2 * kTile * 2;
+  return double(blocks) * 4 * kAmxRows * kAmxRows * 2 * kAmxRows * 2;
 }
 #endif
 
@@ -47,7 +45,7 @@ inline double peak(Dtype dtype, int64_t rounds) {
 #pragma GCC unroll 16
       for (int a = 0; a < kAccumulators; ++a) {
         acc[a].add_pairs(s, V::load_pairs(reinterpret_cast<const char*>(line)));
-        VLORA_KEEP(acc[a]);
+        acc[a].keep();
       }
   }
 #endif
@@ -57,13 +55,15 @@ inline double peak(Dtype dtype, int64_t rounds) {
     for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 16
       for (int a = 0; a < kAccumulators; ++a) {
+        // Without fused multiply-add, the compiler would otherwise multiply only once.
+        b.keep();
         acc[a].add_product(s, b);
-        VLORA_KEEP(acc[a]);
+        acc[a].keep();
       }
   }
   volatile float sink = 0;
 #pragma GCC unroll 16
-  for (int a = 0; a < kAccumulators; ++a) sink = sink + sum_of(acc[a]);
+  for (int a = 0; a < kAccumulators; ++a) sink = sink + acc[a].sum();
   return 2.0 * (dtype == Dtype::kBf16 && kPairs ? 2 : 1) * kLanes * kAccumulators * double(rounds);
 }
 
@@ -76,7 +76,7 @@ inline float read(const float* values, int64_t count) {
     for (int a = 0; a < 8; ++a) acc[a].add(V::load(values + i + a * kLanes));
   float sum = 0;
 #pragma GCC unroll 8
-  for (int a = 0; a < 8; ++a) sum += sum_of(acc[a]);
+  for (int a = 0; a < 8; ++a) sum += acc[a].sum();
   return sum;
 }
 

@@ -1,4 +1,4 @@
-// The names under which Python speaks of types.
+// Names of data types in Python.
 #pragma once
 
 #include <stdexcept>
@@ -8,10 +8,11 @@
 
 namespace vlora {
 
+// Throws std::invalid_argument for an unknown name.
 inline Dtype dtype_of(const std::string& name) {
   if (name == "fp32") return Dtype::kFp32;
   if (name == "bf16") return Dtype::kBf16;
-  throw std::invalid_argument("dtype '" + name + "' is neither fp32 nor bf16");
+  throw std::invalid_argument("unknown dtype '" + name + "': it must be fp32 or bf16");
 }
 
 }  // namespace vlora

@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call.
+// Buffers that a thread reuses from call to call.
 #pragma once
 
 #include <cstdlib>
@@ -9,8 +9,8 @@
 
 namespace vlora::runtime {
 
-// One allocation on a cache line, as large as the largest that was asked for; contents are not kept
-// when it grows. Meant to be thread_local.
+// One allocation, aligned to a cache line and as large as the largest request so far. Its contents
+// are lost when it grows. Meant to be thread_local.
 class Scratch {
  public:
   Scratch() = default;
@@ -18,6 +18,7 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { std::free(memory_); }
 
+  // Throws std::bad_alloc.
   float* get(int64_t floats) {
     if (floats > size_) {
       std::free(memory_);
@@ -33,11 +34,12 @@ class Scratch {
 
  private:
   void* memory_ = nullptr;
-  int64_t size_ = 0;
+  int64_t size_ = 0;  // floats
 };
 
-// The same in large pages, for what is read from end to end, again and again: in small ones its lines would
-// share the sets of L2 by chance.
+// The same in large pages, for buffers that are read from end to end again and again. Ordinary
+// pages are scattered over physical memory, so that by chance too many of their lines fall on the
+// same sets of L2.
 class LargeScratch {
  public:
   float* get(int64_t floats) {
@@ -52,7 +54,7 @@ class LargeScratch {
 
  private:
   std::shared_ptr<char> memory_;
-  int64_t size_ = 0;
+  int64_t size_ = 0;  // floats
 };
 
 }  // namespace vlora::runtime

@@ -21,41 +21,42 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// How long a waiting thread spins before it sleeps. Waking it by a futex takes 10 to 50 us; less
+// time passes between two kernels of a layer.
 constexpr auto kSpin = std::chrono::microseconds(40);
-// A futex wakes a thread in some 10 to 50 us; between two kernels of one layer less passes.
 
 thread_local bool in_region = false;
 
-// Meanwhile numbers too small to be normal are zeros, read and written (FTZ, DAZ): some CPUs take over a
-// hundred cycles for each, and weights of a softmax far below its largest make many of them.
-class TinyAsZero {
+// Treats subnormal numbers as zeros while it exists (FTZ and DAZ). Some CPUs take over a hundred
+// cycles for each of them, and the softmax produces many: weights far below the largest one.
+class FlushSubnormals {
  public:
-  TinyAsZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~TinyAsZero() { _mm_setcsr(before_); }
-  TinyAsZero(const TinyAsZero&) = delete;
-  TinyAsZero& operator=(const TinyAsZero&) = delete;
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 
  private:
   const unsigned before_;
 };
 
-// What one region shares; lives on the caller's stack.
-struct Shared {
+// The state of one region, on its caller's stack.
+struct RegionState {
   Region work;
   void* context;
   Barrier barrier;
-  std::mutex failing;
-  std::exception_ptr failure;  // the first
+  std::mutex mutex;
+  std::exception_ptr failure;  // the first exception of any thread
 
   void run(int thread, int threads) {
     in_region = true;
-    const TinyAsZero tiny;
+    const FlushSubnormals flush;
     try {
       work(context, Team{thread, threads, &barrier});
     } catch (const Barrier::Broken&) {
     } catch (...) {
       {
-        std::lock_guard<std::mutex> lock(failing);
+        std::lock_guard<std::mutex> lock(mutex);
         if (!failure) failure = std::current_exception();
       }
       barrier.break_up();
@@ -64,41 +65,44 @@ struct Shared {
   }
 };
 
-// Threads of our own.
+// The process's own threads. They serve one region at a time.
 class Pool {
  public:
-  void run(int threads, bool late, Shared& shared) {
+  void run(int threads, bool independent, RegionState& region) {
     if (busy_.exchange(true, std::memory_order_acquire)) {
-      shared.run(0, 1);
+      region.run(0, 1);
       return;
     }
-    threads = start(std::min(threads, kMost + 1) - 1) + 1;
-    shared_.store(&shared, std::memory_order_relaxed);
+    threads = start(std::min(threads, kMaxCount + 1) - 1) + 1;
+    region_.store(&region, std::memory_order_relaxed);
     gate_.value().store(kOpen | uint32_t(threads - 1) << kWanted);
     calls_.value().fetch_add(1);
     calls_.wake(threads - 1);
-    shared.run(0, threads);
-    // Late: those that are not in by now have nothing to do. Else all have to come, and to go.
+    region.run(0, threads);
+    // In an independent region, workers that have not entered by now have nothing to do. Otherwise
+    // all of them have to enter and to leave.
     for (;;) {
       uint32_t gate = gate_.load();
-      const bool in = late || count(gate, kJoined) == threads - 1;
-      if (in && (gate & kOpen)) {
+      const bool complete = independent || count(gate, kJoined) == threads - 1;
+      if (complete && (gate & kOpen)) {
         gate_.value().compare_exchange_weak(gate, gate & ~kOpen);
         continue;
       }
-      if (in && count(gate, kInside) == 0) break;
+      if (complete && count(gate, kInside) == 0) break;
       gate_.wait_while(gate);
     }
     busy_.store(false, std::memory_order_release);
   }
 
  private:
-  // The gate's number: whether it is open, and how many are wanted, have gone in, and are inside.
+  // The gate's value: a bit that says whether it is open, and three counts of workers at these bit
+  // positions: those wanted, those that have entered, and those inside.
   static constexpr uint32_t kOpen = 1u << 31;
-  static constexpr int kWanted = 20, kJoined = 10, kInside = 0, kMost = 1023;
-  static int count(uint32_t gate, int at) { return int(gate >> at & kMost); }
+  static constexpr int kWanted = 20, kJoined = 10, kInside = 0, kMaxCount = 1023;
+  static int count(uint32_t gate, int position) { return int(gate >> position & kMaxCount); }
 
-  // Sees to it that there are so many workers; those there are, if the system gives no more.
+  // Starts workers until there are `workers` of them. Returns that number, or fewer if the system
+  // refuses more.
   int start(int workers) {
     while (workers_ < workers) {
       try {
@@ -117,10 +121,10 @@ class Pool {
       seen = calls_.load();
       uint32_t gate = gate_.load();
       while ((gate & kOpen) && count(gate, kJoined) < count(gate, kWanted)) {
-        constexpr uint32_t kIn = 1u << kJoined | 1u << kInside;
-        if (!gate_.value().compare_exchange_weak(gate, gate + kIn)) continue;
-        // The region lasts at least until this thread has gone out again.
-        shared_.load(std::memory_order_relaxed)
+        constexpr uint32_t kEnter = 1u << kJoined | 1u << kInside;
+        if (!gate_.value().compare_exchange_weak(gate, gate + kEnter)) continue;
+        // The region exists at least until this thread has left it.
+        region_.load(std::memory_order_relaxed)
             ->run(count(gate, kJoined) + 1, count(gate, kWanted) + 1);
         gate_.value().fetch_sub(1u << kInside);
         gate_.wake(1);
@@ -132,10 +136,10 @@ class Pool {
   std::atomic<bool> busy_{false};
   int workers_ = 0;
   Signal calls_, gate_;
-  std::atomic<Shared*> shared_{nullptr};
+  std::atomic<RegionState*> region_{nullptr};
 };
 
-// GNU's OpenMP entry points, which LLVM's and Intel's runtimes offer too.
+// Entry points of GNU's OpenMP runtime. LLVM's and Intel's runtimes have them too.
 struct OpenMp {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
   int (*thread)();
@@ -148,23 +152,25 @@ struct OpenMp {
 
   explicit operator bool() const { return parallel && thread && threads; }
 
-  // The team keeps its largest size: the runtime would end and make threads at each change.
-  void run(int wanted, Shared& shared) const {
+  // Runs a region on `wanted` threads of a team that keeps its largest size so far, since the
+  // runtime ends and starts threads whenever the size changes.
+  void run(int wanted, RegionState& region) const {
     thread_local int largest = 0;
     largest = std::max(largest, wanted);
     struct Borrowed {
       const OpenMp& openmp;
-      Shared& shared;
+      RegionState& region;
       int wanted;
-      std::atomic<int> begun{0}, ended{0};  // the runtime's own order, told to whoever checks ours
-    } borrowed{*this, shared, wanted};
-    borrowed.begun.store(1, std::memory_order_release);
+      // They repeat the runtime's own synchronization in a form that thread sanitizers see.
+      std::atomic<int> started{0}, ended{0};
+    } borrowed{*this, region, wanted};
+    borrowed.started.store(1, std::memory_order_release);
     parallel(
         [](void* data) {
           Borrowed& b = *static_cast<Borrowed*>(data);
-          (void)b.begun.load(std::memory_order_acquire);
+          (void)b.started.load(std::memory_order_acquire);
           const int thread = b.openmp.thread(), threads = std::min(b.wanted, b.openmp.threads());
-          if (thread < threads) b.shared.run(thread, threads);
+          if (thread < threads) b.region.run(thread, threads);
           b.ended.fetch_add(1, std::memory_order_release);
         },
         &borrowed, unsigned(largest), 0);
@@ -173,31 +179,31 @@ struct OpenMp {
 };
 
 const OpenMp& openmp() {
-  static const OpenMp found;
-  return found;
+  static const OpenMp entry_points;
+  return entry_points;
 }
 
 std::atomic<Pool*> own_pool{nullptr};
-std::atomic<Source> asked{Source::kAuto};
+std::atomic<ThreadSource> requested{ThreadSource::kAuto};
 std::atomic<bool> forked{false};
 
-// Whether torch's team sleeps while it waits, so that ours can work meanwhile.
+// Returns whether torch's threads sleep while they wait, and so leave the cores to our own.
 bool openmp_sleeps() {
   const char* policy = std::getenv("OMP_WAIT_POLICY");
   return policy && !strcasecmp(policy, "PASSIVE");
 }
 
 Pool& pool() {
-  Pool* found = own_pool.load(std::memory_order_acquire);
-  if (found) return *found;
-  // Never deleted: its threads sleep on it until the process ends.
-  Pool* const made = new Pool;
-  if (own_pool.compare_exchange_strong(found, made)) return *made;
-  delete made;
-  return *found;
+  Pool* existing = own_pool.load(std::memory_order_acquire);
+  if (existing) return *existing;
+  // The pool is never deleted: its threads sleep on it until the process ends.
+  Pool* const created = new Pool;
+  if (own_pool.compare_exchange_strong(existing, created)) return *created;
+  delete created;
+  return *existing;
 }
 
-// A child has none of its parent's threads, and OpenMP's runtimes wait for theirs.
+// A forked child has none of its parent's threads, and OpenMP runtimes would wait for theirs.
 void after_fork() {
   own_pool.store(nullptr);
   forked.store(true);
@@ -210,7 +216,8 @@ struct AtFork {
 }  // namespace
 
 void Signal::wake(int threads) {
-  // All in one order: either the sleeper is seen here, or it sees the change before it sleeps.
+  // With a single order of all operations, either this thread sees the sleeping one, or that one
+  // sees the change before it sleeps.
   if (asleep_.load(std::memory_order_seq_cst))
     syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
 }
@@ -234,7 +241,8 @@ void Barrier::wait(int threads) {
   if (round & kBroken) throw Broken{};
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
     arrived_.store(0, std::memory_order_relaxed);
-    // Not an addition: a thread that breaks the region up meanwhile is not to be undone.
+    // Not an addition, which could undo the bit that another thread sets when it breaks up the
+    // region.
     uint32_t expected = round;
     round_.value().compare_exchange_strong(expected, (round + 1) & ~kBroken);
     round_.wake(INT_MAX);
@@ -249,30 +257,31 @@ void Barrier::break_up() {
   round_.wake(INT_MAX);
 }
 
-bool use_threads(Source source) {
-  if (source == Source::kOpenMp && (!openmp() || forked)) return false;
-  asked = source;
+bool set_thread_source(ThreadSource source) {
+  if (source == ThreadSource::kOpenMp && (!openmp() || forked)) return false;
+  requested = source;
   return true;
 }
 
-Source threads_in_use() {
-  if (asked == Source::kOwn || forked || !openmp()) return Source::kOwn;
-  return asked == Source::kOpenMp || !openmp_sleeps() ? Source::kOpenMp : Source::kOwn;
+ThreadSource thread_source() {
+  if (requested == ThreadSource::kOwn || forked || !openmp()) return ThreadSource::kOwn;
+  return requested == ThreadSource::kOpenMp || !openmp_sleeps() ? ThreadSource::kOpenMp
+                                                                : ThreadSource::kOwn;
 }
 
-void run_region(int threads, bool late, Region work, void* context) {
-  Shared shared{work, context, {}, {}, {}};
+void run_region(int threads, bool independent, Region work, void* context) {
+  RegionState region{work, context, {}, {}, {}};
   if (threads <= 1 || in_region) {
-    const TinyAsZero tiny;
-    work(context, Team{0, 1, &shared.barrier});
+    const FlushSubnormals flush;
+    work(context, Team{0, 1, &region.barrier});
     return;
   }
-  if (threads_in_use() == Source::kOpenMp) {
-    openmp().run(threads, shared);
+  if (thread_source() == ThreadSource::kOpenMp) {
+    openmp().run(threads, region);
   } else {
-    pool().run(threads, late, shared);
+    pool().run(threads, independent, region);
   }
-  if (shared.failure) std::rethrow_exception(shared.failure);
+  if (region.failure) std::rethrow_exception(region.failure);
 }
 
 }  // namespace vlora::runtime

@@ -1,16 +1,17 @@
-// One team of threads for all kernels of the process.
+// The team of threads that all kernels of the process share.
 //
-// Two ways to use it. `share_out` and `run_late` are for work in pieces that need nothing of each
-// other: whoever is free takes the next one, and a thread that comes late, since a neighbour has its
-// core, finds nothing left and is not waited for. `run_on` is for a region with meetings (`Team::wait`): all its
-// threads take part; inside it work is best taken in pieces as well (`Pieces`).
+// There are two ways to use it. `share_out` and `run_independent` are for work in pieces that do
+// not depend on each other: a free thread takes the next piece, and a thread that is late, because
+// another process has its core, finds none left and is not waited for. `run_on` is for regions with
+// barriers (`Team::wait`): all threads take part; inside it, work is best taken in pieces as well
+// (`Pieces`).
 //
-// Threads are kept, as many as were ever asked for; those that a region has no use for sleep on. A
-// waiting thread spins shortly, then sleeps. If torch's OpenMP team spins while it waits (that is,
-// OMP_WAIT_POLICY is not PASSIVE), it is borrowed instead: two teams on the same cores would fight.
-// A call inside a region, or while another thread's region runs, is done by its caller alone. An
-// exception in any thread ends the region and is thrown by the call. A forked child gets a team of
-// its own.
+// Threads are kept and reused; those that a region does not need stay asleep. A waiting thread
+// spins briefly, then sleeps. If torch's OpenMP threads spin while they wait (that is,
+// OMP_WAIT_POLICY is not PASSIVE), they are borrowed instead, since two teams would compete for the
+// same cores. A call inside a region, or while another thread's region runs, runs on its caller
+// alone. An exception in any thread ends the region and is rethrown by the call. A forked child
+// gets a team of its own.
 #pragma once
 
 #include <atomic>
@@ -19,13 +20,14 @@
 
 namespace vlora::runtime {
 
-// A number that threads wait on.
+// A number that threads can wait on.
 class Signal {
  public:
   uint32_t load() const { return value_.load(std::memory_order_acquire); }
   std::atomic<uint32_t>& value() { return value_; }
-  void wake(int threads);  // after a change of the value, by an operation that is sequentially consistent
-  // Returns when the value is another one: spins shortly, then sleeps.
+  // Wakes waiting threads. The value must have been changed by a sequentially consistent operation.
+  void wake(int threads);
+  // Returns when the value differs from `seen`. Spins briefly, then sleeps.
   void wait_while(uint32_t seen);
 
  private:
@@ -33,10 +35,10 @@ class Signal {
   std::atomic<uint32_t> asleep_{0};
 };
 
-// All threads of a region wait for each other.
+// A barrier for all threads of a region.
 class Barrier {
  public:
-  // Throws Broken once a thread has left the region by an exception.
+  // Throws Broken once a thread has left the region with an exception.
   void wait(int threads);
   void break_up();
 
@@ -48,7 +50,7 @@ class Barrier {
   Signal round_;
 };
 
-// A thread's place in its region.
+// One thread's view of its region.
 struct Team {
   int thread, threads;
   Barrier* barrier;
@@ -58,19 +60,19 @@ struct Team {
   }
 };
 
-// Numbers 0 … count - 1, each given to one thread.
+// Numbers 0 … count - 1, each of which is taken by one thread.
 class Pieces {
  public:
   explicit Pieces(int64_t count = 0) : count_(count) {}
-  // The next piece, or -1.
+  // Returns the next piece, or -1.
   int64_t take() {
     const int64_t piece = next_.fetch_add(1, std::memory_order_relaxed);
     return piece < count_ ? piece : -1;
   }
-  // The next `most` or fewer pieces: false if there are none.
-  bool take(int64_t most, int64_t* begin, int64_t* end) {
-    *begin = next_.fetch_add(most, std::memory_order_relaxed);
-    *end = *begin + most < count_ ? *begin + most : count_;
+  // Takes up to `max_pieces` pieces, [*begin, *end). Returns false if there are none left.
+  bool take(int64_t max_pieces, int64_t* begin, int64_t* end) {
+    *begin = next_.fetch_add(max_pieces, std::memory_order_relaxed);
+    *end = *begin + max_pieces < count_ ? *begin + max_pieces : count_;
     return *begin < count_;
   }
 
@@ -79,40 +81,42 @@ class Pieces {
   std::atomic<int64_t> next_{0};
 };
 
-enum class Source { kAuto, kOwn, kOpenMp };
-// Which threads serve; kAuto is the rule above. For tests and for the sanitizers: not while a region
-// runs. False if the process has no OpenMP to borrow.
-bool use_threads(Source source);
-Source threads_in_use();
+// Where threads come from. kAuto follows the rule at the top of this file.
+enum class ThreadSource { kAuto, kOwn, kOpenMp };
+// Sets the source, for tests and sanitizers; must not be called while a region runs. Returns false
+// if the process has no OpenMP runtime to borrow from.
+bool set_thread_source(ThreadSource source);
+// Returns kOwn or kOpenMp.
+ThreadSource thread_source();
 
 using Region = void (*)(void* context, const Team& team);
-// late: threads that have not begun when the caller's part has ended are not waited for.
-void run_region(int threads, bool late, Region work, void* context);
+// independent: threads that have not started when the caller's part is done are not waited for.
+void run_region(int threads, bool independent, Region work, void* context);
 
-// work(team) on `threads` threads, or on the caller alone; the caller is thread 0.
+// Calls work(team) on `threads` threads, or on the caller alone. The caller is thread 0.
 template <class Work>
 void run_on(int threads, Work& work) {
   run_region(
-      threads, false,
-      [](void* context, const Team& team) { (*static_cast<Work*>(context))(team); }, &work);
+      threads, false, [](void* context, const Team& team) { (*static_cast<Work*>(context))(team); },
+      &work);
 }
 
-// The same for work that needs no meeting and is taken in pieces: late threads are not waited for.
+// The same for work that has no barriers and is taken in pieces.
 template <class Work>
-void run_late(int threads, Work& work) {
+void run_independent(int threads, Work& work) {
   run_region(
-      threads, true,
-      [](void* context, const Team& team) { (*static_cast<Work*>(context))(team); }, &work);
+      threads, true, [](void* context, const Team& team) { (*static_cast<Work*>(context))(team); },
+      &work);
 }
 
-// work(piece) for all pieces, on up to `threads` threads.
+// Calls work(piece) for all pieces, on up to `threads` threads.
 template <class Work>
 void share_out(int threads, int64_t pieces, const Work& work) {
-  Pieces taken(pieces);
+  Pieces remaining(pieces);
   auto take = [&](const Team&) {
-    for (int64_t piece; (piece = taken.take()) >= 0;) work(piece);
+    for (int64_t piece; (piece = remaining.take()) >= 0;) work(piece);
   };
-  run_late(threads < pieces ? threads : int(pieces), take);
+  run_independent(threads < pieces ? threads : int(pieces), take);
 }
 
 }  // namespace vlora::runtime

@@ -1,10 +1,12 @@
-// The tile registers in plain C++: what AMX does, for tests where there is none. What its shapes forbid
-// ends the process, as the unit's fault would.
+// AMX's tile registers emulated in plain C++, for tests on CPUs without AMX. An operation that AMX
+// would fault on aborts the process. The rest of the file is the plain C++ equivalent of
+// tile_amx.h.
 #pragma once
 
 #include <cstdlib>
 #include <cstring>
 
+#include "runtime/bf16.h"
 #include "runtime/tile_unit.h"
 #include "runtime/types.h"
 
@@ -12,7 +14,7 @@ namespace vlora::runtime::VLORA_ISA {
 
 struct TileRegisters {
   struct Register {
-    int rows, bytes;
+    int rows, line_bytes;
     unsigned char line[16][64];
   };
   static Register& at(int tile) {
@@ -24,10 +26,10 @@ struct TileRegisters {
   static void configure(const Shapes& s) {
     if (s.palette != 1 || s.start_row) std::abort();
     for (int t = 0; t < 8; ++t) {
-      if (s.rows[t] > 16 || s.bytes[t] > 64 || !s.rows[t] != !s.bytes[t]) std::abort();
+      if (s.rows[t] > 16 || s.line_bytes[t] > 64 || !s.rows[t] != !s.line_bytes[t]) std::abort();
       std::memset(&at(t), 0, sizeof(Register));
       at(t).rows = s.rows[t];
-      at(t).bytes = s.bytes[t];
+      at(t).line_bytes = s.line_bytes[t];
     }
   }
   static void release() {
@@ -39,28 +41,31 @@ struct TileRegisters {
     std::memset(at(T).line, 0, sizeof at(T).line);
   }
   template <int T>
-  static void load(const void* from, ptrdiff_t bytes) {
+  static void load(const void* from, ptrdiff_t line_bytes) {
     zero<T>();
     for (int row = 0; row < at(T).rows; ++row)
-      std::memcpy(at(T).line[row], static_cast<const char*>(from) + row * bytes, size_t(at(T).bytes));
+      std::memcpy(at(T).line[row], static_cast<const char*>(from) + row * line_bytes,
+                  size_t(at(T).line_bytes));
   }
   template <int T>
-  static void load_passing(const void* from, ptrdiff_t bytes) {
-    load<T>(from, bytes);
+  static void load_streaming(const void* from, ptrdiff_t line_bytes) {
+    load<T>(from, line_bytes);
   }
   template <int T>
-  static void store(void* to, ptrdiff_t bytes) {
+  static void store(void* to, ptrdiff_t line_bytes) {
     if (!at(T).rows) std::abort();
     for (int row = 0; row < at(T).rows; ++row)
-      std::memcpy(static_cast<char*>(to) + row * bytes, at(T).line[row], size_t(at(T).bytes));
+      std::memcpy(static_cast<char*>(to) + row * line_bytes, at(T).line[row],
+                  size_t(at(T).line_bytes));
   }
   template <int C, int A, int B>
   static void multiply() {
     Register &c = at(C), &a = at(A), &b = at(B);
-    if (c.rows != a.rows || c.bytes != b.bytes || a.bytes != 4 * b.rows || !c.rows) std::abort();
+    if (c.rows != a.rows || c.line_bytes != b.line_bytes || a.line_bytes != 4 * b.rows || !c.rows)
+      std::abort();
     for (int m = 0; m < c.rows; ++m)
       for (int k = 0; k < b.rows; ++k)
-        for (int n = 0; n < c.bytes / 4; ++n) {
+        for (int n = 0; n < c.line_bytes / 4; ++n) {
           float sum;
           std::memcpy(&sum, c.line[m] + 4 * n, 4);
           for (int odd = 0; odd < 2; ++odd)
@@ -70,73 +75,74 @@ struct TileRegisters {
   }
 
  private:
-  static float value(const unsigned char* bf16) {
-    const uint32_t bits = uint32_t(bf16[0]) << 16 | uint32_t(bf16[1]) << 24;
-    float result;
-    std::memcpy(&result, &bits, 4);
-    return result;
+  static float value(const unsigned char* bytes) {
+    uint16_t bf16;
+    std::memcpy(&bf16, bytes, sizeof bf16);
+    return fp32_of(bf16);
   }
 };
 
-// What tile_amx.h does by vectors.
-struct Beside {
-  static void copy_line(const char* from, char* to) { std::memcpy(to, from, 64); }
+struct Bf16Line {
+  uint16_t value[32];
 
-  static void pack(const float* x, ptrdiff_t stride, int rows, int count, void* to) {
-    auto* const out = static_cast<uint16_t*>(to);
-    for (int t = 0; t < 16; ++t)
-      for (int k = 0; k < 32; ++k)
-        out[k / 2 * 32 + 2 * t + k % 2] = t < rows && k < count ? rounded(x[t * stride + k]) : uint16_t(0);
-  }
-
-  static void split(const float* from, char* to, ptrdiff_t apart) { split_part(from, 32, to, apart); }
-  static void split_part(const float* from, int count, char* to, ptrdiff_t apart) {
-    for (int k = 0; k < 32; ++k) {
-      uint16_t found[runtime::kLimbs];
-      limbs(k < count ? from[k] : 0, found);
-      for (int i = 0; i < runtime::kLimbs; ++i) std::memcpy(to + i * apart + 2 * k, &found[i], 2);
-    }
-  }
-
-  static void pack_limbs(const float* x, ptrdiff_t stride, int rows, int count, void* to) {
-    auto* const out = static_cast<uint16_t*>(to);
-    for (int t = 0; t < 16; ++t)
-      for (int k = 0; k < 32; ++k) {
-        uint16_t found[runtime::kLimbs];
-        limbs(t < rows && k < count ? x[t * stride + k] : 0, found);
-        for (int i = 0; i < runtime::kLimbs; ++i) out[512 * i + k / 2 * 32 + 2 * t + k % 2] = found[i];
-      }
-  }
-
-  static void store_turned(const float* tile, ptrdiff_t line, int quarter, float* y, ptrdiff_t stride, int rows,
-                           int columns, const float* bias, Stored how) {
-    for (int i = 0; i < rows && i < 4; ++i)
-      for (int n = 0; n < columns; ++n) {
-        float& to = y[i * stride + n];
-        to = tile[n * line + 4 * quarter + i] + (how == Stored::kAdded ? to : bias ? bias[n] : 0);
-      }
-  }
-
- private:
-  static void limbs(float value, uint16_t (&found)[runtime::kLimbs]) {
-    for (int i = 0; i + 1 < runtime::kLimbs; ++i) {
-      uint32_t bits;
-      std::memcpy(&bits, &value, sizeof bits);
-      found[i] = uint16_t(bits >> 16);
-      bits &= 0xffff0000u;
-      float upper;
-      std::memcpy(&upper, &bits, sizeof upper);
-      value -= upper;
-    }
-    found[runtime::kLimbs - 1] = rounded(value);
-  }
-  // To nearest, ties to even; a NaN stays one.
-  static uint16_t rounded(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40);
-    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  void store(char* to) const { std::memcpy(to, value, sizeof value); }
+  Bf16Line interleaved() const {
+    Bf16Line line;
+    for (int k = 0; k < 32; ++k) line.value[k] = value[k / 2 + k % 2 * 16];
+    return line;
   }
 };
+
+struct Fp32Line {
+  float value[32];
+
+  static Fp32Line zero() { return {}; }
+  static Fp32Line load(const float* from) { return load_some(from, 32); }
+  static Fp32Line load_some(const float* from, int count) {
+    return load_two(from, count, from + 16, count - 16);
+  }
+  static Fp32Line load_two(const float* first, int first_count, const float* second,
+                           int second_count) {
+    Fp32Line line = {};
+    for (int k = 0; k < 16 && k < first_count; ++k) line.value[k] = first[k];
+    for (int k = 0; k < 16 && k < second_count; ++k) line.value[16 + k] = second[k];
+    return line;
+  }
+
+  Bf16Line rounded() const {
+    Bf16Line line;
+    for (int k = 0; k < 32; ++k) line.value[k] = bf16_of(value[k]);
+    return line;
+  }
+  Bf16Line take_upper_half() {
+    Bf16Line line;
+    for (int k = 0; k < 32; ++k)
+      line.value[k] = vlora::runtime::VLORA_ISA::take_upper_half(value[k]);
+    return line;
+  }
+  Bf16Line take_rounded() {
+    const Bf16Line line = rounded();
+    for (int k = 0; k < 32; ++k) value[k] -= fp32_of(line.value[k]);
+    return line;
+  }
+};
+
+inline void transpose_pairs(const Bf16Line (&lines)[16], char* to) {
+  for (int t = 0; t < 16; ++t)
+    for (int pair = 0; pair < 16; ++pair)
+      std::memcpy(to + pair * 64 + t * 4, &lines[t].value[2 * pair], 4);
+}
+
+inline void copy_line(const char* from, char* to) { std::memcpy(to, from, 64); }
+
+inline void store_transposed(const float* tile, ptrdiff_t line, int quarter, float* y,
+                             ptrdiff_t stride, int rows, int columns, const float* bias,
+                             Store how) {
+  for (int i = 0; i < rows && i < 4; ++i)
+    for (int n = 0; n < columns; ++n) {
+      float& to = y[i * stride + n];
+      to = tile[n * line + 4 * quarter + i] + (how == Store::kAdd ? to : bias ? bias[n] : 0);
+    }
+}
 
 }  // namespace vlora::runtime::VLORA_ISA

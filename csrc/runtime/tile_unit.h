@@ -1,41 +1,45 @@
-// Products by a unit that multiplies tiles of bf16 pairs (AMX), or by its twin in plain C++.
+// Interface of a unit that multiplies tiles of bf16 pairs: AMX, or its emulation in plain C++.
+//
+// A step is a pair of bf16 values that are neighbours along the depth of a product.
 #pragma once
 
 #include "runtime/dispatch.h"
 
 namespace vlora::runtime {
 
-constexpr int kTile = 16;           // rows of a tile, and steps (pairs of depth) that it takes at a time
-constexpr int kTileRows = 2 * kTile;  // of one product: two tiles by two
-constexpr int kTilePanels = 2;
-constexpr int kLimbs = 3;            // of bf16, that make a value of fp32
+// Rows of a tile; also the number of steps that a tile of a factor holds.
+constexpr int kAmxRows = 16;
+// A block of sums is at most two tiles of rows by two panels of 16 columns.
+constexpr int kAmxBlockRows = 2 * kAmxRows;
+constexpr int kAmxBlockPanels = 2;
+// Number of bf16 limbs that represent an fp32 value exactly (fp32_limbs.h).
+constexpr int kLimbs = 3;
 
-// How a tile of sums goes to memory: in place of what is there, so past the caches (whole lines only), or
-// added to it.
-enum class Stored { kPlain, kPastCaches, kAdded };
+// How sums are written to memory. Streaming stores bypass the caches and write only full lines.
+enum class Store { kOverwrite, kStream, kAdd };
 
-// out[i, n] (+)= sum over the depth of left[i, k] right[n, k], in fp32.
+// out[i, n] (+)= sum over k of left[i, k] * right[n, k], summed in fp32.
 struct TileProduct {
-  const void* left;       // rows of bf16 pairs, as they lie in memory
-  ptrdiff_t left_bytes;   // from row to row
-  int rows;               // 1 … kTileRows
-  const void* right;      // panels: for every step 16 pairs side by side, one of each column
-  ptrdiff_t step_bytes;   // from step to step
-  ptrdiff_t panel_bytes;  // from panel to panel
-  int panels;             // 1 … kTilePanels
-  int64_t steps;          // pairs of depth
-  float* out;             // of panel n from out + 16 n on
-  ptrdiff_t out_stride;   // floats
-  bool first;             // the sums begin at zero, else at `out`
+  const void* left;       // rows of bf16 pairs
+  ptrdiff_t left_bytes;   // bytes between rows
+  int rows;               // 1 … kAmxBlockRows
+  const void* right;      // panels: each step has 16 contiguous pairs, one for each column
+  ptrdiff_t step_bytes;   // bytes between steps
+  ptrdiff_t panel_bytes;  // bytes between panels
+  int panels;             // 1 … kAmxBlockPanels
+  int64_t steps;
+  float* out;            // panel n begins at out + 16 n
+  ptrdiff_t out_stride;  // floats between rows
+  bool first;            // whether the sums start from zero, not from `out`
 };
 
 struct TileUnit {
   void (*multiply)(const TileProduct&);
-  // After a thread's last product: the unit's registers are no longer in use.
+  // Releases the tile registers. Each thread calls it after its last product.
   void (*release)();
 };
 
-// Null where the instruction set has none.
+// Returns the tile unit of an instruction set, or null if it has none.
 const TileUnit* tile_unit(Isa isa);
 
 }  // namespace vlora::runtime

@@ -1,8 +1,10 @@
-// What all kernels on the CPU speak of. No torch, no Python.
+// Types and constants that all CPU kernels share. No torch, no Python.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#define VLORA_INLINE inline __attribute__((always_inline))
 
 namespace vlora {
 
@@ -13,7 +15,8 @@ inline size_t size_of(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : 2; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Number of fp32 values in a vector (vector.h), and of rows in a panel: one AVX-512 register, two
+// AVX2 registers, one cache line.
 constexpr int kLanes = 16;
-// fp32 values of one vector (vector_*.h): one AVX-512 register, two of AVX2, a cache line.
 
 }  // namespace vlora

@@ -35,14 +35,14 @@ def custom_resources(tools: Path) -> dict[str, dict[str, Any]]:
 def test_the_chart_renders_and_validates_for_two_versions_of_kubernetes(
     tools: Path, name: str
 ) -> None:
-    found = render(tools, VALUES[name])
-    assert found.get("error") is None
-    assert found["lint"] == []
-    assert found["faults"] == []
-    assert set(found["custom"]) <= CUSTOM
-    kinds = {one["kind"] for one in found["resources"]}
+    rendered = render(tools, VALUES[name])
+    assert rendered.get("error") is None
+    assert rendered["lint"] == []
+    assert rendered["faults"] == []
+    assert set(rendered["custom"]) <= CUSTOM
+    kinds = {one["kind"] for one in rendered["resources"]}
     assert {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= kinds
-    assert f"{ENSEMBLE}/generate" in found["notes"]
+    assert f"{ENSEMBLE}/generate" in rendered["notes"]
     if name == "everything":
         assert {*CUSTOM, "HorizontalPodAutoscaler"} <= kinds
 
@@ -58,8 +58,8 @@ def test_the_validation_rejects_an_unknown_key_and_an_unknown_kind(
         head = "apiVersion: apps/v1\nmetadata: {name: a}\n"
         kind = "" if wrong.startswith("kind") else "kind: Deployment\n"
         (chart / "templates" / "a.yaml").write_text(f"{head}{kind}{wrong}\n")
-        found = render(tools, {}, chart)
-        assert len(found["faults"]) == len(VERSIONS), found
+        rendered = render(tools, {}, chart)
+        assert len(rendered["faults"]) == len(VERSIONS), rendered
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_monitors_and_rules_fit_the_schemas_of_the_prometheus_operator(tools: Pa
             " console.log(validate(one) ? 'valid' : JSON.stringify(validate.errors));"
         )
         wrong = {**resources[kind], "spec": 5}
-        given = json.dumps([resources[kind], wrong])
-        said = kit.output_of(["node", "--input-type=module", "-e", script], given).splitlines()
+        text = json.dumps([resources[kind], wrong])
+        said = kit.output_of(["node", "--input-type=module", "-e", script], text).splitlines()
         assert said[0] == "valid", said[0]
         assert said[1] != "valid"
 

@@ -153,17 +153,17 @@ def proxy(tools: Path, servers: list[TritonServer], tmp_path: Path) -> Iterator[
     file.write_text(yaml.safe_dump(adapted_to(servers, configuration(tools, values))))
     command = [tools / "envoy", "-c", file, "--concurrency", "1", "--use-dynamic-base-id"]
     with kit.running(command, tmp_path / "envoy.log") as process:
-        made = Proxy(port, admin)
+        envoy = Proxy(port, admin)
 
         def is_up() -> bool:
             assert process.poll() is None, (tmp_path / "envoy.log").read_text()[-3000:]
             try:
-                return all(made.is_healthy(server) for server in servers)
+                return all(envoy.is_healthy(server) for server in servers)
             except (OSError, ValueError):
                 return False
 
         until(is_up)
-        yield made
+        yield envoy
 
 
 @pytest.mark.parametrize(

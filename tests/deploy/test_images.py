@@ -96,8 +96,10 @@ def replayed(stages: list[Stage], folder: Path) -> Iterator[Replay]:
 def without(one: Instruction, words: str) -> Instruction:
     """Return a RUN without the command that has these words; its output is an empty file."""
     commands = [command for command in one.value.split("&&") if words not in command]
-    made = [f"mkdir -p /wheels/lib && touch /{LIBRARY}"] if "cuda_build" in words else commands
-    return Instruction("RUN", " && ".join(made))
+    replacement = (
+        [f"mkdir -p /wheels/lib && touch /{LIBRARY}"] if "cuda_build" in words else commands
+    )
+    return Instruction("RUN", " && ".join(replacement))
 
 
 @pytest.fixture
@@ -118,10 +120,10 @@ def test_the_cpu_image_serves_read_only_as_a_user_and_has_no_compilers(
     last = stages[-1]
     assert final.user == "10001:10001"
     for name in COMPILERS:
-        found = subprocess.run(
+        located = subprocess.run(
             final.command(["/bin/sh", "-c", f"command -v {name}"]), capture_output=True, text=True
         )
-        assert found.stdout == "", found.stdout
+        assert located.stdout == "", located.stdout
 
     entry = [*last.last("ENTRYPOINT").words, *last.last("CMD").words]
     log = folder / "serve.log"
@@ -173,10 +175,10 @@ def test_the_gpu_image_builds_without_the_steps_that_need_nvidias_images(folder:
     run.instructions.insert(0, Instruction("RUN", compilers))
     *_, final = replayed([build, run], folder)
     for name in COMPILERS:
-        found = subprocess.run(
+        located = subprocess.run(
             final.command(["/bin/sh", "-c", f"command -v {name}"]), capture_output=True, text=True
         )
-        assert found.stdout == "", found.stdout
+        assert located.stdout == "", located.stdout
     health = run.last("HEALTHCHECK").words
     done = subprocess.run(final.command(health, read_only=True), capture_output=True, text=True)
     assert done.returncode == Health.DEAD, done.stderr

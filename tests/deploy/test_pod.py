@@ -39,13 +39,13 @@ def certificates(folder: Path) -> Path:
 def pod(tools: Path, values: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     """Run the server's container and yield it; its mounted files are in `folder`."""
     ports = kit.free_ports("http", "grpc", "metrics")
-    found = render(tools, {**values, "ports": ports, "engine": ENGINE})["resources"]
+    resources = render(tools, {**values, "ports": ports, "engine": ENGINE})["resources"]
     (container,) = next(
         one["spec"]["template"]["spec"]["containers"]
-        for one in found
+        for one in resources
         if one["kind"] == "Deployment" and one["metadata"]["name"] == "vision"
     )
-    options = next(one["data"] for one in found if "model.json" in one.get("data", {}))
+    options = next(one["data"] for one in resources if "model.json" in one.get("data", {}))
     (folder / "model.json").write_text(options["model.json"])
     text = json.dumps(container)
     for mounted in ("/etc/vlora/", "/tls/"):
@@ -64,14 +64,14 @@ def pod(tools: Path, values: dict[str, Any], folder: Path) -> Iterator[dict[str,
 
 def passes(container: dict[str, Any], name: str) -> bool:
     """Return whether the probe succeeds, as the kubelet would decide."""
-    asked = container[name].get("httpGet")
-    if asked is None:
+    http_get = container[name].get("httpGet")
+    if http_get is None:
         command = container[name]["exec"]["command"]
         assert command[0] == "vlora"
         seconds = container[name]["timeoutSeconds"]
         return subprocess.run([VLORA, *command[1:]], timeout=seconds).returncode == 0
     try:
-        url = f"http://127.0.0.1:{container['ports'][asked['port']]}{asked['path']}"
+        url = f"http://127.0.0.1:{container['ports'][http_get['port']]}{http_get['path']}"
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:

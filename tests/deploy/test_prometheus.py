@@ -122,10 +122,10 @@ def test_every_query_has_data_from_a_real_server_and_its_end_fires_an_alert(
                 asker.once("video_analytics", text_input="?", image=picture())
                 with pytest.raises(Refused):
                     asker.once("lmm_unary", text_input="?", sampling_parameters={"lora_name": "x"})
-                found = {query: prometheus.values(query) for query in QUERIES}
+                results = {query: prometheus.values(query) for query in QUERIES}
                 return [
                     query
-                    for query, values in found.items()
+                    for query, values in results.items()
                     if not values or any(math.isnan(value) for value in values)
                 ]
 

@@ -18,8 +18,9 @@ from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import FATAL_EXIT, EngineLoop
 from vlora.errors import Internal, InvalidArgument, Unavailable
+from vlora.model.sampler import TokenSampler
 from vlora.request import Output, Request
-from vlora.sampling import SamplingParams
+from vlora.sampling import RANGES, SamplingParams
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -133,6 +134,56 @@ def test_a_single_infinite_or_nan_logit_is_detected(engine: Engine) -> None:
     for name in ("+", "-", "nan"):
         assert isinstance(outputs[name][-1].error, Internal)
     assert outputs["fine"][-1].finish_reason == "length"
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {key: int(value) if valid.whole else value}
+    for key, valid in RANGES.items()
+    for value in (valid.low, min(valid.high, 10**300))
+    # These are checked against the model, and the lowest deadline is over at once.
+    if key not in ("max_tokens", "min_tokens", "stop_token_ids", "deadline_ms")
+] + [{"top_k": value} for value in (1, 2, 2**31, 2**32, 2**63, 10**19)]
+"""Parameters with a number at the end of its range or of a native type's."""
+
+
+@pytest.mark.parametrize("temperature", [0, 0.01, 1, 100])
+def test_every_number_within_its_range_is_answered_at_every_temperature(
+    engine: Engine, temperature: float
+) -> None:
+    """The requests are rows of the same steps."""
+    common = {"temperature": temperature, "max_tokens": 2}
+    requests = [
+        request(str(index), sampling=SamplingParams.parse(common | extreme))
+        for index, extreme in enumerate(EXTREMES)
+    ]
+    outputs = run(engine, *requests)
+    assert {outputs[item.id][-1].error for item in requests} == {None}
+    assert engine.stats().failed == 0
+
+
+@pytest.mark.parametrize("raised", [TypeError, MemoryError])
+def test_a_fault_while_drawing_ends_the_request_of_its_row_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, raised: type[Exception]
+) -> None:
+    """The sampler fails on one row, whether it is drawn with the others or alone."""
+    common = SamplingParams(temperature=0.9, max_tokens=4, ignore_eos=True)
+    sampled = [request(name, sampling=replace(common, seed=ord(name))) for name in "abc"]
+    requests = [request("greedy"), *sampled]
+    expected = {item.id: tokens(run(engine, item)[item.id]) for item in requests}
+    uniform = TokenSampler._uniform
+
+    def broken(sampler: TokenSampler, position: int) -> float:
+        if sampler._params.seed == ord("b"):
+            raise raised("a fault of ours")
+        return uniform(sampler, position)
+
+    monkeypatch.setattr(TokenSampler, "_uniform", broken)
+    outputs = run(engine, *requests)
+    assert isinstance(outputs["b"][-1].error, Internal)
+    for name in ("greedy", "a", "c"):
+        assert tokens(outputs[name]) == expected[name]
+        assert outputs[name][-1].finish_reason == "length"
+    assert engine.stats().failed == 1
 
 
 # -- the loop ----------------------------------------------------------------------------------

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoConfig, AutoTokenizer
 
-from tests.support.engine_client import Collector, request
+from tests.support.engine_client import PATIENCE, Collector, request
+from vlora.config import Options
+from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.errors import InvalidArgument, NotFound, VLoraError
-from vlora.request import ImageFeatures, Request
+from vlora.model.inputs import Prompt
+from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 
 
@@ -126,6 +135,113 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
         r"longest of 'choices' needs \d+ tokens; 3 are left",
     ),
 ]
+
+
+@pytest.fixture(scope="module")
+def wide_tokenizer(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint whose tokenizer has tokens that its embedding lacks."""
+    folder = tmp_path_factory.mktemp("wide") / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    size = len(tokenizer)
+    assert tokenizer.add_tokens(["qqq", "zzz"]) == 2
+    tokenizer.save_pretrained(folder)
+    assert AutoConfig.from_pretrained(folder).text_config.vocab_size == size
+    return folder
+
+
+def test_a_token_beyond_the_embedding_is_refused_and_harms_no_other(wide_tokenizer: Path) -> None:
+    engine = Engine(Options(model=wide_tokenizer))
+    size = engine.config.vocabulary
+    engine.add(engine.prepare(request("healthy")), arrival=0.0)
+    message = f"the prompt has token {size + 1} \\('zzz'\\).* from 0 to {size - 1}"
+    with pytest.raises(InvalidArgument, match=message):
+        engine.prepare(request("x", prompt="<s>what zzz is it?"))
+    outputs = [output for _ in range(4) for output in engine.step()]
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_a_choice_is_never_spelled_with_tokens_beyond_the_embedding(wide_tokenizer: Path) -> None:
+    engine = Engine(Options(model=wide_tokenizer))
+    choices = {"choices": ["qqq", "zzz"], "temperature": 1, "seed": 3, "logprobs": 20}
+    engine.add(engine.prepare(request("x", sampling=SamplingParams.parse(choices))), arrival=0.0)
+    outputs: list[Output] = []
+    while not engine.idle:
+        outputs += engine.step()
+    assert outputs[-1].finish_reason == "stop"
+    assert "".join(output.text for output in outputs) in choices["choices"]  # type: ignore[operator]
+
+
+def test_penalties_skip_image_tokens_beyond_the_embedding(
+    wide_tokenizer: Path, tmp_path: Path
+) -> None:
+    """An image's positions take features instead of embeddings, so its token may lie anywhere."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(wide_tokenizer, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["image_token_id"] = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("zzz")
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = Engine(Options(model=folder))
+    sampling = SamplingParams(temperature=0.0, max_tokens=2, repetition_penalty=1.3)
+    picture = images([[0, 4, 1, 2, 2, 0]], 4, engine.config.hidden)
+    asked = request("x", prompt="<s>zzz what?", images=picture, sampling=sampling)
+    engine.add(engine.prepare(asked), arrival=0.0)
+    outputs: list[Output] = []
+    while not engine.idle:
+        outputs += engine.step()
+    assert outputs[-1].error is None
+
+
+def test_an_end_of_text_beyond_the_embedding_is_not_masked(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(
+        json.dumps(generation | {"eos_token_id": [generation["eos_token_id"], 10**6]})
+    )
+    engine = Engine(Options(model=folder))
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, min_tokens=2)
+    engine.add(engine.prepare(request("x", sampling=sampling)), arrival=0.0)
+    outputs: list[Output] = []
+    while not engine.idle:
+        outputs += engine.step()
+    assert outputs[-1].error is None
+
+
+def test_a_prompt_of_more_bytes_than_the_context_can_hold_is_not_tokenized(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizing the largest prompt takes seconds."""
+    read: list[str] = []
+    monkeypatch.setattr(engine.admission.reader, "read", lambda text, images: read.append(text))
+    with pytest.raises(InvalidArgument, match=r"has \d+ bytes; the context of 1024 tokens holds"):
+        engine.prepare(request("x", prompt="what is it? " * 80_000))
+    assert not read
+
+
+def test_a_prompt_does_not_wait_for_another_one_to_be_tokenized(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizing, proceed = threading.Event(), threading.Event()
+    read = engine.admission.reader.read
+
+    def slowly(text: str, features: ImageFeatures | None) -> Prompt:
+        if text == "slow":
+            tokenizing.set()
+            assert proceed.wait(PATIENCE)
+        return read(text, features)
+
+    monkeypatch.setattr(engine.admission.reader, "read", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(engine.prepare, request("slow", prompt="slow"))
+        assert tokenizing.wait(PATIENCE)
+        quick = threads.submit(engine.prepare, request("quick"))
+        done, _ = wait([quick], timeout=5)
+        proceed.set()
+        assert done
+        assert slow.result().sequence.prompt_length > 0
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,10 @@ def cases(oracle: Oracle, parity_adapters: Path) -> list[Case]:
 
 @pytest.fixture(scope="session")
 def tally() -> Iterator[Tally]:
-    """Count near-ties; at the end of the session they must be at most 0.1 % of all tokens."""
+    """Yield a counter of near-ties.
+
+    At the end of the session, near-ties must be at most 0.1 % of all tokens.
+    """
     tally = Tally()
     yield tally
     print(f"\nparity: {tally.tokens} tokens, {tally.ties} near-ties")

@@ -193,8 +193,10 @@ class Replay:
         ]
         for path in self._shared:
             inside = f"{root}{path}"
-            made = f"mkdir -p {inside}" if path.is_dir() else f"touch {inside}"
-            steps.append(f"mkdir -p {root}{path.parent} && {made} && mount --bind {path} {inside}")
+            create = f"mkdir -p {inside}" if path.is_dir() else f"touch {inside}"
+            steps.append(
+                f"mkdir -p {root}{path.parent} && {create} && mount --bind {path} {inside}"
+            )
         if read_only:
             steps.append(f"mount -t tmpfs -o noexec,nosuid,nodev,mode=1777 tmpfs {root}/tmp")
             steps.append(f"mount -o remount,bind,ro {root}")

@@ -102,7 +102,7 @@ BAD = [
     sampling("an unknown key", "INVALID_ARG", "did you mean 'temperature'", temperatur=1),
     sampling("several answers", "UNSUPPORTED", "'n' = 3", n=3),
     sampling("best_of", "UNSUPPORTED", "'best_of'", best_of=2),
-    sampling("a deadline of zero", "INVALID_ARG", "milliseconds above 0", deadline_ms=0),
+    sampling("a deadline of zero", "INVALID_ARG", "milliseconds from 0.001", deadline_ms=0),
     sampling("supersede without a stream", "INVALID_ARG", "needs 'stream_id'", supersede=True),
     sampling("a negative temperature", "INVALID_ARG", "'temperature' must be", temperature=-1),
     sampling("too many tokens", "INVALID_ARG", "100000.*1024", max_tokens=100000),
@@ -124,6 +124,7 @@ BAD = [
     ),
     Bad("a long unknown task", "INVALID_ARG", "characters in all", {"task": "ж" * 60000}),
     sampling("a long value", "INVALID_ARG", r"'temperature'.*é\.\.\.é", temperature="é" * 9000),
+    Bad("a prompt of 1 MiB", "INVALID_ARG", "bytes; the context of 1024", {}, "x" * 2**20),
     Bad("a prompt of 2 MiB", "INVALID_ARG", "2097152 bytes; the limit is 1048576", {}, "x" * 2**21),
     raw_sampling("malformed JSON", "not valid JSON.* at character", '{"temperature": 1'),
     raw_sampling("JSON that is a list", "must be a JSON object", "[1]"),
@@ -180,14 +181,14 @@ def test_a_malformed_request_gets_its_error_and_concurrent_ones_their_answers(
 def test_text_that_is_not_valid_utf8_is_rejected_by_every_model(
     ask: Asker, text: str, image: bytes | None
 ) -> None:
-    asked = {"text_input": "What?", "image": image, "sampling_parameters": text}
+    question = {"text_input": "What?", "image": image, "sampling_parameters": text}
     for model in ("lmm", "visual_retrieval"):
         with pytest.raises(Refused, match="INVALID_ARG: ") as caught:
-            ask.stream(model, **asked)
+            ask.stream(model, **question)
         assert "Traceback" not in caught.value.message
     for model in ("lmm_unary", "video_analytics"):
         with pytest.raises(Refused, match="INVALID_ARG: "):
-            ask.once(model, **asked)
+            ask.once(model, **question)
 
 
 def test_an_http_connection_stays_open_after_text_that_is_not_valid_utf8(ask: Asker) -> None:
@@ -254,9 +255,13 @@ BAD_FEATURES = {
 @pytest.mark.parametrize("name", BAD_FEATURES)
 def test_features_that_do_not_fit_are_rejected(ask: Asker, name: str) -> None:
     message, changed = BAD_FEATURES[name]
-    asked = {"image_features": features(), "image_layout": layout(ONE_IMAGE), "text_input": "What?"}
+    question = {
+        "image_features": features(),
+        "image_layout": layout(ONE_IMAGE),
+        "text_input": "What?",
+    }
     with pytest.raises(Refused, match=message) as caught:
-        ask.once("lmm_unary", **{**asked, **changed})
+        ask.once("lmm_unary", **{**question, **changed})
     assert caught.value.status == "StatusCode.INVALID_ARGUMENT"
 
 
@@ -290,9 +295,9 @@ def test_a_missing_prompt_is_rejected_without_an_ensemble(ask: Asker, model: str
 
 
 def test_empty_lists_of_images_are_the_same_as_no_images(ask: Asker) -> None:
-    asked = {"text_input": "Just words?", "image": [], "frames": []}
+    question = {"text_input": "Just words?", "image": [], "frames": []}
     assert (
-        ask.once(ANALYTICS, **asked)["num_input_tokens"]
+        ask.once(ANALYTICS, **question)["num_input_tokens"]
         == (ask.once(ANALYTICS, text_input="Just words?")["num_input_tokens"])
     )
 

@@ -133,8 +133,8 @@ def test_without_a_feature_cache_every_image_is_encoded(ask_small: Asker) -> Non
 def test_images_with_other_pixels_have_other_digests(ask_small: Asker) -> None:
     def digests(*images: bytes) -> list[str]:
         text = np.array([[b"x"]], dtype=object)
-        given = np.array([[*images, None]], dtype=object)[:, :-1]
-        response = ask_small.once("vision_encoder", text_input=text, image=given)
+        pictures = np.array([[*images, None]], dtype=object)[:, :-1]
+        response = ask_small.once("vision_encoder", text_input=text, image=pictures)
         return list(np.ravel(response["image_digest"]))
 
     one, other = picture((9, 9, 9)), picture((9, 9, 8))
@@ -146,8 +146,8 @@ def test_two_engine_threads_give_the_same_answer_as_one(
     ask: Asker, ask_small: Asker, lora: dict[str, str]
 ) -> None:
     keys = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-    asked = {"text_input": "hello", "sampling_parameters": {**keys, **lora}}
-    assert ask_small.text("lmm", **asked) == ask.text("lmm", **asked)
+    question = {"text_input": "hello", "sampling_parameters": {**keys, **lora}}
+    assert ask_small.text("lmm", **question) == ask.text("lmm", **question)
 
 
 def test_requests_that_run_longer_than_the_grace_period_are_cancelled(
@@ -157,10 +157,10 @@ def test_requests_that_run_longer_than_the_grace_period_are_cancelled(
     stubs = children(small.pid)
     assert len(stubs) == 4
     assert small.models.keys() == {"lmm", "lmm_unary", "task_head", "vision_encoder"}
-    asked = {"text_input": "hi", "stream": True, "parameters": LONG}
+    question = {"text_input": "hi", "stream": True, "parameters": LONG}
     with (
-        ask_small.streaming("lmm", **asked) as running,
-        ask_small.streaming("lmm", **asked) as waiting,
+        ask_small.streaming("lmm", **question) as running,
+        ask_small.streaming("lmm", **question) as waiting,
     ):
         next(running)
         small.stop(grace_seconds=0)

@@ -1,4 +1,4 @@
-"""`lmm` and `lmm_unary`: the vLLM backend's interface, and the extensions."""
+"""Tests of `lmm` and `lmm_unary`: the interface of the vLLM backend, and our extensions of it."""
 
 import json
 import math
@@ -23,16 +23,16 @@ def test_without_streaming_there_is_one_response_that_starts_with_the_prompt(ask
 
 
 def test_the_prompt_is_left_out_on_request(ask: Asker) -> None:
-    asked = {"text_input": "hello", "sampling_parameters": GREEDY}
-    (with_prompt,) = ask.stream("lmm", **asked, exclude_input_in_output=False)
-    (without,) = ask.stream("lmm", **asked, exclude_input_in_output=True)
+    question = {"text_input": "hello", "sampling_parameters": GREEDY}
+    (with_prompt,) = ask.stream("lmm", **question, exclude_input_in_output=False)
+    (without,) = ask.stream("lmm", **question, exclude_input_in_output=True)
     assert with_prompt["text_output"] == "hello" + without["text_output"]
 
 
 def test_streaming_gives_deltas_without_the_prompt(ask: Asker) -> None:
-    asked = {"text_input": "hello", "sampling_parameters": GREEDY}
-    deltas = ask.stream("lmm", stream=True, **asked)
-    (whole,) = ask.stream("lmm", exclude_input_in_output=True, **asked)
+    question = {"text_input": "hello", "sampling_parameters": GREEDY}
+    deltas = ask.stream("lmm", stream=True, **question)
+    (whole,) = ask.stream("lmm", exclude_input_in_output=True, **question)
     assert "".join(delta["text_output"] for delta in deltas) == whole["text_output"]
     assert [delta.final for delta in deltas] == [False] * (len(deltas) - 1) + [True]
 
@@ -43,10 +43,10 @@ def test_streaming_with_the_prompt_is_an_error(ask: Asker) -> None:
 
 
 def test_optional_outputs_are_absent_unless_requested(ask: Asker) -> None:
-    asked = {"text_input": "hello", "sampling_parameters": GREEDY, "stream": True}
-    assert set(ask.stream("lmm", **asked)[0].outputs) == {"text_output"}
+    question = {"text_input": "hello", "sampling_parameters": GREEDY, "stream": True}
+    assert set(ask.stream("lmm", **question)[0].outputs) == {"text_output"}
     names = ("finish_reason", "num_input_tokens", "num_output_tokens", "logprobs")
-    deltas = ask.stream("lmm", **asked, **{f"return_{name}": True for name in names})
+    deltas = ask.stream("lmm", **question, **{f"return_{name}": True for name in names})
     assert all(set(names) < set(delta.outputs) for delta in deltas)
     assert sum(delta["num_output_tokens"] for delta in deltas) == 6
     *others, last = (delta["finish_reason"] for delta in deltas)
@@ -69,26 +69,26 @@ def test_logprobs_have_the_form_of_the_vllm_backend(ask: Asker) -> None:
     assert all(entry["rank"] == 1 for entry in sampled)
     total = sum(entry["logprob"] for entry in sampled)
     assert math.isclose(response["cumulative_logprob"], total, rel_tol=1e-5)
-    asked = {"text_input": "hello", "return_logprobs": True}
-    (without,) = ask.stream("lmm", **asked)
+    question = {"text_input": "hello", "return_logprobs": True}
+    (without,) = ask.stream("lmm", **question)
     assert without["logprobs"] == "null"
     (alone,) = ask.stream(
-        "lmm", sampling_parameters=GREEDY, return_cumulative_logprob=True, **asked
+        "lmm", sampling_parameters=GREEDY, return_cumulative_logprob=True, **question
     )
     assert alone["logprobs"] == "null"
     assert math.isclose(alone["cumulative_logprob"], total, rel_tol=1e-5)
 
 
 def test_the_sampling_defaults_are_those_of_vllm(ask: Asker) -> None:
-    asked = {"text_input": "hello", "parameters": {"ignore_eos": True}}
-    answers = ask.stream("lmm", return_num_output_tokens=True, **asked)
+    question = {"text_input": "hello", "parameters": {"ignore_eos": True}}
+    answers = ask.stream("lmm", return_num_output_tokens=True, **question)
     assert answers[0]["num_output_tokens"] == 16
-    assert len({ask.text("lmm", **asked) for _ in range(4)}) > 1
+    assert len({ask.text("lmm", **question) for _ in range(4)}) > 1
 
 
 def test_a_seed_makes_a_sampled_answer_repeatable(ask: Asker) -> None:
-    asked = {"text_input": "hello", "sampling_parameters": {"seed": 7, "ignore_eos": True}}
-    assert ask.text("lmm", **asked) == ask.text("lmm", **asked)
+    question = {"text_input": "hello", "sampling_parameters": {"seed": 7, "ignore_eos": True}}
+    assert ask.text("lmm", **question) == ask.text("lmm", **question)
 
 
 def test_numeric_strings_are_coerced(ask: Asker) -> None:
@@ -123,28 +123,34 @@ def test_parameters_of_triton_and_forwarded_headers_are_not_sampling_keys(ask: A
 
 
 def test_the_default_task_is_raw_and_another_one_renders_its_template(ask: Asker) -> None:
-    asked = {"text_input": "What?", "sampling_parameters": GREEDY, "return_num_input_tokens": True}
-    (raw,) = ask.stream("lmm", **asked)
-    (named,) = ask.stream("lmm", task="raw", **asked)
-    (templated,) = ask.stream("lmm", task="vqa", **asked)
+    question = {
+        "text_input": "What?",
+        "sampling_parameters": GREEDY,
+        "return_num_input_tokens": True,
+    }
+    (raw,) = ask.stream("lmm", **question)
+    (named,) = ask.stream("lmm", task="raw", **question)
+    (templated,) = ask.stream("lmm", task="vqa", **question)
     assert raw["num_input_tokens"] == named["num_input_tokens"] < templated["num_input_tokens"]
 
 
 def test_an_image_is_encoded_by_the_vision_encoder(ask: Asker) -> None:
-    asked = {"text_input": "What is this?", "image": picture()}
+    question = {"text_input": "What is this?", "image": picture()}
     direct = ask.text(
-        "lmm", task="vqa", stream=True, sampling_parameters={"temperature": 0}, **asked
+        "lmm", task="vqa", stream=True, sampling_parameters={"temperature": 0}, **question
     )
-    assert direct == ask.text("visual_retrieval", task="vqa", **asked)
+    assert direct == ask.text("visual_retrieval", task="vqa", **question)
 
 
 def test_frames_may_be_encoded_or_raw(ask: Asker) -> None:
     clip = [picture((60 * i, 0, 0)) for i in range(3)]
-    asked = {"text_input": "", "task": "video"}
-    expected = ask.text("visual_retrieval", frames=clip, **asked)
-    for given in ({"frames": clip}, {"frames_raw": pixels(clip)}):
+    question = {"text_input": "", "task": "video"}
+    expected = ask.text("visual_retrieval", frames=clip, **question)
+    for extra in ({"frames": clip}, {"frames_raw": pixels(clip)}):
         keys = {"temperature": 0}
-        assert ask.text("lmm", stream=True, sampling_parameters=keys, **given, **asked) == expected
+        assert (
+            ask.text("lmm", stream=True, sampling_parameters=keys, **extra, **question) == expected
+        )
 
 
 def test_a_client_may_send_features(ask: Asker) -> None:
@@ -183,10 +189,18 @@ def test_a_head_answers_on_lmm_with_scores_and_labels(ask: Asker) -> None:
 
 
 def test_metadata_is_returned_only_if_it_was_sent(ask: Asker) -> None:
-    (given,) = ask.stream("lmm", text_input="hello", metadata="m")
+    (extra,) = ask.stream("lmm", text_input="hello", metadata="m")
     (none,) = ask.stream("lmm", text_input="hello")
-    assert given["metadata"] == "m"
+    assert extra["metadata"] == "m"
     assert "metadata" not in none
+
+
+def test_an_absurd_number_is_answered_and_the_server_stays(ask: Asker) -> None:
+    for top_k in (10**19, 10**300):
+        parameters = {"top_k": top_k, "temperature": 1, "seed": 1, "max_tokens": 3}
+        absurd = ask.text("lmm", text_input="hello", sampling_parameters=parameters)
+        del parameters["top_k"]
+        assert absurd == ask.text("lmm", text_input="hello", sampling_parameters=parameters)
 
 
 def test_the_answer_is_one_of_the_choices(ask: Asker) -> None:
@@ -202,11 +216,11 @@ def test_the_answer_is_one_of_the_choices(ask: Asker) -> None:
 
 
 def test_a_stop_string_ends_the_answer_and_is_left_out(ask: Asker) -> None:
-    asked = {"text_input": "hello", "exclude_input_in_output": True}
-    whole = ask.text("lmm", sampling_parameters=GREEDY, **asked)
+    question = {"text_input": "hello", "exclude_input_in_output": True}
+    whole = ask.text("lmm", sampling_parameters=GREEDY, **question)
     stop = whole[len(whole) // 2 :]
     (response,) = ask.stream(
-        "lmm", sampling_parameters={**GREEDY, "stop": [stop]}, return_finish_reason=True, **asked
+        "lmm", sampling_parameters={**GREEDY, "stop": [stop]}, return_finish_reason=True, **question
     )
     assert response["text_output"] == whole[: whole.index(stop)]
     assert response["finish_reason"] == "stop"
@@ -215,10 +229,10 @@ def test_a_stop_string_ends_the_answer_and_is_left_out(ask: Asker) -> None:
 @pytest.mark.parametrize("how", ["a key of the body", "sampling_parameters"])
 def test_stop_in_a_generate_body_sets_the_stop_strings(ask: Asker, how: str) -> None:
     keys = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
-    asked = {"text_input": "hello", "exclude_input_in_output": True}
-    whole = ask.text("lmm", sampling_parameters=keys, **asked)
+    question = {"text_input": "hello", "exclude_input_in_output": True}
+    whole = ask.text("lmm", sampling_parameters=keys, **question)
     keys["stop"] = whole[len(whole) // 2 :]
-    body = asked | (
+    body = question | (
         keys if how == "a key of the body" else {"sampling_parameters": json.dumps(keys)}
     )
     status, text = ask.http("lmm", "generate", body)
@@ -227,10 +241,10 @@ def test_stop_in_a_generate_body_sets_the_stop_strings(ask: Asker, how: str) -> 
 
 
 def test_lmm_unary_answers_like_lmm(ask: Asker) -> None:
-    asked = {"text_input": "hello", "image": picture(), "return_finish_reason": True}
+    question = {"text_input": "hello", "image": picture(), "return_finish_reason": True}
     for how in ({"parameters": GREEDY}, {"sampling_parameters": GREEDY}):
-        unary = ask.once("lmm_unary", **asked, **how)
-        (direct,) = ask.stream("lmm", **asked, **how)
+        unary = ask.once("lmm_unary", **question, **how)
+        (direct,) = ask.stream("lmm", **question, **how)
         assert unary["text_output"] == direct["text_output"]
         assert set(unary.outputs) == set(direct.outputs) | {"answer"}
 
@@ -259,8 +273,8 @@ def test_a_request_past_its_deadline_ends_with_cancelled(ask: Asker) -> None:
 
 def test_cancel_ends_a_running_request_with_cancelled(ask: Asker) -> None:
     client_id = uuid.uuid4().hex
-    asked = {"text_input": "hello", "stream": True, "sampling_parameters": LONG}
-    with ask.streaming("lmm", id=client_id, **asked) as responses:
+    question = {"text_input": "hello", "stream": True, "sampling_parameters": LONG}
+    with ask.streaming("lmm", id=client_id, **question) as responses:
         next(responses)
         assert ask.stream("lmm", id=client_id, cancel=True) == []
         with pytest.raises(Refused, match=r"^CANCELLED: "):
@@ -268,11 +282,11 @@ def test_cancel_ends_a_running_request_with_cancelled(ask: Asker) -> None:
 
 
 def test_cancel_ends_a_request_of_an_ensemble(ask: Asker) -> None:
-    asked = {"text_input": "hello", "sampling_parameters": LONG}
+    question = {"text_input": "hello", "sampling_parameters": LONG}
     for model, call in (("visual_retrieval", ask.stream), ("video_analytics", ask.once)):
         client_id = uuid.uuid4().hex
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(call, model, id=client_id, **asked)
+            running = pool.submit(call, model, id=client_id, **question)
             while not running.done():
                 ask.stream("lmm", id=client_id, cancel=True)
                 time.sleep(0.05)
@@ -288,17 +302,17 @@ def test_cancelling_an_unknown_id_succeeds_and_a_short_id_is_rejected(ask: Asker
 
 def test_a_second_running_request_with_the_same_long_id_is_rejected(ask: Asker) -> None:
     client_id = uuid.uuid4().hex
-    asked = {"text_input": "hello", "sampling_parameters": LONG, "id": client_id}
-    with ask.streaming("lmm", stream=True, **asked) as responses:
+    question = {"text_input": "hello", "sampling_parameters": LONG, "id": client_id}
+    with ask.streaming("lmm", stream=True, **question) as responses:
         next(responses)
         for model, call in (("lmm", ask.stream), ("lmm_unary", ask.once)):
             with pytest.raises(Refused, match=r"INVALID_ARG: .*live already"):
-                call(model, **asked)
+                call(model, **question)
 
 
 def test_two_running_requests_may_share_a_short_id(ask: Asker) -> None:
-    asked = {"text_input": "hello", "sampling_parameters": LONG, "id": "1"}
-    with ask.streaming("lmm", stream=True, **asked) as responses:
+    question = {"text_input": "hello", "sampling_parameters": LONG, "id": "1"}
+    with ask.streaming("lmm", stream=True, **question) as responses:
         next(responses)
         assert ask.stream("lmm", text_input="hello", id="1")
 

@@ -45,12 +45,12 @@ def test_sixteen_concurrent_requests_get_the_same_answers_as_sequential_ones(
     ask: Asker, model: str
 ) -> None:
     def answer(index: int) -> str:
-        asked = mixed(index)
+        question = mixed(index)
         if model == "visual_retrieval":
-            return ask.text(model, **asked)
+            return ask.text(model, **question)
         if model == "lmm_unary":
-            asked["sampling_parameters"].setdefault("temperature", 0)
-        return str(ask.once(model, **asked)["text_output"])
+            question["sampling_parameters"].setdefault("temperature", 0)
+        return str(ask.once(model, **question)["text_output"])
 
     alone = [answer(index) for index in range(16)]
     with ThreadPoolExecutor(16) as pool:
@@ -141,14 +141,14 @@ def test_http_errors_are_json_with_their_code(ask: Asker) -> None:
 
 def test_the_metrics_of_the_vllm_backend_are_exported(ask: Asker) -> None:
     keys = {"lora_name": "all-r8", "max_tokens": 900, "ignore_eos": True}
-    asked = {"text_input": "hello", "stream": True, "sampling_parameters": keys}
-    seen: set[str] = set()
+    question = {"text_input": "hello", "stream": True, "sampling_parameters": keys}
+    names_seen: set[str] = set()
     with ThreadPoolExecutor(8) as pool:
-        requests = [pool.submit(ask.stream, "lmm", **asked) for _ in range(8)]
+        requests = [pool.submit(ask.stream, "lmm", **question) for _ in range(8)]
         while not all(request.done() for request in requests):
-            seen |= set(ask.metrics())
+            names_seen |= set(ask.metrics())
             time.sleep(0.1)
-    names = {name.partition("{")[0] for name in seen}
+    names = {name.partition("{")[0] for name in names_seen}
     assert {
         "vllm:num_requests_waiting",
         "vllm:num_requests_running",
@@ -164,7 +164,7 @@ def test_the_metrics_of_the_vllm_backend_are_exported(ask: Asker) -> None:
         "vllm:generation_tokens_total",
         "nv_trt_llm_kv_cache_block_metrics",
     } <= names
-    running = [name for name in seen if 'running_lora_adapters="all-r8"' in name]
+    running = [name for name in names_seen if 'running_lora_adapters="all-r8"' in name]
     assert running
     assert 'max_lora="' in running[0]
 
@@ -198,16 +198,16 @@ def test_a_request_is_counted_before_its_last_response(ask: Asker) -> None:
 def test_a_failed_request_is_counted_as_one_error(ask: Asker) -> None:
     def errors() -> dict[tuple[str, str], float]:
         series = re.compile(r'vlora:request_errors_total\{code="(\w+)",model="(\w+)"')
-        found = ((series.match(name), value) for name, value in ask.metrics().items())
-        return {(match[2], match[1]): value for match, value in found if match}
+        outcome = ((series.match(name), value) for name, value in ask.metrics().items())
+        return {(match[2], match[1]): value for match, value in outcome if match}
 
     before = errors()
     assert len(before) == len(BY_CODE) * 4
     unknown = {"text_input": "What?", "sampling_parameters": {"lora_name": "unknown"}}
     corrupt = {"text_input": "What?", "image": b"no image", "sampling_parameters": {}}
-    for model, asked in (("video_analytics", unknown), ("lmm_unary", unknown), ("lmm", corrupt)):
+    for model, question in (("video_analytics", unknown), ("lmm_unary", unknown), ("lmm", corrupt)):
         with pytest.raises(Refused):
-            (ask.stream if model == "lmm" else ask.once)(model, **asked)
+            (ask.stream if model == "lmm" else ask.once)(model, **question)
     expected = {("lmm", "NOT_FOUND"): 2.0, ("vision_encoder", "INVALID_ARG"): 1.0}
 
     def added() -> dict[tuple[str, str], float]:
@@ -219,11 +219,11 @@ def test_a_failed_request_is_counted_as_one_error(ask: Asker) -> None:
 
 def test_two_hundred_concurrent_requests_are_all_answered(ask: Asker) -> None:
     """200 requests are more than the maximum number of calls of `lmm_unary`."""
-    asked = {"text_input": "What is this?", "image": picture((9, 9, 9))}
-    alone = ask.once("video_analytics", **asked)["text_output"]
+    question = {"text_input": "What is this?", "image": picture((9, 9, 9))}
+    alone = ask.once("video_analytics", **question)["text_output"]
     with ThreadPoolExecutor(200) as pool:
-        found = [pool.submit(ask.once, "video_analytics", **asked) for _ in range(200)]
-    assert [one.result()["text_output"] for one in found] == [alone] * 200
+        outcome = [pool.submit(ask.once, "video_analytics", **question) for _ in range(200)]
+    assert [one.result()["text_output"] for one in outcome] == [alone] * 200
 
 
 @pytest.fixture(scope="module")

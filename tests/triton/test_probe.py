@@ -20,9 +20,9 @@ DEADLINE = 10.0
 
 def probe_within(server: TritonServer, deadline: float = DEADLINE) -> Finding:
     started = time.monotonic()
-    found = probe(server.grpc_url, deadline, metrics_port=server.options.metrics_port)
-    assert time.monotonic() - started < deadline + 1, found
-    return found
+    finding = probe(server.grpc_url, deadline, metrics_port=server.options.metrics_port)
+    assert time.monotonic() - started < deadline + 1, finding
+    return finding
 
 
 def test_a_server_that_answers_is_ready(server: TritonServer) -> None:
@@ -34,9 +34,9 @@ def test_a_server_that_answers_is_ready(server: TritonServer) -> None:
 def test_a_free_port_and_an_http_port_are_dead(server: TritonServer) -> None:
     (free,) = choose_ports({"grpc_port": 0}).values()
     for port in (free, server.options.http_port):
-        found = probe(f"localhost:{port}", DEADLINE)
-        assert found.health is Health.DEAD, found
-        assert found.seconds < DEADLINE + 1
+        finding = probe(f"localhost:{port}", DEADLINE)
+        assert finding.health is Health.DEAD, finding
+        assert finding.seconds < DEADLINE + 1
 
 
 def test_a_starting_server_is_alive_and_a_hung_or_killed_one_is_dead(
@@ -46,17 +46,17 @@ def test_a_starting_server_is_alive_and_a_hung_or_killed_one_is_dead(
     server = TritonServer(options)
     server.start()
     try:
-        found = probe_within(server)
-        assert found.health is Health.ALIVE, found
-        assert "starting" in found.reason
+        finding = probe_within(server)
+        assert finding.health is Health.ALIVE, finding
+        assert "starting" in finding.reason
         server.wait_ready()
         assert probe_within(server).health is Health.READY
 
         # The process is stopped, then killed. Continuing it instead would crash Triton 2.51.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             os.kill(server.models["lmm"], number)
-            found = probe_within(server)
-            assert found.health is Health.DEAD, found
+            finding = probe_within(server)
+            assert finding.health is Health.DEAD, finding
         with asking(server) as asker:
             assert asker.client.is_server_ready(), "Triton still reports that it is ready"
     finally:

@@ -97,9 +97,9 @@ def test_serve_restarts_a_failed_server_and_drains_on_sigterm(folders: list[str]
         with closing(HTTPConnection("localhost", int(http))) as idle:
             idle.request("GET", "/v2/health/live")
             assert idle.getresponse().read() == b""
-            asked = {"text_input": "hi", "stream": True, "parameters": LONG}
-            asked["return_num_output_tokens"] = True
-            with asker.streaming("lmm", **asked) as responses:
+            question = {"text_input": "hi", "stream": True, "parameters": LONG}
+            question["return_num_output_tokens"] = True
+            with asker.streaming("lmm", **question) as responses:
                 first = next(responses)
                 process.send_signal(signal.SIGTERM)
                 output_until(process, "running ones get 600 s to finish")

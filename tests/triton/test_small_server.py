@@ -54,15 +54,15 @@ def test_each_of_many_requests_is_answered_or_rejected_with_the_queue_length(
 
     def one(index: int) -> str:
         ready.wait()
-        asked = {
+        question = {
             "text_input": f"What is {index}?",
             "sampling_parameters": {**LONG, "max_tokens": 9},
         }
         try:
             if model == "lmm":
-                ask.stream(model, image=picture(), **asked)
+                ask.stream(model, image=picture(), **question)
             else:
-                ask.once(model, image=picture(), **asked)
+                ask.once(model, image=picture(), **question)
         except Refused as error:
             return error.message
         return "answered"
@@ -73,20 +73,20 @@ def test_each_of_many_requests_is_answered_or_rejected_with_the_queue_length(
     assert outcomes.pop("answered") >= WAITING
     assert outcomes, "the queue was never full"
     for message in outcomes:
-        found = re.search(r"UNAVAILABLE: the queue is full: (\d+) requests are waiting$", message)
-        assert found, message
-        assert int(found[1]) <= WAITING
+        matched = re.search(r"UNAVAILABLE: the queue is full: (\d+) requests are waiting$", message)
+        assert matched, message
+        assert int(matched[1]) <= WAITING
 
 
 def test_a_waiting_request_ends_when_it_is_cancelled_or_its_client_disconnects(ask: Asker) -> None:
     """The running requests would take longer than the rest of the test."""
-    asked = {"text_input": "What?", "sampling_parameters": LONG}
+    question = {"text_input": "What?", "sampling_parameters": LONG}
     running = [uuid.uuid4().hex for _ in range(RUNNING)]
     waiting = uuid.uuid4().hex
     with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(ask.once, "video_analytics", id=one, **asked) for one in running]
-        last = pool.submit(ask.once, "video_analytics", id=waiting, **asked)
-        gone = pool.submit(ask.once, "video_analytics", timeout=0.2, **asked)
+        calls = [pool.submit(ask.once, "video_analytics", id=one, **question) for one in running]
+        last = pool.submit(ask.once, "video_analytics", id=waiting, **question)
+        gone = pool.submit(ask.once, "video_analytics", timeout=0.2, **question)
         with pytest.raises(Refused, match="Deadline"):
             gone.result()
 
@@ -104,12 +104,12 @@ def test_a_waiting_request_ends_when_it_is_cancelled_or_its_client_disconnects(a
 
 
 def test_a_newer_request_of_a_stream_supersedes_the_waiting_one(ask: Asker) -> None:
-    asked = {"text_input": "What?", "sampling_parameters": LONG}
+    question = {"text_input": "What?", "sampling_parameters": LONG}
     running = [uuid.uuid4().hex for _ in range(RUNNING)]
     keys = {**LONG, "max_tokens": 3, "stream_id": "camera", "supersede": True, "deadline_ms": 3e4}
     chunk = {"text_input": "What?", "sampling_parameters": keys}
     with ThreadPoolExecutor(32) as pool:
-        calls = [pool.submit(ask.once, "video_analytics", id=one, **asked) for one in running]
+        calls = [pool.submit(ask.once, "video_analytics", id=one, **question) for one in running]
         chunks = [pool.submit(ask.once, "video_analytics", **chunk)]
 
         def superseded() -> bool:

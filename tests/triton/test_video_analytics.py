@@ -34,18 +34,18 @@ SUBSETS = [names for size in range(1, 6) for names in itertools.combinations(NAM
 
 
 def test_any_subset_of_the_outputs_may_be_requested(ask: Asker) -> None:
-    asked = {"text_input": "What is this?", "image": picture()}
-    whole = dict(ask.once(ANALYTICS, **asked).outputs)
+    question = {"text_input": "What is this?", "image": picture()}
+    whole = dict(ask.once(ANALYTICS, **question).outputs)
 
     def differing(names: tuple[str, ...]) -> dict[str, Any]:
-        found = dict(ask.once(ANALYTICS, outputs=names, **asked).outputs)
-        assert set(found) == set(names)
-        return {name: value for name, value in found.items() if value != whole[name]}
+        answers = dict(ask.once(ANALYTICS, outputs=names, **question).outputs)
+        assert set(answers) == set(names)
+        return {name: value for name, value in answers.items() if value != whole[name]}
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(differing, SUBSETS))
-    assert len(found) == 31
-    assert all(set(names) <= {"result"} for names in found), (
+        answers = list(pool.map(differing, SUBSETS))
+    assert len(answers) == 31
+    assert all(set(names) <= {"result"} for names in answers), (
         "only the timings in `result` may differ"
     )
 
@@ -72,8 +72,8 @@ def test_images_and_frames_are_indexed_separately(ask: Asker) -> None:
 
 
 def test_a_head_returns_scores_by_label_and_its_best_label_as_text(ask: Asker) -> None:
-    asked = {"frames": [picture(), picture((0, 0, 200))], "task": "classify", "text_input": ""}
-    result = result_of(ask, sampling_parameters={"lora_name": "head-r8"}, **asked)
+    question = {"frames": [picture(), picture((0, 0, 200))], "task": "classify", "text_input": ""}
+    result = result_of(ask, sampling_parameters={"lora_name": "head-r8"}, **question)
     assert set(result["scores"]) == {"cat", "dog", "bird"}
     assert sum(result["scores"].values()) == pytest.approx(1.0, abs=1e-5)
     assert result["text"] == max(result["scores"], key=result["scores"].__getitem__)
@@ -82,8 +82,8 @@ def test_a_head_returns_scores_by_label_and_its_best_label_as_text(ask: Asker) -
 
 
 def test_any_other_task_of_a_head_adapter_is_answered_by_the_lm_head(ask: Asker) -> None:
-    asked = {"text_input": "What?", "image": picture(), "task": "vqa"}
-    result = result_of(ask, sampling_parameters={"lora_name": "head-r8"}, **asked)
+    question = {"text_input": "What?", "image": picture(), "task": "vqa"}
+    result = result_of(ask, sampling_parameters={"lora_name": "head-r8"}, **question)
     assert result["scores"] == {}
     assert result["task"] == "vqa"
 
@@ -94,9 +94,11 @@ def test_text_only_requests_pass(ask: Asker) -> None:
 
 
 def test_the_text_is_the_same_as_that_of_visual_retrieval(ask: Asker) -> None:
-    asked = {"text_input": "What is this?", "image": picture()}
-    asked["sampling_parameters"] = {"lora_name": "all-r8"}
-    assert ask.once(ANALYTICS, **asked)["text_output"] == ask.text("visual_retrieval", **asked)
+    question = {"text_input": "What is this?", "image": picture()}
+    question["sampling_parameters"] = {"lora_name": "all-r8"}
+    assert ask.once(ANALYTICS, **question)["text_output"] == ask.text(
+        "visual_retrieval", **question
+    )
 
 
 def test_timings_are_seconds_in_order(ask: Asker) -> None:

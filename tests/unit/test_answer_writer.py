@@ -31,8 +31,8 @@ def outputs() -> list[Output]:
     ]
 
 
-def responses_to(answers: AnswerWriter, given: list[Output]) -> list[Tensors]:
-    return [tensors for output in given if (tensors := answers.write(output)) is not None]
+def responses_to(answers: AnswerWriter, produced: list[Output]) -> list[Tensors]:
+    return [tensors for output in produced if (tensors := answers.write(output)) is not None]
 
 
 def test_without_streaming_one_response_has_the_prompt_and_all_text() -> None:
@@ -52,11 +52,19 @@ def test_with_streaming_each_response_has_the_new_text_and_tokens() -> None:
 
 def test_an_ensemble_gets_all_outputs_in_every_response() -> None:
     responses = responses_to(writer(**ENSEMBLE, metadata=strings(["m"])), outputs())
-    wanted = {"text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}
-    wanted |= {"metadata", "head_scores", "head_labels"}
-    assert all(wanted <= set(tensors) for tensors in responses)
+    expected = {"text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}
+    expected |= {"metadata", "head_scores", "head_labels"}
+    assert all(expected <= set(tensors) for tensors in responses)
     assert responses[0]["head_scores"].shape == (0,)
-    assert first(responses[1]["metadata"]) == "m"
+    assert [first(tensors["metadata"]) for tensors in responses] == ["", "", "m"]
+
+
+def test_metadata_are_sent_once_with_the_last_response() -> None:
+    responses = responses_to(writer(stream=flag(True), metadata=strings(["m"])), outputs())
+    assert ["metadata" in tensors for tensors in responses] == [False, False, True]
+    assert first(responses[-1]["metadata"]) == "m"
+    (only,) = responses_to(writer(metadata=strings(["m"])), outputs())
+    assert first(only["metadata"]) == "m"
 
 
 def test_details_come_with_the_last_response() -> None:
@@ -79,8 +87,8 @@ def test_details_come_with_the_last_response() -> None:
 
 def test_a_heads_text_is_its_best_label() -> None:
     head = HeadScores(("cat", "dog"), (0.25, 0.75))
-    given = Output("r", finish_reason="stop", head=head)
-    (tensors,) = responses_to(writer(exclude_input_in_output=flag(True)), [given])
+    produced = Output("r", finish_reason="stop", head=head)
+    (tensors,) = responses_to(writer(exclude_input_in_output=flag(True)), [produced])
     assert first(tensors["text_output"]) == "dog"
     assert tensors["head_scores"].tolist() == [0.25, 0.75]
     assert [bytes(label) for label in tensors["head_labels"]] == [b"cat", b"dog"]
@@ -88,7 +96,7 @@ def test_a_heads_text_is_its_best_label() -> None:
 
 def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> None:
     token = (TokenLogprob(7, -0.5, 2, "x"), TokenLogprob(8, -0.1, 1, "y"))
-    given = [
+    produced = [
         Output("r", text="x", token_ids=(7,), logprobs=(token,)),
         Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop"),
     ]
@@ -98,7 +106,7 @@ def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> 
         return_cumulative_logprob=flag(True),
         sampling_parameters=strings(['{"logprobs": 1}']),
     )
-    one, two = responses_to(answers, given)
+    one, two = responses_to(answers, produced)
     assert json.loads(first(one["logprobs"])) == [
         {
             "7": {"logprob": -0.5, "rank": 2, "decoded_token": "x"},
@@ -111,9 +119,9 @@ def test_logprobs_are_json_by_token_and_their_sum_is_over_the_sampled_ones() -> 
 
 def test_logprobs_that_were_not_requested_are_null_even_if_their_sum_is() -> None:
     token = (TokenLogprob(7, -0.5, 1, "x"),)
-    given = [Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop")]
+    produced = [Output("r", text="x", token_ids=(7,), logprobs=(token,), finish_reason="stop")]
     answers = writer(return_logprobs=flag(True), return_cumulative_logprob=flag(True))
-    (tensors,) = responses_to(answers, given)
+    (tensors,) = responses_to(answers, produced)
     assert first(tensors["logprobs"]) == "null"
     assert tensors["cumulative_logprob"].tolist() == [-0.5]
 
@@ -124,10 +132,10 @@ def one_token(logprob: float) -> list[Output]:
 
 
 def test_logprobs_are_always_valid_json() -> None:
-    asked = {"return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
-    asked["sampling_parameters"] = strings(['{"logprobs": 0}'])
-    (tensors,) = responses_to(writer(**asked), one_token(-math.inf))
+    flags = {"return_logprobs": flag(True), "return_cumulative_logprob": flag(True)}
+    flags["sampling_parameters"] = strings(['{"logprobs": 0}'])
+    (tensors,) = responses_to(writer(**flags), one_token(-math.inf))
     assert json.loads(first(tensors["logprobs"]))[0]["7"]["logprob"] == -9999.0
     assert np.isfinite(tensors["cumulative_logprob"]).all()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        responses_to(writer(**asked), one_token(math.nan))
+        responses_to(writer(**flags), one_token(math.nan))

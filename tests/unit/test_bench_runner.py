@@ -1,4 +1,4 @@
-"""The runner, and runs of tiny grids of the kernels and switch benchmarks."""
+"""Tests of the benchmark runner, and of the kernels and switch benchmarks on tiny grids."""
 
 from __future__ import annotations
 
@@ -164,6 +164,10 @@ def test_the_list_of_benchmarks_has_a_line_for_each(capsys: pytest.CaptureFixtur
         assert all(
             f"  {name} " in listed and entry.help in listed for name, entry in REGISTRY.items()
         )
+
+
+def test_each_benchmark_is_registered_under_its_name() -> None:
+    assert [entry.load().name for entry in REGISTRY.values()] == list(REGISTRY)
 
 
 def test_an_unknown_benchmark_is_rejected_with_the_nearest_name(

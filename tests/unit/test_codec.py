@@ -19,8 +19,8 @@ THROUGH_ENCODER = {"image_layout": np.zeros((0, 6), np.int32)}
 
 
 def read(parameters: dict[str, Any] | None = None, **tensors: np.ndarray) -> Call:
-    given = {"text_input": strings(["hello"]), **tensors}
-    return read_call(given, parameters or {}, "client", Limits())
+    inputs = {"text_input": strings(["hello"]), **tensors}
+    return read_call(inputs, parameters or {}, "client", Limits())
 
 
 def keys(**values: Any) -> np.ndarray:
@@ -34,38 +34,41 @@ def prepare_call(call: Call, *, info: Any = None) -> Prepared:
 def test_a_plain_request_has_the_defaults_of_the_vllm_backend() -> None:
     call = read()
     assert not call.ensemble
-    assert not call.wanted.stream
-    assert call.wanted.prepend_input
-    assert not call.wanted.finish_reason
-    made = prepare_call(call)
-    assert (made.task, made.request.prompt) == ("raw", "hello")
-    assert (made.request.sampling.temperature, made.request.sampling.max_tokens) == (1.0, 16)
+    assert not call.outputs.stream
+    assert call.outputs.prepend_input
+    assert not call.outputs.finish_reason
+    prepared = prepare_call(call)
+    assert (prepared.task, prepared.request.prompt) == ("raw", "hello")
+    assert (prepared.request.sampling.temperature, prepared.request.sampling.max_tokens) == (
+        1.0,
+        16,
+    )
 
 
 def test_a_request_through_the_encoder_has_the_defaults_of_the_ensembles() -> None:
     call = read(**THROUGH_ENCODER)
-    assert call.wanted.stream
-    assert not call.wanted.prepend_input
-    assert call.wanted.finish_reason
-    assert call.wanted.num_input_tokens
-    assert call.wanted.num_output_tokens
-    made = prepare_call(call)
-    assert made.task == "vqa"
-    assert made.request.prompt.startswith(TEMPLATE.prefix)
-    assert made.request.sampling.temperature == 0.0
-    assert made.request.sampling.max_tokens == TASKS["vqa"].max_tokens
+    assert call.outputs.stream
+    assert not call.outputs.prepend_input
+    assert call.outputs.finish_reason
+    assert call.outputs.num_input_tokens
+    assert call.outputs.num_output_tokens
+    prepared = prepare_call(call)
+    assert prepared.task == "vqa"
+    assert prepared.request.prompt.startswith(TEMPLATE.prefix)
+    assert prepared.request.sampling.temperature == 0.0
+    assert prepared.request.sampling.max_tokens == TASKS["vqa"].max_tokens
 
 
 def test_the_ensembles_default_max_tokens_is_the_tasks() -> None:
     for task, spec in TASKS.items():
-        made = prepare_call(read(**THROUGH_ENCODER, task=strings([task])))
-        assert made.request.sampling.max_tokens == spec.max_tokens
+        prepared = prepare_call(read(**THROUGH_ENCODER, task=strings([task])))
+        assert prepared.request.sampling.max_tokens == spec.max_tokens
 
 
 def test_sampling_keys_of_the_request_override_the_ensembles_defaults() -> None:
-    made = prepare_call(read(**THROUGH_ENCODER, sampling_parameters=keys(temperature=0.5)))
-    assert made.request.sampling.temperature == 0.5
-    assert made.request.sampling.max_tokens == TASKS["vqa"].max_tokens
+    prepared = prepare_call(read(**THROUGH_ENCODER, sampling_parameters=keys(temperature=0.5)))
+    assert prepared.request.sampling.temperature == 0.5
+    assert prepared.request.sampling.max_tokens == TASKS["vqa"].max_tokens
 
 
 @pytest.mark.parametrize(
@@ -82,8 +85,8 @@ def test_a_head_answers_only_if_the_task_is_one_of_its_tasks() -> None:
     info = adapter("a", ("classify",), head=("classify",))
     assert prepare_call(read(**THROUGH_ENCODER), info=info).request.use_head
     assert not prepare_call(read(), info=info).request.use_head
-    given = read(**THROUGH_ENCODER, task=strings(["caption"]))
-    assert not prepare_call(given, info=info).request.use_head
+    call = read(**THROUGH_ENCODER, task=strings(["caption"]))
+    assert not prepare_call(call, info=info).request.use_head
 
 
 @pytest.mark.parametrize(
@@ -100,12 +103,12 @@ def test_a_head_answers_only_if_the_task_is_one_of_its_tasks() -> None:
 def test_the_prompt_is_prepended_as_the_vllm_backend_does(
     stream: bool | None, exclude: bool | None, prepend: bool
 ) -> None:
-    given = {}
+    inputs = {}
     if stream is not None:
-        given["stream"] = flag(stream)
+        inputs["stream"] = flag(stream)
     if exclude is not None:
-        given["exclude_input_in_output"] = flag(exclude)
-    assert read(**given).wanted.prepend_input == prepend
+        inputs["exclude_input_in_output"] = flag(exclude)
+    assert read(**inputs).outputs.prepend_input == prepend
 
 
 def test_streaming_with_the_prompt_in_the_output_is_rejected() -> None:
@@ -127,12 +130,12 @@ def test_parameters_are_sampling_keys_except_those_of_triton() -> None:
     assert prepare_call(read(parameters)).request.sampling.temperature == 0.5
 
 
-@pytest.mark.parametrize(("given", "near"), [("imag", "image"), ("temperatur", "temperature")])
+@pytest.mark.parametrize(("unknown", "near"), [("imag", "image"), ("temperatur", "temperature")])
 def test_an_unknown_parameter_is_rejected_with_the_nearest_input_or_sampling_key(
-    given: str, near: str
+    unknown: str, near: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=f"input or .* '{given}'; did you mean '{near}'"):
-        read({given: "x"})
+    with pytest.raises(InvalidArgument, match=f"input or .* '{unknown}'; did you mean '{near}'"):
+        read({unknown: "x"})
     with pytest.raises(InvalidArgument, match=r"'zzz'\. Known inputs: text_input, .*temperature"):
         read({"zzz": 1})
 
@@ -144,16 +147,16 @@ def test_sampling_parameters_replace_all_request_parameters() -> None:
 
 
 def test_the_limit_of_json_inputs_is_an_option_and_named_in_the_error() -> None:
-    given = {"text_input": strings(["x"]), "sampling_parameters": keys(stop=["x" * 100])}
+    inputs = {"text_input": strings(["x"]), "sampling_parameters": keys(stop=["x" * 100])}
     with pytest.raises(InvalidArgument, match=r"'sampling_parameters' has \d+ bytes.* is 50"):
-        read_call(given, {}, "", Limits(max_json_bytes=50))
+        read_call(inputs, {}, "", Limits(max_json_bytes=50))
 
 
 def test_metadata_up_to_its_limit_is_not_changed() -> None:
     assert read(metadata=strings([b"\xff\x00 "])).metadata == b"\xff\x00 "
-    given = {"text_input": strings(["x"]), "metadata": strings(["12345"])}
+    inputs = {"text_input": strings(["x"]), "metadata": strings(["12345"])}
     with pytest.raises(InvalidArgument, match="'metadata' has 5 bytes; the limit is 4"):
-        read_call(given, {}, "", Limits(max_metadata_bytes=4))
+        read_call(inputs, {}, "", Limits(max_metadata_bytes=4))
 
 
 def test_images_and_frames_are_counted_from_the_layout() -> None:
@@ -200,8 +203,8 @@ def test_a_missing_prompt_is_rejected() -> None:
 
 
 def test_keys_of_real_time_streams_are_read_from_the_sampling_parameters() -> None:
-    given = keys(priority=2, deadline_ms=40, stream_id="camera", supersede=True)
-    params = prepare_call(read(sampling_parameters=given)).request.sampling
+    sampling = keys(priority=2, deadline_ms=40, stream_id="camera", supersede=True)
+    params = prepare_call(read(sampling_parameters=sampling)).request.sampling
     assert (params.priority, params.deadline_ms) == (2, 40.0)
     assert (params.stream_id, params.supersede) == ("camera", True)
 
@@ -213,8 +216,8 @@ def test_cancel_needs_no_other_input() -> None:
 
 
 def test_features_do_not_change_with_the_tensors_of_the_request() -> None:
-    given = features(2)
-    call = read(**given)
-    given["image_features"][:] = 7
+    inputs = features(2)
+    call = read(**inputs)
+    inputs["image_features"][:] = 7
     assert call.images is not None
     assert call.images.features.max() == 1

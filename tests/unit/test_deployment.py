@@ -51,9 +51,9 @@ def exported() -> set[str]:
 
 @pytest.mark.parametrize("file", ["grafana/dashboard.json", "chart/files/alerts.yaml"])
 def test_every_metric_in_the_rules_and_the_dashboard_exists(file: str) -> None:
-    asked = metrics_of((DOCKER / file).read_text())
-    assert asked
-    assert asked <= exported()
+    request = metrics_of((DOCKER / file).read_text())
+    assert request
+    assert request <= exported()
 
 
 @pytest.mark.parametrize("file", ["deployment.yaml", "gateway.yaml"])
@@ -146,9 +146,9 @@ def test_the_files_that_compose_mounts_exist_and_the_dashboards_data_source_too(
 def test_envoys_health_check_sends_the_request_of_the_probe() -> None:
     text = (DOCKER / "chart" / "files" / "envoy.yaml").read_text()
     (question,) = re.findall(r"\$question := `(.*)`", text)
-    asked = json.loads(question)
-    assert asked["text_input"] == QUESTION.decode()
-    assert json.loads(asked["sampling_parameters"]) == json.loads(SAMPLING)
+    request = json.loads(question)
+    assert request["text_input"] == QUESTION.decode()
+    assert json.loads(request["sampling_parameters"]) == json.loads(SAMPLING)
     assert f"path: /v2/models/{ENSEMBLE}/generate" in text
 
 

@@ -13,8 +13,8 @@ from tests.support.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, fe
 from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
-from vlora.request import ImageFeatures, Output
-from vlora.serving.lmm import LmmService
+from vlora.request import ImageFeatures, Output, OutputSink, Request
+from vlora.serving.lmm import LONG_PROMPT, LmmService
 from vlora.serving.tensors import Tensors, flag, strings
 
 HELLO = {"text_input": strings(["hello"])}
@@ -47,8 +47,8 @@ class Setting:
         assert self.gate.wait(5)
         if self.encode_error is not None:
             raise self.encode_error
-        made = features(2)
-        return ImageFeatures(made["image_features"], made["image_layout"])
+        created = features(2)
+        return ImageFeatures(created["image_features"], created["image_layout"])
 
     def ask(self, client_id: str = "", **tensors: np.ndarray) -> FakeResponder:
         responder = FakeResponder()
@@ -58,11 +58,11 @@ class Setting:
 
 @pytest.fixture
 def setting() -> Iterator[Setting]:
-    made = Setting()
-    yield made
-    made.gate.set()
-    made.service.close()
-    made.pool.shutdown()
+    created = Setting()
+    yield created
+    created.gate.set()
+    created.service.close()
+    created.pool.shutdown()
 
 
 def test_an_answer_streams_and_ends_with_the_final_flag(setting: Setting) -> None:
@@ -122,6 +122,43 @@ def test_images_are_encoded_on_another_thread_before_the_request_is_submitted(
     assert set(setting.encoded[0]) == {"text_input", "image"}
     assert request.prompt.count("<image>") == 1
     assert request.images is not None
+
+
+def test_a_long_prompt_is_prepared_on_another_thread(setting: Setting) -> None:
+    """Triton hands all requests over on one thread, and tokenizing a long prompt takes long."""
+    tokenizing = threading.Event()
+    submit = setting.engine.submit
+
+    def slow_for_long_prompts(request: Request, sink: OutputSink) -> None:
+        if len(request.prompt) > LONG_PROMPT:
+            tokenizing.set()
+            assert setting.gate.wait(5)
+        submit(request, sink)
+
+    setting.engine.submit = slow_for_long_prompts  # type: ignore[method-assign]
+    setting.gate.clear()
+    long = setting.ask(text_input=strings(["x" * (LONG_PROMPT + 1)]), client_id="a-long-request-id")
+    assert tokenizing.wait(5)
+    setting.ask()
+    assert len(setting.engine.requests) == 1
+    setting.gate.set()
+    until(lambda: len(setting.engine.requests) == 2)
+    assert not setting.encoded
+    setting.engine.say("done", finish_reason="stop")
+    assert long.done.wait(5)
+    assert long.texts[0].endswith("done")
+
+
+def test_a_long_prompt_that_waits_is_cancelled(setting: Setting) -> None:
+    setting.gate.clear()
+    setting.ask(image=strings([b"png"]))
+    until(lambda: setting.encoded)
+    long = setting.ask("a-long-request-id", text_input=strings(["x" * (LONG_PROMPT + 1)]))
+    setting.ask("a-long-request-id", cancel=flag(True))
+    assert isinstance(long.failure, Cancelled)
+    setting.gate.set()
+    until(lambda: setting.engine.requests)
+    assert len(setting.engine.requests) == 1
 
 
 def test_an_error_of_the_encoder_fails_the_request(setting: Setting) -> None:

@@ -23,14 +23,14 @@ class Inner:
     """Stands in for `lmm`."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Tensors, str]] = []
+        self.calls: list[tuple[Tensors, str]] = []
         self.answers: list[Tensors] = [ANSWER]
         self.error: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
 
     def __call__(self, tensors: Tensors, request_id: str) -> list[Tensors]:
-        self.asked.append((tensors, request_id))
+        self.calls.append((tensors, request_id))
         if "cancel" in tensors:
             self.gate.set()
             return []
@@ -48,10 +48,10 @@ def inner() -> Inner:
 @pytest.fixture
 def service(inner: Inner) -> Iterator[LmmUnaryService]:
     with ThreadPoolExecutor(2) as pool:
-        made = LmmUnaryService(inner, pool, max_requests=4, max_running=2)
-        yield made
+        created = LmmUnaryService(inner, pool, max_requests=4, max_running=2)
+        yield created
         inner.gate.set()
-        made.close()
+        created.close()
 
 
 def ask(service: LmmUnaryService, client_id: str = "", **tensors: np.ndarray) -> FakeResponder:
@@ -88,8 +88,8 @@ def test_the_inner_request_has_the_clients_id_if_that_is_long_enough(
 ) -> None:
     ask(service, client_id="0123456789abcdef")
     ask(service, client_id="7")
-    assert inner.asked[0][1] == "0123456789abcdef"
-    assert len(inner.asked[1][1]) >= 16
+    assert inner.calls[0][1] == "0123456789abcdef"
+    assert len(inner.calls[1][1]) >= 16
 
 
 def test_the_inner_request_is_cancelled_when_the_client_disconnects(
@@ -99,7 +99,7 @@ def test_the_inner_request_is_cancelled_when_the_client_disconnects(
     responder = FakeResponder(cancelled=True)
     service.handle({"text_input": strings(["q"])}, {}, "", responder)
     assert responder.done.wait(5)
-    (_, running), (cancel, cancelled) = inner.asked[:2]
+    (_, running), (cancel, cancelled) = inner.calls[:2]
     assert "cancel" in cancel
     assert cancelled == running
 
@@ -111,8 +111,8 @@ def test_the_inner_request_never_streams_and_carries_parameters_as_a_tensor() ->
 
 
 def test_sampling_parameters_of_the_client_pass_unchanged() -> None:
-    given = {"text_input": strings(["q"]), "sampling_parameters": strings(["{}"])}
-    inner = inner_request(given, {"temperature": 0})
+    original = {"text_input": strings(["q"]), "sampling_parameters": strings(["{}"])}
+    inner = inner_request(original, {"temperature": 0})
     assert first(inner["sampling_parameters"]) == "{}"
 
 
@@ -130,7 +130,7 @@ def fill(service: LmmUnaryService, inner: Inner) -> list[FakeResponder]:
     """Start two requests that `lmm` works on and two that wait."""
     inner.gate.clear()
     running = [start(service) for _ in range(2)]
-    until(lambda: len(inner.asked) == 2)
+    until(lambda: len(inner.calls) == 2)
     return running + [start(service, client_id=name * 16) for name in "ab"]
 
 
@@ -155,7 +155,7 @@ def test_a_waiting_request_ends_at_once_when_its_client_disconnects(
     last.cancelled = True
     assert last.done.wait(5)
     assert isinstance(last.failure, Cancelled)
-    assert len(inner.asked) == 2, "`lmm` was not called for it"
+    assert len(inner.calls) == 2, "`lmm` was not called for it"
     assert service.live == 3
 
 
@@ -183,4 +183,4 @@ def test_metadata_of_an_ensemble_must_be_valid_utf8(service: LmmUnaryService, in
     layout = np.zeros((0, 6), np.int32)
     responder = ask(service, metadata=strings([b"\xff"]), image_layout=layout)
     assert isinstance(responder.failure, InvalidArgument)
-    assert inner.asked == []
+    assert inner.calls == []

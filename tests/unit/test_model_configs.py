@@ -35,12 +35,12 @@ def tensors(model: str, which: str) -> list[Tensor]:
     """Return the inputs or the outputs of a model, in order."""
     text = re.sub(r"^\s*#.*\n", "", (REPOSITORY / model / "config.pbtxt").read_text(), flags=re.M)
     (block,) = (match[2] for match in LIST.finditer(text) if match[1] == which)
-    found = [
+    entries = [
         Tensor(match["name"], match["kind"], match["dims"], "optional: true" in match["flags"])
         for match in TENSOR.finditer(block)
     ]
-    assert len(found) == block.count("name:"), f"{model}: {which} has an entry in another form"
-    return found
+    assert len(entries) == block.count("name:"), f"{model}: {which} has an entry in another form"
+    return entries
 
 
 def names(model: str, which: str) -> list[str]:
@@ -55,10 +55,10 @@ def all_tensors() -> Iterator[tuple[str, Tensor]]:
 
 
 def test_a_tensor_has_the_same_type_and_shape_in_every_model() -> None:
-    seen: dict[str, tuple[str, str]] = {}
+    forms: dict[str, tuple[str, str]] = {}
     for model, tensor in all_tensors():
         form = tensor.kind, tensor.dims
-        assert seen.setdefault(tensor.name, form) == form, f"{model}: {tensor.name}"
+        assert forms.setdefault(tensor.name, form) == form, f"{model}: {tensor.name}"
 
 
 def test_lmm_unary_takes_what_lmm_takes_and_returns_what_it_returns_with_the_answer() -> None:

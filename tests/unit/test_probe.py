@@ -65,16 +65,16 @@ def serving(ready: bool = True, answer: Answer = answers) -> Iterator[tuple[str,
 
 def test_a_server_that_answers_is_ready() -> None:
     with serving() as (address, server):
-        found = probe(address)
-    assert found.health is Health.READY
+        finding = probe(address)
+    assert finding.health is Health.READY
     assert [request.model_name for request in server.requests] == [ENSEMBLE]
     assert len(server.requests[0].id) >= 16
 
 
 def test_a_server_that_loads_its_models_is_alive_and_gets_no_request() -> None:
     with serving(ready=False) as (address, server):
-        found = probe(address)
-    assert found.health is Health.ALIVE
+        finding = probe(address)
+    assert finding.health is Health.ALIVE
     assert server.requests == []
 
 
@@ -101,9 +101,9 @@ def test_a_full_queue_and_a_draining_server_are_alive(details: str) -> None:
 )
 def test_a_server_with_a_dead_model_is_dead(code: grpc.StatusCode, details: str) -> None:
     with serving(answer=refuses(code, details)) as (address, _):
-        found = probe(address)
-    assert found.health is Health.DEAD
-    assert details in found.reason
+        finding = probe(address)
+    assert finding.health is Health.DEAD
+    assert details in finding.reason
 
 
 def test_a_server_that_hangs_is_dead_within_the_deadline() -> None:
@@ -114,10 +114,10 @@ def test_a_server_that_hangs_is_dead_within_the_deadline() -> None:
         return answers(request, context)
 
     with serving(answer=hangs) as (address, _):
-        found = probe(address, deadline=0.5)
+        finding = probe(address, deadline=0.5)
         released.set()
-    assert found.health is Health.DEAD
-    assert "within 0.5 s" in found.reason
+    assert finding.health is Health.DEAD
+    assert "within 0.5 s" in finding.reason
 
 
 def test_a_free_port_is_dead(free_port: int) -> None:
@@ -183,11 +183,11 @@ def test_a_server_without_an_answer_is_alive_if_it_makes_forward_passes(
         ),
     ):
         threading.Thread(target=metrics.serve_forever).start()
-        found = probe(address, deadline=1, metrics_port=metrics.server_port)
+        finding = probe(address, deadline=1, metrics_port=metrics.server_port)
         released.set()
         metrics.shutdown()
-    assert found.health is health
-    assert found.seconds < 1.5
+    assert finding.health is health
+    assert finding.seconds < 1.5
 
 
 def test_a_server_that_starts_on_this_machine_is_alive_and_a_dead_run_is_not(

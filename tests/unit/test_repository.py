@@ -16,8 +16,8 @@ from vlora.paths import model_repository
 
 
 def files_of(folder: Path) -> set[str]:
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return {name for name in found if "__pycache__" not in name}
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return {name for name in names if "__pycache__" not in name}
 
 
 def test_the_copy_has_all_models_and_absolute_paths_of_the_demo(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +212,43 @@ def test_logprobs_are_unfiltered_with_the_drawn_token_first(vocabulary: Vocabula
     ]
 
 
+@settings(deadline=None)
+@given(seed=seeds, count=st.integers(0, 20), size=st.integers(1, 400), ties=st.booleans())
+def test_the_alternatives_are_the_largest_in_order_with_their_ranks(
+    vocabulary: Vocabulary, seed: int, count: int, size: int, ties: bool
+) -> None:
+    scores = logits_of(seed, size)
+    if ties:
+        scores = np.round(scores)
+    drawn = sampler(vocabulary, temperature=5.0, seed=seed, logprobs=count)
+    entries = drawn.draw(scores, [], [], 5).logprobs
+    assert entries is not None
+    order = np.argsort(-scores, kind="stable")[:count].tolist()
+    assert [entry.token_id for entry in entries] == list(
+        dict.fromkeys([entries[0].token_id, *order])
+    )
+    for entry in entries:
+        assert entry.rank == int((scores > scores[entry.token_id]).sum()) + 1
+
+
+def test_the_logprob_of_the_sampled_token_alone_sorts_nothing(vocabulary: Vocabulary) -> None:
+    """A vocabulary of 152k tokens takes longer to sort than a step may take."""
+    scores = logits_of(5, size=152_064)
+
+    def fastest(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(7):
+            started = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    sorting = fastest(lambda: np.argsort(-scores, kind="stable"))
+    for count in (0, 20):
+        chosen = sampler(vocabulary, temperature=0, logprobs=count)
+        assert fastest(lambda: chosen.draw(scores, [], [], 5)) < sorting / 2  # noqa: B023
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 0.01])
 def test_a_tiny_temperature_draws_the_largest_logit(
     vocabulary: Vocabulary, temperature: float
@@ -229,3 +268,25 @@ def test_seed_minus_one_gives_each_request_its_own_draws(vocabulary: Vocabulary)
         for i in range(20)
     }
     assert len(drawn) > 10
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0, 0.01, 1, 100])
+def test_penalties_of_huge_logits_stay_finite(vocabulary: Vocabulary, temperature: float) -> None:
+    """A product with the penalty must not overflow: infinity minus infinity is NaN."""
+    scores = np.array([3.4e38, -3.4e38, 1.0, 3e38, -1e38] + [0.0] * 20, dtype=np.float32)
+    for penalty in (1e-3, 100.0):
+        for offset in (-2.0, 2.0):
+            chosen = sampler(
+                vocabulary,
+                temperature=temperature,
+                seed=1,
+                repetition_penalty=penalty,
+                presence_penalty=offset,
+                frequency_penalty=offset,
+                logprobs=20,
+            )
+            drawn = chosen.draw(scores, [0, 1, 2], [3, 4, 4], 5)
+            assert 0 <= drawn.token < scores.size
+            assert drawn.logprobs is not None
+            assert not any(np.isnan(entry.logprob) for entry in drawn.logprobs)

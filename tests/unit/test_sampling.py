@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import random
 import re
+import struct
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -13,10 +16,15 @@ from vlora.sampling import (
     ACCEPTED_VALUES,
     CHOICE_KEYS,
     KNOWN_KEYS,
+    MAX_INTEGER,
     MIN_TEMPERATURE,
+    RANGES,
     REFUSED,
     SamplingParams,
 )
+from vlora.value_readers import Range
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def test_numbers_and_booleans_sent_as_text_are_converted() -> None:
@@ -173,7 +181,7 @@ def test_keys_for_real_time_streams_are_read_with_numbers_as_text() -> None:
     ("raw", "message"),
     [
         ({"priority": 1.5}, "'priority' must be a whole number"),
-        ({"deadline_ms": 0}, "'deadline_ms' must be milliseconds above 0"),
+        ({"deadline_ms": 0}, "'deadline_ms' must be milliseconds from 0.001 to 1e9"),
         ({"stream_id": ""}, "'stream_id' must be a string of 1 to 256"),
         ({"stream_id": "x" * 257}, "'stream_id' must be a string of 1 to 256"),
         ({"supersede": True}, "'supersede' needs 'stream_id'"),
@@ -182,6 +190,58 @@ def test_keys_for_real_time_streams_are_read_with_numbers_as_text() -> None:
 def test_wrong_keys_for_real_time_streams_are_refused(raw: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         SamplingParams.parse(raw)
+
+
+def test_every_numeric_key_has_a_range_that_the_documentation_states() -> None:
+    hints = get_type_hints(SamplingParams)
+    numeric = {key for key, hint in hints.items() if re.search("int|float", str(hint))}
+    assert numeric == set(RANGES)
+    documented = re.findall(r"^\| `(\w+)` \| (.*?) \|", DOCUMENT.read_text(), flags=re.MULTILINE)
+    for key, valid in RANGES.items():
+        assert (key, valid.expected) in documented
+
+
+SMALLEST, LARGEST = math.nextafter(0.0, 1.0), math.nextafter(math.inf, 0.0)
+NUMBERS: list[Any] = [
+    *(sign * 2**power + more for power in (7, 15, 31, 32, 53, 63, 64) for more in (-1, 0, 1)
+      for sign in (-1, 1)),
+    *(0, 1, -1, -2, 10**19, 10**300, 10**400, -(10**400), math.inf, -math.inf, math.nan, True),
+    *(0.0, -0.0, 0.5, SMALLEST, -SMALLEST, LARGEST, -LARGEST, 1e-9, 3.5e38, 1e20),
+]  # fmt: skip
+
+
+def is_in(valid: Range, sent: Any) -> bool:
+    """Return whether a value or its text is a number of the range."""
+    try:
+        number = int(sent) if valid.whole else float(sent)
+    except (ValueError, OverflowError):
+        return False
+    integral = not isinstance(sent, float) or number == sent
+    return not isinstance(sent, bool) and integral and valid.low <= number <= valid.high
+
+
+@pytest.mark.parametrize("key", sorted(RANGES))
+def test_any_number_is_refused_with_the_range_or_read_into_it(key: str) -> None:
+    """The result fits the type in which native code receives it: an int64 or a float."""
+    valid = RANGES[key]
+    values = [*NUMBERS, valid.low, valid.high]
+    for sent in [*values, *map(str, values)]:
+        raw = {"max_tokens": None, key: [sent] if key == "stop_token_ids" else sent}
+        if not is_in(valid, sent):
+            with pytest.raises(InvalidArgument, match=f"'{key}' must be {valid.expected}, not"):
+                SamplingParams.parse(raw)
+            continue
+        number = getattr(SamplingParams.parse(raw), key)
+        (number,) = number if key == "stop_token_ids" else (number,)
+        if number is None:
+            assert key == "seed"
+            continue
+        assert valid.low <= number <= valid.high
+        assert number in values or key in ("top_k", "temperature")
+        assert key != "top_k" or 0 <= number <= MAX_INTEGER
+        assert type(number) is (int if valid.whole else float)
+        if not valid.whole:
+            assert math.isfinite(struct.unpack("f", struct.pack("f", number))[0])
 
 
 @pytest.mark.parametrize(

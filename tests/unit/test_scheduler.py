@@ -271,7 +271,7 @@ def test_unmerge_only_chooses_from_the_first_candidates_what_it_would_choose_fro
     unready: int,
     priorities: list[int],
 ) -> None:
-    """Include sequences that are preempted, overdue, ready late, or held back by the cutoff."""
+    """Compare plans for sequences that are preempted, overdue, ready late or after the cutoff."""
     all_plans = []
     for candidates in (batch, len(asked)):
         pool = PagePool(8 + pages)

@@ -129,8 +129,8 @@ def test_a_tied_process_outlives_the_thread_that_started_it_but_not_the_parent(
     log = tmp_path / "log"
     with python(TIED, COUNT, str(log)) as parent:
         tied = psutil.Process(int(line(parent)))
-        seen = len(log.read_text().split())
-        until(lambda: len(log.read_text().split()) > seen + 10)
+        count = len(log.read_text().split())
+        until(lambda: len(log.read_text().split()) > count + 10)
         assert is_alive(tied)
         parent.kill()
         until(lambda: not is_alive(tied))

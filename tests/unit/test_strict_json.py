@@ -56,9 +56,9 @@ def test_an_object_is_parsed_as_written_or_rejected_with_an_error_that_can_be_se
     value: dict,
 ) -> None:
     try:
-        found = load_object(json.dumps(value), "'input'")
+        parsed = load_object(json.dumps(value), "'input'")
     except InvalidArgument as error:
         error.message.encode()
     else:
-        assert found == value
-        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+        assert parsed == value
+        json.dumps(parsed, allow_nan=False, ensure_ascii=False).encode()

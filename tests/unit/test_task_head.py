@@ -12,6 +12,7 @@ from vlora.config import Limits
 from vlora.errors import InvalidArgument
 from vlora.serving.task_head import to_result
 from vlora.serving.tensors import strings
+from vlora.vision.results import MAX_WARNINGS
 
 
 def test_an_answer_of_a_head_becomes_its_result() -> None:
@@ -38,3 +39,28 @@ def test_an_answer_of_a_head_becomes_its_result() -> None:
 def test_invalid_details_are_rejected(details: str) -> None:
     with pytest.raises(InvalidArgument, match="'details'"):
         to_result({"text_output": strings(["x"]), "details": strings([details])}, Limits())
+
+
+DETAILS = json.dumps({"task": "vqa", "adapter": None, "timings": {}})
+
+
+def test_limits_of_the_request_do_not_apply_to_its_answer() -> None:
+    """An answer may be longer than the prompts and the JSON that the server accepts."""
+    limits = Limits(max_prompt_bytes=10, max_json_bytes=10)
+    tensors = {"text_output": strings(["a long answer"]), "details": strings([DETAILS])}
+    assert json.loads(first(to_result(tensors, limits)["result"]))["text"] == "a long answer"
+
+
+@pytest.mark.parametrize("name", ["text_output", "details"])
+def test_an_answer_above_its_own_limit_is_refused_with_both_numbers(name: str) -> None:
+    tensors = {"text_output": strings(["x"]), "details": strings([DETAILS])}
+    tensors[name] = strings([" " * 101])
+    with pytest.raises(InvalidArgument, match=f"'{name}' has 101 bytes; the limit is 100"):
+        to_result(tensors, Limits(max_answer_bytes=100))
+
+
+def test_an_answer_of_malformed_boxes_has_a_bounded_number_of_warnings() -> None:
+    tensors = {"text_output": strings(["<box>" * 100_000]), "details": strings([DETAILS])}
+    result = json.loads(first(to_result(tensors, Limits())["result"]))
+    assert len(result["warnings"]) == MAX_WARNINGS + 1
+    assert result["warnings"][-1] == f"{100_000 - MAX_WARNINGS} more"

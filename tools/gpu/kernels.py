@@ -74,7 +74,7 @@ class Atmm(LoraOperator):
 
 
 @dataclass
-class Result:
+class GpuKernelResult:
     """Seconds of each operator on one cell, as a graph and call by call; reasons for omissions."""
 
     cell: KernelCell
@@ -104,14 +104,14 @@ class Result:
 
 def measure(
     cell: KernelCell, operator: Operator, statics: Mapping[str, Choice], limits: GpuLimits
-) -> Result:
+) -> GpuKernelResult:
     """Measure all operators on one cell, interleaved."""
     cell = Drawn(**vars(cell))
     device = operator.device
     generator = torch.Generator().manual_seed(cell.total_rows * cell.width)
     pairs = [LoraPair(a.to(device), b.to(device)) for a, b in cell.draw_pairs(generator)]
     x = cell.draw_rows(generator).to(device)
-    result = Result(cell, limits.seconds(cell.bytes, cell.flops, cell.dtype))
+    result = GpuKernelResult(cell, limits.seconds(cell.bytes, cell.flops, cell.dtype))
     layers = min(MOST_LAYERS, max(2, -(-COLD_BYTES // cell.adapter_bytes))) if cell.cold else 1
     if operator.library.emulated:
         layers = min(layers, 2)
@@ -188,7 +188,7 @@ def run(
     statics: Mapping[str, Choice],
     limits: GpuLimits,
     seconds: float,
-) -> Iterator[Result]:
+) -> Iterator[GpuKernelResult]:
     """Yield results, and stop when the next cell would not be finished in time."""
     end, longest = time.monotonic() + seconds, 0.0
     for cell in cells:

@@ -76,8 +76,8 @@ class Runner:
     ) -> dict[str, Outcome]:
         """Run all stages within `seconds`.
 
-        Time that a stage does not use is available to later stages: a time limit reserves time for
-        them and is not a target of its own.
+        A stage may run longer than its own limit, as long as the limits of all later stages still
+        fit into the remaining time.
         """
         end = self._clock() + seconds
         for i, stage in enumerate(stages):

@@ -44,12 +44,12 @@ def isa(name: str) -> Iterator[None]:
     """Use one instruction set for both types in this context. Raise ValueError for one that this
     CPU cannot run. "twin" is AMX in plain C++, for tests."""
     core = native.kernels().runtime
-    before = core.chosen_isa()
-    core.set_isa(name)
+    before = core.requested_isa()
+    core.request_isa(name)
     try:
         yield
     finally:
-        core.set_isa(before)
+        core.request_isa(before)
 
 
 def widest(dtype: str) -> int:

@@ -47,10 +47,16 @@ def probe(
 ) -> None:
     """Check a server by asking for one token, which passes through every model.
 
-    Exit status 0: the server answers. 3: it runs but accepts no requests now (starting, draining,
-    queue full; with --metrics-port also a queue longer than the deadline). 1: there is no server,
-    a model's process has ended, or no answer came within the deadline. 2: a TLS file cannot be
-    read. A server that is starting can only be recognized on its own machine.
+    Exit status:
+    0  The server answers.
+    1  There is no server, a model's process has ended, or no answer came
+       within the deadline.
+    2  A TLS file cannot be read.
+    3  The server runs but accepts no requests now: it is starting or
+       draining, or its queue is full (with --metrics-port, also if the
+       queue is longer than the deadline).
+
+    A server that is starting is recognized only on its own machine.
     """
     from vlora.launcher.probe import Health, Tls
     from vlora.launcher.probe import probe as probe_server

@@ -67,7 +67,7 @@ def serve(
         typer.Argument(help="Arguments for tritonserver itself, after --.", show_default=False),
     ] = None,
 ) -> None:
-    """Start a server in the foreground; Ctrl-C stops it. Without options: the demo model."""
+    """Run a server in the foreground until Ctrl-C; by default with the demo model."""
     with report_errors():
         served = repository or default_repository()
         replacing = {} if options_file is None else read_keys(options_file)

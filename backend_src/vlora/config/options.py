@@ -34,6 +34,12 @@ class Limits:
     max_prompt_bytes: int = 1024 * 1024
     """Maximum size of a prompt."""
 
+    max_answer_bytes: int = 4 * 1024 * 1024
+    """Maximum size of an answer that `task_head` reads.
+
+    The default holds what gRPC clients receive by default.
+    """
+
     max_image_megapixels: float = 40.0
     """Maximum size of one image or frame."""
 

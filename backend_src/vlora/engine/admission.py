@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from vlora.config import Limits
 from vlora.engine.checks import admissible, check_choices
 from vlora.engine.memory import EngineMemory
@@ -39,8 +37,7 @@ class Admission:
         self._limits = limits
         self._max_model_len = max_model_len
         self._merge_is_lossy = merge_is_lossy
-        self._vocabulary = Vocabulary(reader.tokenizer)
-        self._tokenizing = threading.Lock()
+        self._vocabulary = Vocabulary(reader.tokenizer, config.vocabulary)
 
     def prepare(self, request: Request) -> RequestState:
         """Check a request and tokenize its prompt; the result holds no pages yet.
@@ -58,8 +55,8 @@ class Admission:
         check_choices(params.choices, self._limits)
         if not request.prompt:
             raise InvalidArgument("the prompt is empty; give a text")
-        with self._tokenizing:
-            prompt = self.reader.read(request.prompt, request.images)
+        self.reader.check_length(request.prompt, self._max_model_len)
+        prompt = self.reader.read(request.prompt, request.images)
         sampler = TokenSampler(params, request.id, self._config.eos_tokens, self._vocabulary)
         longest_choice = 0 if sampler.choices is None else sampler.choices.required_tokens
         context = self._memory.context(handle)

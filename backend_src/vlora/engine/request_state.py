@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import NamedTuple
 
@@ -16,34 +17,44 @@ from vlora.model.sampler import TokenSampler, draw_rows
 from vlora.model.vocabulary import TextStream, Vocabulary
 from vlora.request import HeadScores, Output, Timings, TokenLogprob
 
+log = logging.getLogger(__name__)
+
 
 class LogitsRow(NamedTuple):
     """Logits of one row.
 
-    logits: [V] float32. token: the token that a batchable sampler draws from them.
-    finite: whether all logits are finite.
+    logits: [V] float32. finite: whether all of them are finite.
+    token: the token drawn from them, None if the request's sampler must draw it alone.
     """
 
     logits: torch.Tensor
-    token: int
+    token: int | None
     finite: bool
 
 
 def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]:
     """Split the logits of a step into rows and draw the tokens of all batchable samplers at once.
 
+    If that fails, because of any of the rows, each of them is left to its own sampler.
+
     logits: [rows, V], one row per request of `states`.
     """
-    largest, finite = ops.argmax(logits)
-    tokens, all_finite = largest.tolist(), finite.tolist()
-    drawn = [
+    largest, all_finite = (column.tolist() for column in ops.argmax(logits))
+    tokens: list[int | None] = [
+        token if state.sampler.batchable and state.sampler.greedy else None
+        for token, state in zip(largest, states, strict=True)
+    ]
+    together = [
         (row, state.sampler, state.sequence.known)
         for row, state in enumerate(states)
         if all_finite[row] and state.sampler.batchable and not state.sampler.greedy
     ]
-    if drawn:
-        for (row, _, _), token in zip(drawn, draw_rows(logits, drawn), strict=True):
-            tokens[row] = token
+    if together:
+        try:
+            for (row, _, _), token in zip(together, draw_rows(logits, together), strict=True):
+                tokens[row] = token
+        except Exception:
+            log.exception("drawing %d rows together failed; each is drawn alone", len(together))
     return [LogitsRow(*row) for row in zip(logits, tokens, all_finite, strict=True)]
 
 
@@ -92,7 +103,7 @@ class RequestState:
         sequence, sampler = self.sequence, self.sampler
         logprobs = None
         token = row.token
-        if not sampler.batchable:
+        if token is None:
             draw = sampler.draw(
                 row.logits.numpy(),
                 sequence.tokens[: sequence.prompt_length],

@@ -11,10 +11,10 @@ from vlora.model.chunk import Chunk
 
 
 class StepBuilder:
-    """A step while it is filled.
+    """A step under construction.
 
-    rows: number of rows by sequence.
-    paused: paused sequences in order of their preemption.
+    rows: number of rows of each sequence.
+    paused: paused sequences in the order in which they are preempted.
     """
 
     def __init__(self, max_rows: int, choice: Choice, paused: list[Sequence]) -> None:

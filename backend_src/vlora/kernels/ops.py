@@ -284,7 +284,7 @@ def argmax(x: torch.Tensor, *, backend: Backend | None = None) -> tuple[torch.Te
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} must be contiguous rows of fp32")
     rows = x.shape[0]
     indices, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
-    native.kernels().gemm.largest(
+    native.kernels().gemm.argmax(
         indices.data_ptr(), finite.data_ptr(), x.data_ptr(), *x.shape, torch.get_num_threads()
     )
     return indices, finite

@@ -278,16 +278,12 @@ class TritonServer:
     def explain(self) -> str:
         """Return the errors in the log, since the start or since the server was ready, or ""."""
         if self._ready_at is None:
-            return server_log.why_it_did_not_start(self._read_log())
-        return server_log.why_it_failed(self._read_log(self._ready_at))
+            return server_log.why_it_did_not_start(server_log.read_end(self.log))
+        return server_log.why_it_failed(server_log.read_end(self.log, self._ready_at))
 
     def broken_adapters(self) -> list[str]:
         """Return the names of the adapters that failed to load, according to the log."""
-        return server_log.broken_adapters(self._read_log())
-
-    def _read_log(self, start: int = 0) -> str:
-        """Return the log from this byte on, or "" if the log is not a file."""
-        return self.log.read_bytes()[start:].decode(errors="replace") if self.log.is_file() else ""
+        return server_log.broken_adapters(server_log.read_end(self.log))
 
     def _repository(self, folder: Path) -> Path:
         """Return the repository to serve: the configured one, or a copy with the overrides."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+MAX_BYTES = 4 * 1024 * 1024
+"""Maximum number of bytes that are read of a log: a server may log for months."""
 
 STACK = "\\n\\nAt:"
 """Start of the Python stack in a line of Triton's log."""
@@ -21,6 +25,23 @@ NOISE = (
 
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
+
+
+def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
+    """Return the log from byte `start` on, without earlier lines if these are over `limit` bytes.
+
+    Returns "" if the log is not a file.
+    """
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        skipped = max(start, file.seek(0, 2) - limit)
+        file.seek(skipped)
+        content = file.read(limit)
+    if skipped > start:
+        # The first line may be incomplete.
+        content = content.partition(b"\n")[2]
+    return content.decode(errors="replace")
 
 
 def why_it_did_not_start(log: str, lines: int = 12) -> str:

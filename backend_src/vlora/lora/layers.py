@@ -14,8 +14,8 @@ from vlora.lora.switcher import Switcher
 class LoraLinear:
     """Fused projections of one layer that share their input: y = x Wᵀ + bias + LoRA by segment.
 
-    W is the switcher's view `index` at the time of the call. `lora` holds the adapters' pairs by
-    slot for each target of the group; the adapter store shares it and adds slots.
+    W is entry `index` of the switcher's active views, read at each call. `lora` holds the adapters'
+    factors for each target of the group, by slot; the adapter store adds and removes slots in it.
     """
 
     def __init__(

@@ -18,10 +18,10 @@ from vlora.model.rotary import rope_frequencies, unsupported_rope
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of the decoder.
+    """Architecture of the decoder, as read from a checkpoint.
 
     context: maximum number of positions of a sequence.
-    prefix: what precedes `layers` in the module names of transformers' model.
+    prefix: part before `layers` in the module names of the transformers model.
     biased: targets with a bias.
     tied: whether the LM head is the embedding matrix.
     image_token: id of the image placeholder, None for a checkpoint without images.
@@ -157,10 +157,14 @@ def _quantized(config: Any) -> str | None:
 
 
 def _eos_tokens(folder: Path, text: Any) -> tuple[int, ...]:
-    """Return the ids of the end-of-text tokens, from generation_config.json where it exists."""
+    """Return the ids of the end-of-text tokens, from generation_config.json where it exists.
+
+    Ids beyond the vocabulary are omitted: the model cannot generate them.
+    """
     eos = text.eos_token_id
     if (folder / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    ids = eos if isinstance(eos, list | tuple) else (eos,)
+    return tuple(token for token in ids if 0 <= token < text.vocab_size)

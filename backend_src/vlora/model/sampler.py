@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,19 +120,23 @@ class TokenSampler:
 
     def _logprobs(self, logits: FloatArray, token: int) -> tuple[TokenLogprob, ...] | None:
         """Return the log probabilities of `token` and the best tokens, before any filter."""
-        if self._params.logprobs is None:
+        count = self._params.logprobs
+        if count is None:
             return None
-        wide = logits.astype(np.float64)
-        logprobs = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
-        best = _largest(logprobs, self._params.logprobs).tolist()
+        best = _largest(logits, count)
+        alternatives = best.tolist()
+        peak = float(logits.max())
+        log_total = peak + math.log(np.exp(logits.astype(np.float64) - peak).sum())
         return tuple(
             TokenLogprob(
                 token_id=index,
-                logprob=float(logprobs[index]),
-                rank=int((logprobs > logprobs[index]).sum()) + 1,
+                logprob=float(logits[index]) - log_total,
+                rank=1 + int((rivals > logits[index]).sum()),
                 text=self._vocabulary.text(index),
             )
-            for index in dict.fromkeys([token, *best])
+            for index in dict.fromkeys([token, *alternatives])
+            # Every logit above one of the alternatives is one of them itself.
+            for rivals in (logits[best] if index in alternatives else logits,)
         )
 
 
@@ -155,13 +160,14 @@ def draw_rows(
             draw(logits[row].numpy(), sampler._params, sampler._uniform(position))
             for row, sampler, position in rows
         ]
+    width, threads = logits.shape[1], torch.get_num_threads()
     draws = []
     for row, sampler, position in rows:
         params = sampler._params
         uniform = sampler._uniform(position)
         temperature = max(params.temperature, MIN_FP32_TEMPERATURE)
-        draws.append((row, params.top_k, temperature, params.min_p, params.top_p, uniform))
-    width, threads = logits.shape[1], torch.get_num_threads()
+        top_k = min(params.top_k, width)
+        draws.append((row, top_k, temperature, params.min_p, params.top_p, uniform))
     tokens: list[int] = native.kernels().gemm.sample(logits.data_ptr(), width, draws, threads)
     return tokens
 
@@ -175,29 +181,43 @@ def _seed(seed: int | None, request_id: str) -> int:
 def _penalised(
     logits: FloatArray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> FloatArray:
-    """Return a copy of the logits with the penalties applied.
+    """Return a copy of the logits, which must be finite, with the penalties applied.
 
-    The repetition penalty counts tokens of prompt and output, the others those of the output.
+    The repetition penalty counts tokens of prompt and output, the others those of the output. The
+    results are limited to finite values: a difference of infinities would be NaN.
     """
     scores = logits.astype(np.float32, copy=True)
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.asarray([*prompt, *output], dtype=np.int64))
-        values = scores[seen]
+        # A placeholder of images may lie beyond the embedding.
+        seen = seen[seen < scores.size]
+        values = scores[seen].astype(np.float64)
         penalty = np.float32(params.repetition_penalty)
-        scores[seen] = np.where(values > 0, values / penalty, values * penalty)
+        scores[seen] = _finite(np.where(values > 0, values / penalty, values * penalty))
     if output and (params.presence_penalty or params.frequency_penalty):
         tokens, counts = np.unique(np.asarray(output, dtype=np.int64), return_counts=True)
-        scores[tokens] -= np.float32(params.presence_penalty)
-        scores[tokens] -= (params.frequency_penalty * counts).astype(np.float32)
+        offsets = np.float32(params.presence_penalty) + params.frequency_penalty * counts
+        scores[tokens] = _finite(scores[tokens] - offsets)
     return scores
 
 
-def _largest(values: DoubleArray, count: int) -> IndexArray:
-    """Return the indices of the `count` largest values, largest first; equal ones in order."""
+def _finite(values: DoubleArray) -> FloatArray:
+    """Return `values` in fp32, the nearest finite value for those beyond its range."""
+    limits = np.finfo(np.float32)
+    return values.clip(limits.min, limits.max).astype(np.float32)
+
+
+def _largest(values: FloatArray, count: int) -> IndexArray:
+    """Return the indices of the `count` largest values, largest first; equal ones in order.
+
+    Values are selected first, so that no more than `count` are sorted.
+    """
+    if count == 0:
+        return np.empty(0, dtype=np.int64)
     candidates = np.arange(values.size)
-    if 0 < count < values.size:
+    if count < values.size:
         candidates = _largest_ascending(values, count, np.partition(values, -count)[-count])
-    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
+    return candidates[np.argsort(-values[candidates], kind="stable")]
 
 
 def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
@@ -266,7 +286,9 @@ def _nucleus(
     return candidates[_largest_ascending(values, last + 1, descending[last])]
 
 
-def _largest_ascending(values: DoubleArray, count: int, smallest: np.float64) -> IndexArray:
+def _largest_ascending(
+    values: FloatArray | DoubleArray, count: int, smallest: np.floating[Any]
+) -> IndexArray:
     """Return the indices, ascending, of the `count` largest values.
 
     smallest: the smallest of these values; of several equal to it the lower indices are taken.

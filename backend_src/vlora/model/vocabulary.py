@@ -18,29 +18,34 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
+BYTE_ALPHABET = _byte_level_alphabet()
+"""Byte of each character in the tokens of a byte-level tokenizer."""
+
+
 class Vocabulary:
-    """Bytes of every token.
+    """Bytes of every token that the model can generate.
 
     bytes_of: bytes by token id; b"" for special tokens, which never appear in text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, size: int | None = None) -> None:
+        """size: rows of the LM head, if the tokenizer may have more tokens than that."""
         added = tokenizer.added_tokens_decoder
         # Byte-level tokenizers write bytes as printable characters. SentencePiece-like ones write a
         # space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind it is.
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
-        self._alphabet = _byte_level_alphabet()
         special = set(tokenizer.all_special_ids)
-        self.bytes_of: list[bytes] = [b""] * len(tokenizer)
+        size = len(tokenizer) if size is None else size
+        self.bytes_of: list[bytes] = [b""] * min(len(tokenizer), size)
         for text, token in tokenizer.get_vocab().items():
-            if token in special or (token in added and added[token].special):
+            if token >= size or token in special or (token in added and added[token].special):
                 continue
             self.bytes_of[token] = text.encode() if token in added else self._to_bytes(text)
 
     def _to_bytes(self, text: str) -> bytes:
         """Return the bytes of a token from its text in the tokenizer's vocabulary."""
         if self._byte_level:
-            return bytes(self._alphabet[character] for character in text)
+            return bytes(BYTE_ALPHABET[character] for character in text)
         if match := _BYTE_TOKEN.match(text):
             return bytes([int(match[1], 16)])
         return text.replace("▁", " ").encode()

@@ -39,7 +39,7 @@ class AnswerWriter:
     def write(self, output: Output) -> dict[str, Array] | None:
         """Return the response for `output`, which has no error, or None if there is none yet."""
         self._collect(output)
-        if not (self._call.wanted.stream or output.finished):
+        if not (self._call.outputs.stream or output.finished):
             return None
         response = self._response(output)
         self._text.clear()
@@ -60,24 +60,25 @@ class AnswerWriter:
             self._logprobs = (self._logprobs or []) + [_listed(token) for token in output.logprobs]
 
     def _response(self, output: Output) -> dict[str, Array]:
-        wanted = self._call.wanted
+        options = self._call.outputs
         text = "".join(self._text)
-        if wanted.prepend_input:
+        if options.prepend_input:
             text = self._call.text + text
         tensors = {"text_output": strings([text])}
-        if wanted.finish_reason:
+        if options.finish_reason:
             tensors["finish_reason"] = strings([str(output.finish_reason)])
-        if wanted.num_input_tokens:
+        if options.num_input_tokens:
             tensors["num_input_tokens"] = np.array([output.num_input_tokens], dtype=np.uint32)
-        if wanted.num_output_tokens:
+        if options.num_output_tokens:
             tensors["num_output_tokens"] = np.array([self._num_tokens], dtype=np.uint32)
-        if wanted.logprobs:
+        if options.logprobs:
             tensors["logprobs"] = strings([json.dumps(self._logprobs, allow_nan=False)])
-        if wanted.cumulative_logprob:
+        if options.cumulative_logprob:
             tensors["cumulative_logprob"] = np.array([self._cumulative], dtype=np.float32)
-        if self._call.metadata is not None or wanted.everything:
-            tensors["metadata"] = strings([self._call.metadata or b""])
-        if output.head is not None or wanted.everything:
+        metadata = self._call.metadata if output.finished else None
+        if metadata is not None or options.everything:
+            tensors["metadata"] = strings([metadata or b""])
+        if output.head is not None or options.everything:
             tensors |= _head_tensors(output.head)
         if output.finished:
             tensors["details"] = strings([self._details(output)])

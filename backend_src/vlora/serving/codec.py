@@ -86,7 +86,7 @@ class Call:
     text: str
     task: str | None
     sampling: Mapping[str, Any]
-    wanted: OutputOptions
+    outputs: OutputOptions
     client_id: str
     images: ImageFeatures | None
     counts: tuple[int, int]
@@ -125,7 +125,7 @@ def read_call(
         text=text,
         task=inputs.text("task") or None,
         sampling=read_sampling(inputs, parameters, limits),
-        wanted=_read_wanted(inputs, ensemble),
+        outputs=_read_output_options(inputs, ensemble),
         client_id=client_id,
         images=images,
         counts=(0, 0) if images is None else count_images(images.layout),
@@ -167,7 +167,7 @@ def sampling_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _read_wanted(inputs: Inputs, ensemble: bool) -> OutputOptions:
+def _read_output_options(inputs: Inputs, ensemble: bool) -> OutputOptions:
     stream = inputs.flag("stream")
     if stream is None:
         stream = ensemble
@@ -246,7 +246,7 @@ def prepare(
     if call.ensemble:
         defaults = SamplingParams(temperature=0.0, max_tokens=TASKS[task].max_tokens)
     sampling = SamplingParams.parse(call.sampling, defaults)
-    if call.wanted.cumulative_logprob and sampling.logprobs is None:
+    if call.outputs.cumulative_logprob and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)
     request = Request(
         id=request_id,

@@ -1,8 +1,9 @@
 """The `lmm` model without Triton: passes requests to the engine, and its outputs to the client.
 
-`handle` reads a request, has its images encoded on a pool thread if it has any, submits it to the
-engine and returns. The engine's response thread then calls the request's sink, which sends. A
-watcher thread checks every live responder for a client that has disconnected.
+`handle` reads a request, submits it to the engine and returns. A request with images or a long
+prompt continues on a pool thread, which has the images encoded before it submits the request. The
+engine's response thread then calls the request's sink, which sends. A watcher thread checks every
+live responder for a client that has disconnected.
 
 Independent of Triton and of how an answer is computed.
 """
@@ -36,6 +37,12 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.1
 """Interval at which responders are checked for cancellation."""
 
+LONG_PROMPT = 8192
+"""Number of characters above which a prompt is tokenized on a pool thread.
+
+Triton hands all requests over on one thread, where this many take a few milliseconds.
+"""
+
 Encode = Callable[[Tensors], ImageFeatures]
 """Calls the vision encoder: `text_input` and image inputs in, features out."""
 
@@ -61,7 +68,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class _Encoding:
-    """A request whose images wait for the encoder or are being encoded."""
+    """A request that waits for a pool thread, or whose images are being encoded."""
 
     call: Call
     images: Tensors
@@ -76,8 +83,8 @@ class LmmService:
     thread that removes it from there: the pool thread that continues with it, or the thread that
     ends it first.
 
-    pool: runs the calls of `encode`, which block. The engine has admitted the requests that wait
-        there, so they count as part of its queue.
+    pool: runs the calls of `encode`, which block, and submits long prompts. The engine has admitted
+        the requests that wait there, so they count as part of its queue.
     observe: makes the observer of one request.
     cancel_elsewhere: passes the id of a cancelled request on to where it may still wait. It blocks,
         and may fail.
@@ -129,7 +136,7 @@ class LmmService:
             call = read_call(tensors, parameters, client_id, self._limits)
             with self._lock:
                 self._live[request_id] = responder
-            if call.raw_images:
+            if call.raw_images or len(call.text) > LONG_PROMPT:
                 images = {name: np.array(value) for name, value in call.raw_images.items()}
                 with self._lock:
                     self._encoding[request_id] = _Encoding(call, images, responder)
@@ -177,10 +184,12 @@ class LmmService:
         if encoding is None:
             return  # The request ended while it waited.
         try:
-            text = strings([encoding.call.text])
-            features = self._encode({"text_input": text, **encoding.images})
+            call = encoding.call
+            if encoding.images:
+                text = strings([call.text])
+                call = call.with_images(self._encode({"text_input": text, **encoding.images}))
             if self._take_encoding(request_id) is not None:
-                self._submit(encoding.call.with_images(features), request_id, encoding.responder)
+                self._submit(call, request_id, encoding.responder)
         except Exception as error:
             if request_id in self._live:
                 self._fail(request_id, encoding.responder, error)

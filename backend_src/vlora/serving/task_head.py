@@ -17,9 +17,10 @@ def to_result(tensors: Tensors, limits: Limits) -> Tensors:
     size = inputs.array("image_size", np.int32, (None, 2))
     scores = inputs.array("head_scores", np.float32, (None,))
     metadata = inputs.blob("metadata", limits.max_metadata_bytes) or b""
+    details = inputs.required_text("details", limits.max_answer_bytes)
     result = build_result(
-        text=inputs.required_text("text_output", limits.max_prompt_bytes),
-        details=load_object(inputs.required_text("details", limits.max_json_bytes), "'details'"),
+        text=inputs.required_text("text_output", limits.max_answer_bytes),
+        details=load_object(details, "'details'"),
         layout=np.zeros((0, 6), np.int32) if layout is None else layout,
         size=np.zeros((0, 2), np.int32) if size is None else size,
         labels=[inputs.decode("head_labels", label) for label in inputs.strings("head_labels")],

@@ -32,6 +32,9 @@ SCHEMA_PATH = Path(__file__).with_name("result.schema.json")
 GRID = 1000
 """Number of cells along an edge; coordinates in text are 0 to GRID - 1."""
 
+MAX_WARNINGS = 100
+"""Maximum number of malformed boxes and names that are described; the others are counted."""
+
 _TAG = re.compile(r"<(/?)(ref|box)>")
 _POINT = r"\(\s*([0-9]{1,4})\s*,\s*([0-9]{1,4})\s*\)"
 _BOX = re.compile(rf"\s*{_POINT}\s*,?\s*{_POINT}\s*")
@@ -130,7 +133,7 @@ def build_result(
         "frames": _pictures(objects, is_video, frames=True),
         "counts": dict(Counter(box.label for box in boxes if box.label is not None)),
         "scores": {label: float(score) for label, score in zip(labels, scores, strict=True)},
-        "warnings": warnings,
+        "warnings": _shortened(warnings),
     }
     return json.dumps(result, allow_nan=False)
 
@@ -140,6 +143,11 @@ def result_schema() -> dict[str, Any]:
     """Return the JSON schema of `result`."""
     schema: dict[str, Any] = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     return schema
+
+
+def _shortened(warnings: list[str]) -> list[str]:
+    more = len(warnings) - MAX_WARNINGS
+    return [*warnings[:MAX_WARNINGS], f"{more} more"] if more > 0 else warnings
 
 
 def _parse_grid(body: str) -> tuple[int, int, int, int] | None:

@@ -27,9 +27,9 @@ struct AddedDeinterleaved : Added<uint16_t, false> {
         const bool is_tail = n == N - 1 && cut;
         if (is_tail)
           for (int i = 0; i < t.tail; ++i) tail[i] = from[i];
-        V sum = V::load_apart(is_tail ? tail : from);
+        V sum = V::load_deinterleaved(is_tail ? tail : from);
         sum.add_product(sign, acc[m][n]);
-        sum.store_together(is_tail ? tail : to);
+        sum.store_interleaved(is_tail ? tail : to);
         if (is_tail)
           for (int i = 0; i < t.tail; ++i) to[i] = tail[i];
       }

@@ -244,7 +244,7 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
     }
     if (kernels.tiles) kernels.tiles->release();
   };
-  runtime::run_late(int(std::min<size_t>(size_t(threads), tasks.size())), work);
+  runtime::run_independent(int(std::min<size_t>(size_t(threads), tasks.size())), work);
 }
 
 }  // namespace vlora::atmm

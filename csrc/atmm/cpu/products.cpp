@@ -26,8 +26,8 @@ void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step,
           panels.address(panel + 1, step, &step_bytes) - static_cast<const char*>(t.right);
       if (step_bytes == t.step_bytes) t.panels = 2;
     }
-    for (int64_t row = 0; row < rows; row += runtime::kTileRows) {
-      t.rows = int(std::min<int64_t>(runtime::kTileRows, rows - row));
+    for (int64_t row = 0; row < rows; row += runtime::kAmxBlockRows) {
+      t.rows = int(std::min<int64_t>(runtime::kAmxBlockRows, rows - row));
       use(t, row, panel);
     }
     panel += t.panels;
@@ -36,10 +36,10 @@ void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step,
 
 // Steps of a bundle that are prefetched while the same number before them is multiplied: loads of
 // tiles alone keep too few cache lines in flight.
-constexpr int64_t kFetchedSteps = 2 * runtime::kTile;
+constexpr int64_t kFetchedSteps = 2 * runtime::kAmxRows;
 
 // Whether an adapter is read once, from memory. With more rows it is read again, from L2.
-bool reads_once(int64_t rows) { return rows <= runtime::kTile; }
+bool reads_once(int64_t rows) { return rows <= runtime::kAmxRows; }
 
 void prefetch(const char* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
@@ -94,9 +94,9 @@ void narrow_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Ro
   t.steps = steps;
   t.out_stride = kScratchStride;
   t.first = x.first_part;
-  for (int64_t row = 0; row < rows; row += runtime::kTileRows) {
+  for (int64_t row = 0; row < rows; row += runtime::kAmxBlockRows) {
     t.left = x.data + row * x.stride;
-    t.rows = int(std::min<int64_t>(runtime::kTileRows, rows - row));
+    t.rows = int(std::min<int64_t>(runtime::kAmxBlockRows, rows - row));
     t.out = to + row * kScratchStride;
     c.kernels.tiles->multiply(t);
   }
@@ -109,13 +109,13 @@ void expand_by_tiles(const Call& c, const Segment& s, int output, int64_t row, i
   const Output& out = c.p.output[output];
   const Panels panels = c.b(pair, output);
   const ptrdiff_t size = ptrdiff_t(size_of(c.p.rows_dtype));
-  alignas(64) float sums[runtime::kTileRows][runtime::kTilePanels * kPanel];
+  alignas(64) float sums[runtime::kAmxBlockRows][runtime::kAmxBlockPanels * kPanel];
   char* const y = static_cast<char*>(c.p.y) + (row * c.p.y_stride + out.column) * size;
   over_tiles(
       panels, first, last, 0, rows, [&](runtime::TileProduct t, int64_t from, int64_t panel) {
         t.left_bytes = kScratchStride * 4;
         t.out = &sums[0][0];
-        t.out_stride = runtime::kTilePanels * kPanel;
+        t.out_stride = runtime::kAmxBlockPanels * kPanel;
         const char* const right = static_cast<const char*>(t.right);
         const int64_t bundle_bytes = panels.steps * t.step_bytes;
         if (reads_once(rows) && panel % panels.bundle == 0)

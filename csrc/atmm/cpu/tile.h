@@ -85,7 +85,7 @@ struct NarrowFp32 {
     const V b = V::load(reinterpret_cast<const float*>(panel));
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
-      acc[m][0].add_product(V::two(x + m * (kStride ? kStride : stride)), b);
+      acc[m][0].add_product(V::broadcast_two(x + m * (kStride ? kStride : stride)), b);
   }
 };
 
@@ -100,7 +100,7 @@ struct NarrowWidened {
       const V b = V::load_half_of_pairs(panel, half);
 #pragma GCC unroll 24
       for (int m = 0; m < M; ++m)
-        acc[m][0].add_product(V::two_of_four(x + m * (kStride ? kStride : stride), half), b);
+        acc[m][0].add_product(V::broadcast_two_of_four(x + m * (kStride ? kStride : stride), half), b);
     }
   }
 };
@@ -115,7 +115,7 @@ struct NarrowPairs {
     const V::Pairs b = V::load_pairs(panel);
 #pragma GCC unroll 24
     for (int m = 0; m < M; ++m)
-      acc[m][0].add_pairs(V::two_pairs(x + m * (kStride ? kStride : stride)), b);
+      acc[m][0].add_pairs(V::broadcast_two_pairs(x + m * (kStride ? kStride : stride)), b);
   }
 };
 #endif
@@ -151,16 +151,9 @@ struct NarrowToScratch : ToScratch {
     if (!t.last_part) return ToScratch::end<M, N>(acc, t, group);
     float* out = static_cast<float*>(t.out);
 #pragma GCC unroll 24
-    for (int m = 0; m < M; ++m) acc[m][0].store_sums_of_two(out + m * kScratchStride);
+    for (int m = 0; m < M; ++m) acc[m][0].store_pair_sums(out + m * kScratchStride);
   }
 };
-
-// Stores two vectors as one line of bf16. It is a template because not every V has store_joined.
-template <class Vector>
-inline __attribute__((always_inline)) void store_line(uint16_t* to, Vector first, Vector second,
-                                                      bool past_caches) {
-  Vector::store_joined(to, first, second, past_caches);
-}
 
 // Epilogue of the second product and of the merge: out = in + sign * tile. T is the storage type.
 // kBypass: whether stores bypass the caches.
@@ -192,14 +185,14 @@ struct Added {
       for (int n = 0; n < N; ++n) {
         const T* from = in + m * t.in_stride + n * kPanel;
         T* to = out + m * t.out_stride + n * kPanel;
-        if constexpr (V::kJoins && sizeof(T) == 2 && N % 2 == 0) {
+        if constexpr (V::kFullLines && sizeof(T) == 2 && N % 2 == 0) {
           // Store a whole line at a time: half as many stores.
           if (n < N - 2 || !cut) {
             if (n % 2) continue;
             V first = V::load(from), second = V::load(from + kPanel);
             first.add_product(sign, acc[m][n]);
             second.add_product(sign, acc[m][n + 1]);
-            store_line<V>(to, first, second, kBypass);
+            V::store_two(to, first, second, kBypass);
             continue;
           }
         }
@@ -211,7 +204,7 @@ struct Added {
           V sum = V::load(from);
           sum.add_product(sign, acc[m][n]);
           if constexpr (kBypass) {
-            sum.store_past_caches(to);
+            sum.stream(to);
           } else {
             sum.store(to);
           }

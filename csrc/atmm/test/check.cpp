@@ -79,11 +79,11 @@ void check_large_pages(int rounds) {
       pieces.pop_back();
     }
   };
-  const size_t before = runtime::large_pages().pieces;
+  const size_t before = runtime::large_pages().allocated;
   std::thread other(owner, 1);
   owner(2);
   other.join();
-  if (runtime::large_pages().pieces != before) std::exit(6);
+  if (runtime::large_pages().allocated != before) std::exit(6);
 }
 
 }  // namespace
@@ -91,7 +91,7 @@ void check_large_pages(int rounds) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 200;
   const bool uses_openmp = argc > 2 && !std::strcmp(argv[2], "openmp");
-  if (!runtime::use_threads(uses_openmp ? runtime::Source::kOpenMp : runtime::Source::kOwn)) {
+  if (!runtime::set_thread_source(uses_openmp ? runtime::ThreadSource::kOpenMp : runtime::ThreadSource::kOwn)) {
     std::printf("no OpenMP runtime in this process\n");
     return 1;
   }

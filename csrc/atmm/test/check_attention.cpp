@@ -173,7 +173,7 @@ void check_attention(runtime::Isa isa) {
 void check_product(runtime::Isa isa) {
   const gemm::Kernels& kernels = gemm::kernels(isa);
   const Dtype dtype = draw(0, 1) ? Dtype::kFp32 : Dtype::kBf16;
-  if (!kernels.few[int(dtype)]) return;
+  if (!kernels.gemv[int(dtype)]) return;
   const int64_t rows = any_of<int64_t>({1, 2, 3, 4, 5, 6, 8, 12, 13, 16, 24, 33, 66}),
                 n = draw(1, 120);
   const int64_t k = any_of<int64_t>({draw(1, 40), draw(1, 300), 600}), x_stride = k + draw(0, 3),
@@ -185,8 +185,8 @@ void check_product(runtime::Isa isa) {
     put(stored.get(), i, w[size_t(i)] = rounded(w[size_t(i)], dtype), dtype);
   const bool biased = draw(0, 1);
   // Tiles of AMX where it runs, otherwise of its plain C++ equivalent.
-  const gemm::Tiled* tiles =
-      gemm::tiled(isa == runtime::Isa::kAvx512Bf16 ? runtime::Isa::kAmx : runtime::Isa::kTwin);
+  const gemm::AmxGemm* tiles =
+      gemm::amx_gemm(isa == runtime::Isa::kAvx512Bf16 ? runtime::Isa::kAmx : runtime::Isa::kTwin);
   if (draw(0, 1)) tiles = nullptr;
   gemm::multiply(kernels, tiles,
                    {dtype, stored.get(), n, k, x.data(), rows, x_stride, y.data(), y_stride,
@@ -258,7 +258,7 @@ void check_elementwise(runtime::Isa isa) {
   }
   std::vector<int64_t> indices(static_cast<size_t>(rows));
   const std::unique_ptr<bool[]> finite(new bool[size_t(rows)]);
-  gemm::largest(kernels, {before.data(), indices.data(), finite.get(), rows, width}, threads);
+  gemm::argmax(kernels, {before.data(), indices.data(), finite.get(), rows, width}, threads);
   for (int64_t row = 0; row < rows; ++row) {
     const auto begin = before.begin() + row * width;
     const auto want = std::max_element(begin, begin + width) - begin;

@@ -203,7 +203,7 @@ void check_merge(const Kernels& kernels, Dtype dtype) {
 
 void check_tiles(const Kernels& kernels) {
   const int64_t steps = any_of<int64_t>({1, 5, 16, 40}), pad = draw(0, 2);
-  const int rows = int(draw(1, runtime::kTileRows)), panels = int(draw(1, runtime::kTilePanels));
+  const int rows = int(draw(1, runtime::kAmxBlockRows)), panels = int(draw(1, runtime::kAmxBlockPanels));
   const bool interleaved = draw(0, 1), first = draw(0, 1);
   const Values left(Dtype::kBf16, (rows - 1) * 2 * (steps + pad) + 2 * steps, 1);
   const Values right(Dtype::kBf16, panels * steps * 2 * kPanel, 1);

@@ -206,7 +206,7 @@ def test_a_pair_that_does_not_fit_its_group_is_rejected() -> None:
         group.append([LoraPair(torch.zeros(4, 16), torch.zeros(8, 5))])
     with pytest.raises(ValueError, match="the group is"):
         group.append([LoraPair(torch.zeros(4, 16).bfloat16(), torch.zeros(8, 4).bfloat16())])
-    with pytest.raises(ValueError, match=r"not torch\.float16"):
+    with pytest.raises(ValueError, match=r"torch\.float16 is not supported"):
         LoraGroup(16, [8], torch.float16)
 
 

@@ -15,7 +15,7 @@ from vlora.atmm import tiles
 from vlora.atmm.device import Device
 
 MIN_GAIN = 1.1
-"""Factor by which a peak must exceed another to be ordered before it: kWorthLess of
+"""Factor by which a peak must exceed another to be ordered before it: kRequiredSpeedup of
 csrc/runtime/dispatch.cpp."""
 
 

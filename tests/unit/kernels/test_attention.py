@@ -159,7 +159,7 @@ def test_a_nan_affects_only_its_sequence(backend: Backend) -> None:
 def test_pages_and_rows_that_do_not_fit_are_refused() -> None:
     case = Case(4, 2, 32, 16, torch.float32, ((1, 40),))
     case.pages[0] = (999,) * 3
-    with pytest.raises(ValueError, match="page 999 of"):
+    with pytest.raises(ValueError, match="page 999 is not among"):
         case.step([(0, 0, 10)], "cpu")
     plan = AttentionPlan([_chunk(0, 0, 0, 2, (0,))], case.store, 4)
     with pytest.raises(ValueError, match=r"qkv \(3, 256\)"):

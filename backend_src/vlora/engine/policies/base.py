@@ -75,7 +75,7 @@ class Policy(Protocol):
     max_batch: int
     """Maximum number of requests of a step."""
     uses_costs: bool
-    """True if the policy asks for predicted times, so that the engine must calibrate first."""
+    """True if the policy uses predicted times, so that the engine has to be calibrated first."""
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         """Choose the requests of the next step.

@@ -65,9 +65,9 @@ struct TileSet {
 
 // Factors of a merge split into bf16 limbs (cpu/merge_limbs.h).
 using runtime::kLimbs;
-constexpr int kLimbDepth = 2 * runtime::kTile;  // values of depth that one tile takes
-constexpr int kLimbRows = runtime::kTileRows;
-constexpr int kLimbColumns = runtime::kTilePanels * kPanel;  // columns of a block
+constexpr int kLimbDepth = 2 * runtime::kAmxRows;  // values of depth that one tile takes
+constexpr int kLimbRows = runtime::kAmxBlockRows;
+constexpr int kLimbColumns = runtime::kAmxBlockPanels * kPanel;  // columns of a block
 constexpr int kLimbGroup = 2;  // blocks whose sums are added to W at a time
 
 // out = in + sign * left right, for up to kLimbRows rows.

@@ -1,0 +1,229 @@
+// The register tiles of attention by vectors: scores of some queries for panels of keys, and
+// weighted sums of panels of values.
+#pragma once
+
+#include "attention/pages.h"
+#include "attention/softmax.h"
+
+namespace vlora::attention::VLORA_ISA {
+
+// Registers of a panel's line.
+constexpr int kRegisters = kLanes / R::kWidth;
+// Whether a line is one register; then there are 32 registers, else 16.
+constexpr bool kFullLines = kRegisters == 1;
+// Maximum number of queries in a tile, whose sums over one or two panels fill the registers.
+constexpr int kMaxTileQueries = kFullLines ? 12 : kTileQueries;
+// Bytes of each panel that are read before the next panel's turn, where several panels are read at
+// once; in values of keys, and in tokens of values.
+constexpr int64_t kKeyRunBytes = 512, kValueRunTokens = 4;
+// Floats between queries. It does not depend on the dim, so that addresses need no registers, and
+// no two queries fall on the same cache sets.
+constexpr int64_t kQueryStride = kMaxDim + kLanes;
+
+// Returns how many panels, or groups of 16 columns, M queries meet at once so that their sums fill
+// the registers.
+constexpr int at_once(int queries) {
+  if (kFullLines) return queries <= 6 ? 4 : 2;
+  return queries == 1 ? 4 : queries <= 3 ? 2 : 1;
+}
+
+// Loads the first or the second line of a pair. In fp32 the lines are `row` elements apart; in bf16
+// they are interleaved value by value, and a shift or a mask widens them.
+template <class T, int N>
+VLORA_INLINE void load(const T* pair, ptrdiff_t row, int second, R (&to)[N]) {
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n) {
+    if constexpr (sizeof(T) == 2) {
+      const T* const from = pair + n * 2 * R::kWidth;
+      to[n] = second ? R::odd(from) : R::even(from);
+    } else {
+      to[n] = R::load(pair + second * row + n * R::kWidth);
+    }
+  }
+}
+
+// Computes scores of the tokens of P panels, [dim][kLanes], for M queries, over depths from …
+// until, which are even. Unless `from` is 0, they are added to the scores so far. kPrefetch: as
+// many bytes as a panel has are prefetched from `prefetch`. A small tile keeps several partial sums
+// of each score, since an addition waits for the one before it.
+template <class T, int M, int P, bool kPrefetch>
+VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until,
+                        float* scores, const char* prefetch) {
+  constexpr int kSums = M * P == 1 ? 4 : M * P <= (kFullLines ? 6 : 3) ? 2 : 1;
+  R acc[kSums][P][M][kRegisters];
+#pragma GCC unroll 4
+  for (int k = 0; k < kSums; ++k)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < kRegisters; ++n)
+          acc[k][p][m][n] = k > 0 || from == 0
+                                ? R::zero()
+                                : R::load(scores + m * kScoreStride + p * kLanes + n * R::kWidth);
+  const T* panels[P];
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p) panels[p] = keys[p];
+  // Depths in an iteration: full cache lines.
+  constexpr int kSteps = kSums > 1 ? kSums : 2;
+  const auto add = [&](int k, int64_t d, int second) __attribute__((always_inline)) {
+    R b[P][kRegisters];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) load(panels[p] + d * kLanes, kLanes, second, b[p]);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const R s = R::broadcast(q + m * kQueryStride + d + second);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p)
+#pragma GCC unroll 4
+        for (int n = 0; n < kRegisters; ++n) acc[k][p][m][n].add_product(s, b[p][n]);
+    }
+  };
+  int64_t d = from;
+  for (; d + kSteps <= until; d += kSteps) {
+    constexpr ptrdiff_t kRow = kLanes * sizeof(T);
+#pragma GCC unroll 4
+    for (int k = 0; k < kSteps; ++k) {
+      if constexpr (kPrefetch)
+        if (k * kRow % 64 == 0) __builtin_prefetch(prefetch + (d + k) * kRow);
+      add(k % kSums, d + k / 2 * 2, k % 2);
+    }
+  }
+  for (; d < until; d += 2) {
+    add(0, d, 0);
+    add(0, d, 1);
+  }
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p)
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < kRegisters; ++n) {
+        R sum = acc[0][p][m][n];
+#pragma GCC unroll 4
+        for (int k = 1; k < kSums; ++k) sum = sum + acc[k][p][m][n];
+        sum.store(scores + m * kScoreStride + p * kLanes + n * R::kWidth);
+      }
+}
+
+// The same for up to P panels.
+template <class T, int M, int P>
+VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys, int64_t from,
+                              int64_t until, float* scores) {
+  if (panels >= P) return score<T, M, P, false>(q, keys, from, until, scores, nullptr);
+  if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores);
+}
+
+// The same for any number of panels: as many at a time as fill the registers with sums, and if
+// there are more, all of them in turn for a run of depths.
+template <class T, int M>
+void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t dim, float* scores,
+                  const char* prefetch) {
+  constexpr int kAtOnce = at_once(M);
+  if (prefetch) return score<T, M, 1, true>(q, keys, 0, dim, scores, prefetch);
+  const int64_t each = panels <= kAtOnce ? dim : kKeyRunBytes / (kLanes * int64_t(sizeof(T)));
+  for (int64_t d = 0; d < dim; d += each) {
+    const int64_t until = d + each < dim ? d + each : dim;
+    for (int64_t p = 0; p < panels; p += kAtOnce)
+      score_up_to<T, M, kAtOnce>(panels - p, q, keys + p, d, until, scores + p * kLanes);
+  }
+}
+
+// The same for up to M queries.
+template <class T, int M = kMaxTileQueries>
+VLORA_INLINE void score_queries(int64_t queries, const float* q, const T* const* keys,
+                                int64_t panels, int64_t dim, float* scores, const char* prefetch) {
+  if (queries >= M) return score_panels<T, M>(q, keys, panels, dim, scores, prefetch);
+  if constexpr (M > 1) score_queries<T, M - 1>(queries, q, keys, panels, dim, scores, prefetch);
+}
+
+// Adds weights times values of tokens from … until of each of some panels to `out`, for M queries
+// and N registers of columns. `from` is even. kInterleaved: panels are read in turn, two tokens of
+// each. kPrefetch: as in `score`, of the first panel.
+template <class T, int M, int N, bool kInterleaved, bool kPrefetch>
+VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels,
+                             int64_t from, int64_t until, int64_t column, int64_t padded,
+                             float* out, const char* prefetch) {
+  // Values of a column that are contiguous in memory.
+  constexpr int kPair = int(4 / sizeof(T));
+  R acc[M][N];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) acc[m][n] = R::load(out + m * padded + column + n * R::kWidth);
+  const auto add = [&](const T* pair, const float* w, int second) __attribute__((always_inline)) {
+    R b[N];
+    load(pair, padded, second, b);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const R s = R::broadcast(w + m * kScoreStride + second);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) acc[m][n].add_product(s, b[n]);
+    }
+  };
+  // What follows the last token is not used, although it may be the other half of a pair.
+  const auto add_pair = [&](int64_t p, int64_t t) __attribute__((always_inline)) {
+    const T* const pair = values[p] + t * padded + column * kPair;
+    const float* const w = weights + p * kLanes + t;
+    add(pair, w, 0);
+    if (t + 1 < until) add(pair, w, 1);
+  };
+  if constexpr (kInterleaved) {
+    for (int64_t t = from; t < until; t += 2)
+      for (int64_t p = 0; p < panels; ++p) add_pair(p, t);
+  } else {
+    for (int64_t p = 0; p < panels; ++p)
+      for (int64_t t = from; t < until; t += 2) {
+        if constexpr (kPrefetch) {
+          const char* const lines = prefetch + (t * padded + column * kPair) * ptrdiff_t(sizeof(T));
+#pragma GCC unroll 8
+          for (size_t line = 0; line < 4 * N * R::kWidth; line += 64) {
+            __builtin_prefetch(lines + line);
+            if (kPair == 1) __builtin_prefetch(lines + padded * ptrdiff_t(sizeof(T)) + line);
+          }
+        }
+        add_pair(p, t);
+      }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) acc[m][n].store(out + m * padded + column + n * R::kWidth);
+}
+
+// The same for all columns: as many at a time as fill the registers.
+template <class T, int M, bool kInterleaved>
+void add_all_values(const float* weights, const T* const* values, int64_t panels, int64_t tokens,
+                    int64_t padded, float* out, const char* prefetch) {
+  constexpr int N = at_once(M) * kRegisters;
+  const int64_t each = kInterleaved && panels > 1 ? kValueRunTokens : tokens;
+  for (int64_t t = 0; t < tokens; t += each) {
+    const int64_t until = t + each < tokens ? t + each : tokens;
+    int64_t column = 0;
+    for (; column + N * R::kWidth <= padded; column += N * R::kWidth)
+      prefetch ? add_values<T, M, N, false, true>(weights, values, panels, t, until, column, padded,
+                                                  out, prefetch)
+               : add_values<T, M, N, kInterleaved, false>(weights, values, panels, t, until, column,
+                                                          padded, out, nullptr);
+    for (; column < padded; column += kLanes)
+      add_values<T, M, kRegisters, kInterleaved, false>(weights, values, panels, t, until, column,
+                                                        padded, out, nullptr);
+  }
+}
+
+// The same for any number of queries, M at a time.
+template <class T, int M, bool kInterleaved>
+void add_values_of_queries(int64_t queries, const float* weights, const T* const* values,
+                           int64_t panels, int64_t tokens, int64_t padded, float* out,
+                           const char* prefetch) {
+  for (; queries >= M;
+       queries -= M, weights += M * kScoreStride, out += M * padded, prefetch = nullptr)
+    add_all_values<T, M, kInterleaved>(weights, values, panels, tokens, padded, out, prefetch);
+  if constexpr (M > 1)
+    if (queries > 0)
+      add_values_of_queries<T, M - 1, kInterleaved>(queries, weights, values, panels, tokens,
+                                                    padded, out, prefetch);
+}
+
+}  // namespace vlora::attention::VLORA_ISA
