@@ -31,7 +31,7 @@ class DLora:
     uses_costs = True
 
     def __init__(self, max_batch: int, costs: Costs) -> None:
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._costs = costs
         self._credit: defaultdict[int, float] = defaultdict(float)
         self._known: set[int] = set()
@@ -45,14 +45,14 @@ class DLora:
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         self._note_new_adapters(ready)
-        fcfs = list(ready[: self._max_batch])
+        fcfs = list(ready[: self.max_batch])
         counts = Counter(r.slot for r in ready if self._costs.mergeable(r.slot))
         credited = self._credited(ready)
         if credited:
             self._to_unmerged()
             chosen = credited + [r for r in fcfs if r.slot not in self._by_credit]
-            chosen = chosen[: self._max_batch]
-            self._settle(fcfs, chosen, 1.0 / self._max_batch)
+            chosen = chosen[: self.max_batch]
+            self._settle(fcfs, chosen, 1.0 / self.max_batch)
             return Choice(tuple(chosen), BASE)
         least = -CREDIT * (len(self._known) - 1)
         counts = Counter({slot: n for slot, n in counts.items() if self._credit[slot] >= least})
@@ -71,14 +71,14 @@ class DLora:
                 self._would_switch, self._largest = self._would_switch + 1, largest
             slot = None
         batch = [r for r in ready if r.slot == (largest if slot is None else slot)]
-        batch = batch[: self._max_batch]
+        batch = batch[: self.max_batch]
         self._merged_served += len(batch)
         self._unmerged_served += len(fcfs)
         if slot is None:
             self._to_unmerged()
             return Choice(tuple(fcfs), BASE)
         self._active = slot
-        self._settle(fcfs, batch, 1.0 / (self._speed * self._max_batch))
+        self._settle(fcfs, batch, 1.0 / (self._speed * self.max_batch))
         return Choice(tuple(batch), slot)
 
     @property
@@ -109,7 +109,7 @@ class DLora:
             or (slot in self._by_credit and self._credit[slot] >= CREDIT / 2)
         }
         order = sorted(self._by_credit, key=lambda slot: -self._credit[slot])
-        return [r for slot in order for r in ready if r.slot == slot][: self._max_batch]
+        return [r for slot in order for r in ready if r.slot == slot][: self.max_batch]
 
     def _settle(self, fcfs: Sequence[Candidate], chosen: Sequence[Candidate], price: float) -> None:
         """Move credit from requests served early to requests that were passed over."""

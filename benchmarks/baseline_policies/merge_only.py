@@ -15,12 +15,12 @@ class MergeOnly:
     uses_costs = False
 
     def __init__(self, max_batch: int, costs: Costs) -> None:
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._costs = costs
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         slot = ready[0].slot
-        same = tuple(r for r in ready if r.slot == slot)[: self._max_batch]
+        same = tuple(r for r in ready if r.slot == slot)[: self.max_batch]
         return Choice(same, slot if self._costs.mergeable(slot) else BASE)
 
 

@@ -169,7 +169,7 @@ def test_kv_pages_are_moved_to_make_space_for_an_adapter(
 def test_a_constantly_used_adapter_does_not_starve_another_one(
     checkpoint: Path, twelve: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "PATIENCE_STEPS", 10)
+    monkeypatch.setattr(memory, "PATIENCE_SECONDS", 0.0)
     engine = engine_of(
         checkpoint,
         twelve,

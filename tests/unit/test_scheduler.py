@@ -26,9 +26,15 @@ from vlora.sampling import SamplingParams
 
 
 def make_sequence(
-    pool: PagePool, name: str, prompt: int, block: int = 4, slot: int = -1, arrival: float = 0.0
+    pool: PagePool,
+    name: str,
+    prompt: int,
+    block: int = 4,
+    slot: int = -1,
+    arrival: float = 0.0,
+    priority: int = 0,
 ) -> Sequence:
-    request = Request(id=name, prompt="", sampling=SamplingParams())
+    request = Request(id=name, prompt="", sampling=SamplingParams(priority=priority))
     table = BlockTable(pool, block)
     sequence = Sequence(request, Prompt.of_text(range(prompt)), resident_adapter(slot), 100, table)
     sequence.arrival = arrival
@@ -149,6 +155,7 @@ class Only:
     """A policy that runs the named requests, in this order."""
 
     uses_costs = False
+    max_batch = 1
 
     def __init__(self, *names: str, **credits: float) -> None:
         self.names = names
@@ -224,6 +231,7 @@ class AlwaysMerge:
     """A policy that always wants the adapter in slot 3 merged."""
 
     uses_costs = False
+    max_batch = 4
 
     def choose(self, ready: abc.Sequence[Candidate], live: int, now: float) -> Choice:
         return Choice(tuple(ready), 3)
@@ -241,15 +249,6 @@ def test_the_live_adapter_is_evicted_if_nothing_could_run_otherwise() -> None:
     assert plan.live == BASE
 
 
-class Wrapped:
-    """`unmerge_only` behind another class, so that the scheduler asks it in every step."""
-
-    uses_costs = False
-
-    def __init__(self, policy: UnmergeOnly) -> None:
-        self.choose = policy.choose
-
-
 @settings(deadline=None, max_examples=150)
 @given(
     asked=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=14),
@@ -259,8 +258,9 @@ class Wrapped:
     max_wait=st.sampled_from([0.5, 3.5, 1e9]),
     cutoff=st.sampled_from([6.0, 1e9]),
     unready=st.integers(0, 2),
+    priorities=st.lists(st.sampled_from([-1, 0, 0, 2]), min_size=14, max_size=14),
 )
-def test_the_short_cut_for_unmerge_only_chooses_what_the_policy_would_choose(
+def test_unmerge_only_chooses_from_the_first_candidates_what_it_would_choose_from_all(
     asked: list[tuple[int, int]],
     sequences: int,
     batch: int,
@@ -268,15 +268,16 @@ def test_the_short_cut_for_unmerge_only_chooses_what_the_policy_would_choose(
     max_wait: float,
     cutoff: float,
     unready: int,
+    priorities: list[int],
 ) -> None:
     """Compare plans for sequences that are preempted, overdue, ready late or after the cutoff."""
-    policy = UnmergeOnly(batch, max_wait)
     all_plans = []
-    for tested in (policy, Wrapped(policy)):
+    for candidates in (batch, len(asked)):
         pool = PagePool(8 + pages)
-        scheduler = Scheduler(Budgets(sequences, 12), tested)
+        policy = UnmergeOnly(batch, max_wait)
+        scheduler = Scheduler(Budgets(sequences, 12, candidates), policy)
         todo = [
-            (at, make_sequence(pool, f"s{i}", words, 2, i % 3 - 1, at + i / 100))
+            (at, make_sequence(pool, f"s{i}", words, 2, i % 3 - 1, at + i / 100, priorities[i]))
             for i, (at, words) in enumerate(sorted(asked))
         ]
         late = [s.adapter for _, s in todo if s.adapter is not None][:unready]
@@ -305,7 +306,7 @@ def test_a_first_come_first_served_step_reads_only_a_batch_of_the_queue() -> Non
             read.append(self.id)
             return super().ready
 
-    scheduler = Scheduler(Budgets(8, 64), UnmergeOnly(8, 30.0))
+    scheduler = Scheduler(Budgets(8, 64, candidates=16), UnmergeOnly(8, 30.0))
     pool = PagePool(64)
     for i in range(2000):
         added = make_sequence(pool, f"s{i}", 5, arrival=float(i))

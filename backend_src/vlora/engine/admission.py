@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlora.config import Limits
-from vlora.engine.checks import answer_limit, check_choices
+from vlora.engine.checks import admissible, check_choices
 from vlora.engine.memory import EngineMemory
 from vlora.engine.request_state import RequestState
 from vlora.engine.sequence import Sequence
@@ -46,8 +46,6 @@ class Admission:
         """
         params = request.sampling
         handle = None if request.adapter is None else self._adapters.handle(request.adapter)
-        if request.use_head and (handle is None or not handle.info.head_labels):
-            raise InvalidArgument(f"adapter {request.adapter!r} has no vision task head")
         vocabulary = self._config.vocabulary
         invalid = [t for t in params.stop_token_ids if not 0 <= t < vocabulary]
         if invalid:
@@ -59,14 +57,10 @@ class Admission:
             raise InvalidArgument("the prompt is empty; give a text")
         self.reader.check_length(request.prompt, self._max_model_len)
         prompt = self.reader.read(request.prompt, request.images)
-        context = min(self._max_model_len, self._memory.capacity(handle))
-        max_tokens = answer_limit(request, len(prompt.ids), context)
         sampler = TokenSampler(params, request.id, self._config.eos_tokens, self._vocabulary)
-        if sampler.choices is not None and sampler.choices.required_tokens > max_tokens:
-            raise InvalidArgument(
-                f"the longest of 'choices' needs {sampler.choices.required_tokens} tokens;"
-                f" {max_tokens} are left for it"
-            )
+        longest_choice = 0 if sampler.choices is None else sampler.choices.required_tokens
+        context = self._memory.context(handle)
+        max_tokens = admissible(request, handle, context, len(prompt.ids), longest_choice)
         digests = None
         if self._memory.prefix is not None:
             digests = BlockDigests(self._memory.block_size, prompt.feature_row, prompt.features)
@@ -79,6 +73,7 @@ class Admission:
             max_tokens,
             self._memory.table(),
             digests,
+            longest_choice=longest_choice,
             merge_is_lossy=self._merge_is_lossy,
         )
         return RequestState(sequence, sampler, self._vocabulary)

@@ -1,9 +1,11 @@
-"""Limits on the context and on `choices`. Every error states the value and the limit."""
+"""Limits on the context and on `choices`, and what a request needs of its adapter. Every error
+states the value and the limit."""
 
 from __future__ import annotations
 
 from vlora.config import Limits, Options
 from vlora.errors import InvalidArgument
+from vlora.lora.handle import AdapterHandle
 from vlora.request import Request
 
 
@@ -35,6 +37,32 @@ def served_context(options: Options, checkpoint: int, pool: int) -> int:
             f"'kv_cache_tokens' = {options.kv_cache_tokens} cannot hold a context of {asked}"
         )
     return min(asked, pool)
+
+
+def admissible(
+    request: Request,
+    adapter: AdapterHandle | None,
+    context: int,
+    prompt: int,
+    longest_choice: int = 0,
+) -> int:
+    """Return the maximum number of tokens of the answer with this version of the adapter.
+
+    Everything that depends on the version is checked here, on arrival and again whenever a waiting
+    request is given another version.
+
+    context: tokens that a request of this adapter may have. prompt: tokens of the prompt.
+    longest_choice: tokens of the longest of `choices`.
+    Raises InvalidArgument if the request cannot be served with it.
+    """
+    if request.use_head and (adapter is None or not adapter.info.head_labels):
+        raise InvalidArgument(f"adapter {request.adapter!r} has no vision task head")
+    max_tokens = answer_limit(request, prompt, context)
+    if longest_choice > max_tokens:
+        raise InvalidArgument(
+            f"the longest of 'choices' needs {longest_choice} tokens; {max_tokens} are left for it"
+        )
+    return max_tokens
 
 
 def answer_limit(request: Request, prompt: int, context: int) -> int:

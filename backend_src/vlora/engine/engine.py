@@ -171,7 +171,7 @@ class Engine:
         started = now if self._busy_since is None else self._busy_since
         self._busy_since = None
         notifications = self._notifications
-        ended = self._expire(now) + self._load_adapters()
+        ended = self._expire(now) + self._load_adapters(now)
         plan = self.scheduler.schedule(now, self.switcher.live, self.memory.arrival_cutoff)
         if not plan.chunks:
             self._stalled_at = notifications
@@ -187,9 +187,9 @@ class Engine:
         self._record(plan, started, forward_seconds)
         return ended + outputs
 
-    def _load_adapters(self) -> list[Output]:
+    def _load_adapters(self, now: float) -> list[Output]:
         """Advance the loading of adapters; end requests whose adapter cannot be loaded."""
-        failed = self.memory.advance(self.scheduler.waiting, len(self.scheduler.running))
+        failed = self.memory.advance(self.scheduler.waiting, len(self.scheduler.running), now)
         return [output for name, error in failed for output in self.abort(name, error)]
 
     def _switch(self, live: int) -> float:

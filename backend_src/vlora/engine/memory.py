@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from vlora.config import AUTO, Options
+from vlora.engine.checks import admissible
 from vlora.engine.sequence import Sequence, scopes_of
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.ids import BASE
@@ -27,9 +28,9 @@ from vlora.model.decoder_config import DecoderConfig
 MAX_AUTO_BYTES = 1 << 30
 """Maximum size of the adapters' pages if `adapter_pool_bytes` is "auto"."""
 
-PATIENCE_STEPS = 256
-"""Number of steps that the oldest request waits for its adapter's pages before newer requests are
-held back too: the adapters of requests that run stay resident."""
+PATIENCE_SECONDS = 2.0
+"""Time that a request waits for its adapter's pages before newer requests are held back too, until
+it begins: adapters of requests that run stay resident, and pages that these need evict others."""
 
 
 class EngineMemory:
@@ -41,12 +42,17 @@ class EngineMemory:
         config: DecoderConfig,
         dtype: torch.dtype,
         adapters: AdapterStore,
+        max_model_len: int,
     ) -> None:
-        """Allocate the pages. The adapters are loaded already; `attach` packs them."""
+        """Allocate the pages. The adapters are loaded already; `attach` packs them.
+
+        max_model_len: maximum number of tokens of a request of any adapter.
+        """
         self._adapters = adapters
-        self._version = adapters.version
-        self._stuck_steps = 0
-        self._stuck: AdapterHandle | None = None
+        self._max_model_len = max_model_len
+        self._stuck: Sequence | None = None
+        """Oldest waiting request whose adapter was found too few pages since it was queued."""
+        self._stuck_since = 0.0
         self.block_size = options.block_size
         self.arrival_cutoff = math.inf
         """Latest arrival of requests that may begin to run."""
@@ -82,11 +88,11 @@ class EngineMemory:
         """Return a new block table for one sequence."""
         return BlockTable(self.pool, self.block_size, self.prefix)
 
-    def capacity(self, handle: AdapterHandle | None) -> int:
+    def context(self, handle: AdapterHandle | None) -> int:
         """Return the number of tokens that a request of this adapter can have at most.
 
-        This is what the pool holds for one request alone. Raises InvalidArgument if not even the
-        adapter fits.
+        This is at most what the pool holds for one request alone. Raises InvalidArgument if not
+        even the adapter fits.
         """
         pages = 0 if handle is None else self._run_length(handle)
         if pages >= self.pool.total:
@@ -95,14 +101,16 @@ class EngineMemory:
                 f"adapter '{name}' needs {pages} pages of {self._page_bytes} bytes;"
                 f" the pool has {self.pool.total}, for keys and values as well"
             )
-        return (self.pool.total - pages) * self.block_size
+        return min(self._max_model_len, (self.pool.total - pages) * self.block_size)
 
     # -- between steps -------------------------------------------------------------------------
 
-    def advance(self, waiting: list[Sequence], running: int = 0) -> list[tuple[str, VLoraError]]:
+    def advance(
+        self, waiting: list[Sequence], running: int = 0, now: float = 0.0
+    ) -> list[tuple[str, VLoraError]]:
         """Load and pack the adapters of waiting requests, in order of arrival.
 
-        running: number of requests that hold pages.
+        running: number of requests that hold pages. now: seconds on the engine's clock.
         Returns (request id, reason) of requests whose adapter is gone or does not load.
         """
         self._adapters.protected_slot = BASE
@@ -112,30 +120,47 @@ class EngineMemory:
             if sequence.adapter is not None:
                 first_of.setdefault(sequence.adapter, sequence)
         stuck = self._adapters.advance(list(first_of), running)
-        same = stuck is not None and stuck is self._stuck
-        self._stuck_steps = self._stuck_steps + 1 if same else 0
-        self._stuck = stuck
-        hold_back = stuck is not None and self._stuck_steps > PATIENCE_STEPS
-        self.arrival_cutoff = (
-            first_of[stuck].arrival if stuck is not None and hold_back else math.inf
-        )
+        self._update_cutoff(waiting, None if stuck is None else first_of[stuck], now)
         return failed
+
+    def _update_cutoff(self, waiting: list[Sequence], stuck: Sequence | None, now: float) -> None:
+        """Hold newer requests back once the oldest stuck one has waited long enough.
+
+        A run found for its adapter does not end that: others may evict it before the pages of the
+        prompt are free, again and again.
+        """
+        known = (s for s in (self._stuck, stuck) if s is not None and s in waiting)
+        oldest = min(known, key=lambda s: s.arrival, default=None)
+        if oldest is not self._stuck:
+            self._stuck, self._stuck_since = oldest, now
+        patient = oldest is None or now - self._stuck_since <= PATIENCE_SECONDS
+        self.arrival_cutoff = math.inf if oldest is None or patient else oldest.arrival
 
     def _resolve(self, waiting: list[Sequence]) -> Iterable[tuple[str, VLoraError]]:
         """Point requests that have not started to the present version of their adapter."""
-        changed = self._version != self._adapters.version
-        self._version = self._adapters.version
         for sequence in waiting:
-            if sequence.adapter is None:
+            adapter = sequence.adapter
+            if adapter is None:
                 continue
-            if changed and not sequence.holds_adapter:
-                try:
-                    sequence.adapter = self._adapters.handle(sequence.adapter.name)
-                except VLoraError as error:
-                    yield sequence.id, error
-                    continue
-            if sequence.adapter.error is not None:
-                yield sequence.id, sequence.adapter.error
+            try:
+                if adapter.retired and not sequence.holds_adapter:
+                    self._use_present_version(sequence, adapter.name)
+                elif adapter.error is not None:
+                    raise adapter.error
+            except VLoraError as error:
+                yield sequence.id, error
+
+    def _use_present_version(self, sequence: Sequence, name: str) -> None:
+        """Raise a VLoraError if there is none, or none that the request can use."""
+        handle = self._adapters.handle(name)
+        sequence.max_tokens = admissible(
+            sequence.request,
+            handle,
+            self.context(handle),
+            sequence.prompt_length,
+            sequence.longest_choice,
+        )
+        sequence.adapter = handle
 
     def evicted(self, handle: AdapterHandle) -> None:
         """Make the prefix blocks of an evicted adapter the next to be evicted."""

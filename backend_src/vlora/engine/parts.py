@@ -83,7 +83,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     watch = FolderWatch(finder, adapters.update, retry=adapters.retry)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
-    memory = EngineMemory(options, config, dtype, adapters)
+    memory = EngineMemory(options, config, dtype, adapters, max_model_len)
     switcher = Switcher(weights.slab, adapters, options.merging)
     runner = Runner(config, weights, adapters, switcher, memory.kv_cache)
     memory.attach()

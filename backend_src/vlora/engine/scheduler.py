@@ -8,18 +8,17 @@ the scheduler is pure: no torch, no clock but the one it is given.
 from __future__ import annotations
 
 import bisect
-import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from vlora.engine.plan import StepPlan
 from vlora.engine.policies.base import Candidate, Choice, Policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.sequence import Sequence
-from vlora.ids import BASE, order_of
-from vlora.model.chunk import Chunk
+from vlora.engine.step_builder import StepBuilder, chunks_of
+from vlora.ids import BASE
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,13 @@ class Budgets:
 
     sequences: maximum number of sequences that hold pages at once.
     rows: maximum number of tokens computed in one step.
+    candidates: maximum number of waiting sequences that the policy is asked about in a step, by
+        arrival, by priority and by deadline each; at least `sequences`.
     """
 
     sequences: int
     rows: int
+    candidates: int = 64
 
 
 class Scheduler:
@@ -39,6 +41,7 @@ class Scheduler:
 
     A sequence is admitted when there are free pages for all its known tokens; from then on it grows
     page by page. A running sequence that the policy does not choose is paused: it keeps its pages.
+    A chosen sequence that gets no slot or no pages pauses none: a running one takes its turn.
     When pages are short, paused sequences are preempted first, lowest credit first, then the newest
     of the chosen ones. A preempted sequence is recomputed later. The oldest sequence is never
     preempted, so it always advances once chosen, and nothing starves.
@@ -63,14 +66,18 @@ class Scheduler:
         """Sequences without pages, in order of arrival."""
         self.running: list[Sequence] = []
         """Sequences that hold pages, in order of arrival."""
-        self._last_step: list[Sequence] = []
+        self._by_priority: list[Sequence] = []
+        """Waiting sequences in order of priority, then arrival."""
+        self._by_deadline: list[Sequence] = []
+        """Waiting sequences that have a deadline, in its order."""
+        self._last_step: Mapping[Sequence, int] = {}
+        """Number of rows of each sequence of the last step."""
         self._preempted: dict[Sequence, None] = {}
         """Waiting sequences that ran before: their wait is shorter than their arrival suggests."""
         self._with_priority = 0
         """Number of sequences whose priority is not 0."""
-        self._chosen = 0
         self.choice = Choice((), BASE)
-        """The policy's last choice; its order is empty when the policy was not asked."""
+        """The policy's last choice."""
 
     @property
     def idle(self) -> bool:
@@ -78,12 +85,13 @@ class Scheduler:
 
     @property
     def paused(self) -> int:
-        """Number of sequences that hold pages and were not chosen for the last step."""
-        return max(0, len(self.running) - self._chosen)
+        """Number of sequences that hold pages and had no rows in the last step."""
+        last_step = self._last_step
+        return sum(sequence not in last_step for sequence in list(self.running))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        bisect.insort(self.waiting, sequence, key=_arrival)
+        self._enqueue(sequence)
         self._with_priority += sequence.priority != 0
 
     def remove(self, sequence: Sequence) -> None:
@@ -91,10 +99,22 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
         else:
-            self.waiting.remove(sequence)
-            self._preempted.pop(sequence, None)
+            self._dequeue(sequence)
         self._with_priority -= sequence.priority != 0
         sequence.end()
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=_arrival)
+        bisect.insort(self._by_priority, sequence, key=_priority)
+        if sequence.deadline < math.inf:
+            bisect.insort(self._by_deadline, sequence, key=_deadline)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self._by_priority.remove(sequence)
+        if sequence.deadline < math.inf:
+            self._by_deadline.remove(sequence)
+        self._preempted.pop(sequence, None)
 
     def schedule(
         self, now: float = 0.0, live: int = BASE, arrival_cutoff: float = math.inf
@@ -108,53 +128,53 @@ class Scheduler:
             return StepPlan(())
         for sequence in self._last_step:
             sequence.ran(now)
-        if isinstance(self.policy, UnmergeOnly) and not self._with_priority:
-            eligible = self._first_eligible(self.policy.max_batch, arrival_cutoff)
-            self.choice = Choice((), BASE)
-            chosen = _first_come(eligible, self.policy, now)
-        else:
-            by_arrival = heapq.merge(self.running, self.waiting, key=_arrival)
-            eligible = list(_eligible(by_arrival, arrival_cutoff))
-            chosen = self._ask_policy(eligible, live, now) if eligible else []
+        eligible = self._eligible(arrival_cutoff)
         if not eligible:
             return StepPlan(())
-        self._chosen = len(chosen)
+        self.choice = self.policy.choose([_candidate(s, now) for s in eligible], live, now)
+        by_id = {s.id: s for s in eligible}
+        chosen = [by_id[r.id] for r in self.choice.order]
         self._protect(self.choice.live)
         step = self._allocate(chosen, self.choice)
         if not step.rows and self.running:
             # None of the chosen gets pages: the sequences that hold pages continue.
-            step = self._allocate(list(self.running), Choice((), self.choice.live))
+            running = self.running[: self.policy.max_batch]
+            step = self._allocate(running, Choice((), self.choice.live))
         elif not step.rows:
             # Nothing runs either: begin the oldest, which may take the live adapter's pages.
             self.choice = Choice((), BASE)
             self._protect(BASE)
             step = self._allocate(eligible[:1], self.choice)
-        self._last_step = list(step.rows)
-        for sequence in self._last_step:
+        self._last_step = step.rows
+        for sequence in step.rows:
             sequence.scheduled(now)
         live = self.choice.live
-        return StepPlan(_chunks(step.rows, live), tuple(step.preempted), live, step.cached)
+        return StepPlan(chunks_of(step.rows, live), tuple(step.preempted), live, step.cached)
 
-    def _first_eligible(self, size: int, arrival_cutoff: float) -> list[Sequence]:
-        """Return the eligible sequences, by arrival, that could be among the first `size`.
+    def _eligible(self, arrival_cutoff: float) -> list[Sequence]:
+        """Return the sequences that the policy is asked about, in order of arrival.
 
-        Only sequences that are certain to be neither among the first by arrival nor among those
-        that waited longest are left out, so that a step's work does not grow with the queue.
+        These are all that have run, and the first waiting ones by arrival (which have waited
+        longest), by priority and by deadline, so that a step's work does not grow with the queue.
         """
-        new = (s for s in self.waiting if s not in self._preempted)
-        eligible = [*_eligible((*self.running, *self._preempted), arrival_cutoff)]
-        eligible += islice(_eligible(new, arrival_cutoff), size)
+
+        def can_run(s: Sequence) -> bool:
+            return bool(s.table.pages) or (s.ready and s.arrival <= arrival_cutoff)
+
+        started = chain(self.running, self._preempted)
+        eligible = dict.fromkeys(s for s in started if can_run(s))
+        size = max(self._budgets.candidates, self._budgets.sequences)
+        orders = [self.waiting, self._by_deadline]
+        if self._with_priority:
+            orders.append(self._by_priority)
+        for order in orders:
+            new = (s for s in order if s not in eligible and can_run(s))
+            eligible.update(dict.fromkeys([*islice(new, size)]))
         return sorted(eligible, key=_arrival)
 
-    def _ask_policy(self, eligible: list[Sequence], live: int, now: float) -> list[Sequence]:
-        """Return the sequences that the policy chooses, in its order."""
-        by_id = {s.id: s for s in eligible}
-        self.choice = self.policy.choose([_candidate(s, now) for s in eligible], live, now)
-        return [by_id[r.id] for r in self.choice.order]
-
-    def _allocate(self, chosen: list[Sequence], choice: Choice) -> _StepBuilder:
+    def _allocate(self, chosen: list[Sequence], choice: Choice) -> StepBuilder:
         """Give rows to decoding sequences first, so that no prompt delays them, then to prompts."""
-        step = _StepBuilder(self._budgets.rows, choice, self._paused(chosen, choice))
+        step = StepBuilder(self._budgets.rows, choice, self._paused(chosen, choice))
         decoding = [s for s in chosen if s.table.pages and s.missing == 1]
         for sequence in decoding:
             if sequence.table.pages and self._grow(sequence, step):
@@ -163,6 +183,7 @@ class Scheduler:
         # Once one prompt waits for pages, later ones must not take them. After a preemption no
         # prompt is admitted: a sequence that was just preempted would take its pages back.
         full = bool(step.preempted)
+        refused = False
         for sequence in prompts:
             if step.free_rows == 0:
                 break
@@ -170,7 +191,28 @@ class Scheduler:
                 full = full or not self._admit(sequence, step)
             if sequence.table.pages:
                 step.add(sequence)
+            else:
+                refused = True
+        if refused:
+            self._continue_paused(chosen, step)
         return step
+
+    def _continue_paused(self, chosen: list[Sequence], step: StepBuilder) -> None:
+        """Fill the batch with paused sequences, since chosen ones got no slot or no pages.
+
+        Decoding ones go first. They take pages from other paused sequences only.
+        """
+        left_out = set(self.running).difference(chosen)
+        count = max(0, self.policy.max_batch - len(step.rows))
+        for sequence in sorted(left_out, key=lambda s: (s.missing > 1, s.arrival))[:count]:
+            if step.free_rows == 0:
+                break
+            if not sequence.table.pages:
+                continue  # Preempted for one before it.
+            if sequence in step.paused:
+                step.paused.remove(sequence)
+            if self._grow(sequence, step, only_paused=True):
+                step.add(sequence)
 
     def _paused(self, chosen: list[Sequence], choice: Choice) -> list[Sequence]:
         """Return the sequences with pages that are not chosen, in order of their preemption.
@@ -187,7 +229,7 @@ class Scheduler:
         preemptible = (s for s in paused if s is not oldest)
         return sorted(preemptible, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
 
-    def _admit(self, sequence: Sequence, step: _StepBuilder) -> bool:
+    def _admit(self, sequence: Sequence, step: StepBuilder) -> bool:
         """Give a waiting sequence a batch slot and pages for all known tokens, if possible.
 
         The pages are free ones, or those of paused sequences that arrived later.
@@ -198,17 +240,19 @@ class Scheduler:
             if not self._preempt_newer(sequence, step):
                 return False
         sequence.begin(self.choice.live)
-        while not sequence.table.grow(sequence.known):
-            if not self._preempt_newer(sequence, step):
+        # Preempt none unless this suffices: otherwise their work would be lost for nothing.
+        newer = (s for s in step.paused if s.arrival > sequence.arrival)
+        fits = sequence.table.fits(sequence.known, sum(len(s.table.pages) for s in newer))
+        while not (fits and sequence.table.grow(sequence.known)):
+            if not (fits and self._preempt_newer(sequence, step)):
                 sequence.leave()
                 return False
-        self.waiting.remove(sequence)
-        self._preempted.pop(sequence, None)
+        self._dequeue(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
         step.cached += sequence.cached
         return True
 
-    def _preempt_newer(self, sequence: Sequence, step: _StepBuilder) -> bool:
+    def _preempt_newer(self, sequence: Sequence, step: StepBuilder) -> bool:
         """Preempt the first paused sequence that arrived later; return whether there was one."""
         newer = [s for s in step.paused if s.arrival > sequence.arrival]
         if newer:
@@ -217,13 +261,15 @@ class Scheduler:
             step.preempted.append(newer[0].id)
         return bool(newer)
 
-    def _grow(self, sequence: Sequence, step: _StepBuilder) -> bool:
-        """Allocate the pages that the sequence's next row needs.
+    def _grow(self, sequence: Sequence, step: StepBuilder, *, only_paused: bool = False) -> bool:
+        """Allocate pages for the sequence's next row, preempting paused sequences, then the newest.
 
-        While pages are missing, preempts paused sequences, then the newest running sequence.
-        Returns False if that was this sequence itself.
+        only_paused: preempt no others.
+        Returns False if it got none: it was the newest and was preempted, or none are left.
         """
         while not sequence.table.grow(sequence.known):
+            if only_paused and not step.paused:
+                return False
             victim = step.paused.pop(0) if step.paused else self.running[-1]
             self._preempt(victim)
             step.remove_preempted(victim)
@@ -235,57 +281,20 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.leave()
         sequence.preemptions += 1
-        bisect.insort(self.waiting, sequence, key=_arrival)
+        self._enqueue(sequence)
         self._preempted[sequence] = None
-
-
-class _StepBuilder:
-    """A step under construction.
-
-    rows: number of rows of each sequence.
-    paused: paused sequences in the order in which they are preempted.
-    """
-
-    def __init__(self, max_rows: int, choice: Choice, paused: list[Sequence]) -> None:
-        self.free_rows = max_rows
-        self.rows: dict[Sequence, int] = {}
-        self.paused = paused
-        self.preempted: list[str] = []
-        self.cached = 0
-        self._max_rows = choice.max_rows or {}
-
-    def add(self, sequence: Sequence) -> None:
-        """Add the missing rows of a sequence, as far as the policy and the budget allow."""
-        allowed = self._max_rows.get(sequence.id, sequence.missing)
-        rows = min(sequence.missing, allowed, self.free_rows)
-        if rows:
-            self.rows[sequence] = rows
-            self.free_rows -= rows
-
-    def remove_preempted(self, sequence: Sequence) -> None:
-        """Remove the rows of a sequence that was preempted."""
-        self.free_rows += self.rows.pop(sequence, 0)
-        self.preempted.append(sequence.id)
 
 
 def _arrival(sequence: Sequence) -> float:
     return sequence.arrival
 
 
-def _eligible(sequences: Iterable[Sequence], arrival_cutoff: float) -> Iterable[Sequence]:
-    """Return the sequences that a step could compute."""
-    return (s for s in sequences if s.table.pages or (s.ready and s.arrival <= arrival_cutoff))
+def _priority(sequence: Sequence) -> tuple[int, float]:
+    return sequence.priority, sequence.arrival
 
 
-def _first_come(eligible: list[Sequence], policy: UnmergeOnly, now: float) -> list[Sequence]:
-    """Return what `policy` would choose among sequences of one priority, sorted by arrival."""
-    # No sequence has waited longer than the time since the first arrival.
-    any_late = bool(eligible) and now - eligible[0].arrival > policy.max_wait
-
-    def rank(s: Sequence) -> tuple[bool, bool]:
-        return not any_late or s.wait(now) <= policy.max_wait, not s.table.pages
-
-    return sorted(eligible, key=rank)[: policy.max_batch]
+def _deadline(sequence: Sequence) -> float:
+    return sequence.deadline
 
 
 def _candidate(sequence: Sequence, now: float) -> Candidate:
@@ -294,33 +303,10 @@ def _candidate(sequence: Sequence, now: float) -> Candidate:
         sequence.slot,
         sequence.arrival,
         sequence.wait(now),
-        sequence.missing,
+        len(sequence.tokens) - sequence.computed,
         sequence.computed,
         sequence.remaining,
         bool(sequence.table.pages),
         sequence.deadline,
         sequence.priority,
     )
-
-
-def _chunks(rows: Mapping[Sequence, int], live: int) -> tuple[Chunk, ...]:
-    """Return one chunk per sequence: its next positions, in the row order of the adapters."""
-    chunks: list[Chunk] = []
-    row = 0
-    for sequence, length in sorted(rows.items(), key=lambda item: order_of(item[0].slot, live)):
-        start = sequence.computed
-        chunks.append(
-            Chunk(
-                sequence_id=sequence.id,
-                slot=sequence.slot,
-                row=row,
-                start=start,
-                tokens=tuple(sequence.tokens[start : start + length]),
-                prompt=sequence.prompt,
-                pages=tuple(sequence.table.pages),
-                completes=length == sequence.missing,
-                use_head=sequence.request.use_head,
-            )
-        )
-        row += length
-    return tuple(chunks)

@@ -30,6 +30,7 @@ class Sequence:
     """The scheduling state of one request.
 
     tokens: known token ids, the prompt's first.
+    prompt_length: number of tokens of the prompt.
     computed: number of tokens whose keys and values are in `table`.
     cached: how many of these came from the prefix cache when the sequence last began.
     arrival: on the engine's clock in seconds; set when the request is queued.
@@ -46,15 +47,20 @@ class Sequence:
         table: BlockTable,
         digests: BlockDigests | None = None,
         *,
+        longest_choice: int = 0,
         merge_is_lossy: bool = False,
     ) -> None:
         """Make a sequence that holds no pages.
 
         digests: digests of its blocks, if they are to be shared.
+        longest_choice: number of tokens of the longest of its choices.
         merge_is_lossy: whether merged weights are rounded.
         """
         self.request = request
+        self.id = request.id
+        self.priority = request.sampling.priority
         self.prompt = prompt
+        self.prompt_length = len(prompt.ids)
         self.tokens = list(prompt.ids)
         self.adapter = adapter
         self._pinned: AdapterHandle | None = None
@@ -64,6 +70,7 @@ class Sequence:
         self._mode: str | None = ""
         """Weight mode of all computed tokens, or None if they were computed under several."""
         self.max_tokens = max_tokens
+        self.longest_choice = longest_choice
         self.arrival = 0.0
         self.table = table
         self.computed = 0
@@ -71,10 +78,6 @@ class Sequence:
         self.preemptions = 0
         self.waited = 0.0
         self._last_scheduled: float | None = None
-
-    @property
-    def id(self) -> str:
-        return self.request.id
 
     # -- adapter and pages -------------------------------------------------------------------
 
@@ -145,10 +148,6 @@ class Sequence:
     # -- counters ----------------------------------------------------------------------------
 
     @property
-    def prompt_length(self) -> int:
-        return len(self.prompt.ids)
-
-    @property
     def known(self) -> int:
         """Number of known tokens."""
         return len(self.tokens)
@@ -180,10 +179,6 @@ class Sequence:
     def started(self) -> bool:
         """True if it has ever been scheduled."""
         return self._last_scheduled is not None
-
-    @property
-    def priority(self) -> int:
-        return self.request.sampling.priority
 
     @property
     def deadline(self) -> float:

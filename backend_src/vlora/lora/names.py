@@ -34,7 +34,10 @@ def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgume
 
 
 class AdapterNames:
-    """Mapping from names to handles. All methods may be called from any thread."""
+    """Mapping from names to handles. All methods may be called from any thread.
+
+    Collections that it returns never change.
+    """
 
     def __init__(self, model: ModelShape, max_bytes: int, host: HostTier) -> None:
         """Create a mapping without names.
@@ -51,10 +54,8 @@ class AdapterNames:
         self._stamps: dict[str, tuple[Path, Stamp]] = {}
         self._retries: dict[str, Backoff] = {}
         self.clock: Callable[[], float] = time.monotonic
-        self.matrices: set[MatrixId] = set()
-        """Matrices that any adapter seen so far changes."""
-        self.version = 0
-        """Counter that grows whenever a name may mean another handle."""
+        self.matrices: frozenset[MatrixId] = frozenset()
+        """Matrices that any adapter seen so far changes; replaced as a whole when it grows."""
         self.on_change: Callable[[], None] = lambda: None
         """Called on the reading thread after an adapter was read, removed, loaded or packed."""
 
@@ -93,7 +94,8 @@ class AdapterNames:
     @property
     def stamps(self) -> Mapping[str, tuple[Path, Stamp]]:
         """Folder and stamp of each name, as last read."""
-        return self._stamps
+        with self._lock:
+            return dict(self._stamps)
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
         """Replace the name's adapter by what the folder holds now, or by its error.
@@ -121,12 +123,11 @@ class AdapterNames:
                 self._retire(text)
                 self._broken.pop(text, None)
                 self._current[text] = handle
-                self.matrices.update(handle.description.ranks)
+                self.matrices |= handle.description.ranks.keys()
                 if adapter is not None:
                     self._host.add(handle, adapter)
         with self._lock:
             self._stamps[name] = (folder, stamp)
-            self.version += 1
         self.on_change()
 
     def _mark_broken(self, name: str, error: InvalidArgument) -> None:
@@ -154,7 +155,6 @@ class AdapterNames:
                     self._retries.setdefault(handle.name, Backoff()).failed(now)
                 self._retire(as_text(handle.name))
                 self._mark_broken(as_text(handle.name), handle.error)
-            self.version += 1
 
     def _forget(self, name: str) -> None:
         text = as_text(name)
@@ -164,7 +164,6 @@ class AdapterNames:
             self._broken.pop(text, None)
             self._retries.pop(name, None)
             del self._stamps[name]
-            self.version += 1
         self.on_change()
 
     def _is_current(self, handle: AdapterHandle) -> bool:
@@ -188,12 +187,14 @@ class AdapterNames:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the adapters that requests can use, in order."""
-        return tuple(sorted(self._current))
+        with self._lock:
+            return tuple(sorted(self._current))
 
     @property
     def broken(self) -> Mapping[str, InvalidArgument]:
         """Adapters that exist but do not load, with the error of each."""
-        return self._broken
+        with self._lock:
+            return dict(self._broken)
 
     def handle(self, name: str) -> AdapterHandle:
         """Return the present version. Raise NotFound, which lists the known names, or the

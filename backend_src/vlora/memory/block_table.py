@@ -53,6 +53,11 @@ class BlockTable:
         if self._prefix is not None:
             self._prefix.discard(self.pages)
 
+    def fits(self, tokens: int, released: int) -> bool:
+        """Return whether `grow` could succeed once other tables had released so many pages."""
+        missing = pages_for(tokens, self._block_size) - len(self.pages)
+        return self._pool.can_allocate(missing - released)
+
     def grow(self, tokens: int) -> bool:
         """Allocate pages for `tokens` tokens in all; return False (and allocate nothing) if pages
         are short."""

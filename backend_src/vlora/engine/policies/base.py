@@ -72,6 +72,8 @@ class Costs(Protocol):
 class Policy(Protocol):
     """A rule that chooses the requests of the next step and the merged adapter."""
 
+    max_batch: int
+    """Maximum number of requests of a step."""
     uses_costs: bool
     """True if the policy uses predicted times, so that the engine has to be calibrated first."""
 

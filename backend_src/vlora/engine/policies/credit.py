@@ -71,6 +71,7 @@ class CreditPolicy:
 
     def __init__(self, config: CreditConfig, costs: Costs) -> None:
         self._config = config
+        self.max_batch = config.max_batch
         self._costs = costs
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:

@@ -83,7 +83,7 @@ class Predictive:
     uses_costs = True
 
     def __init__(self, max_batch: int, max_rows: int, max_wait: float, costs: StepCosts) -> None:
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._max_rows = max_rows
         self._max_wait = max_wait
         self._costs = costs
@@ -98,19 +98,19 @@ class Predictive:
         forced |= {r.id for r in urgent}
         requests_by_slot = Counter(r.slot for r in ready)
         bundle = _Bundle(self._costs, next_live, self._max_rows, requests_by_slot)
-        for r in [*overdue, *urgent][: self._max_batch]:
+        for r in [*overdue, *urgent][: self.max_batch]:
             bundle.take(r, r.missing)
         rest = [r for r in ready if r.id not in forced] if forced else ready
         decoding = (r for r in rest if r.missing == 1)
         for r in sorted(decoding, key=lambda r: (r.priority, r.remaining)):
-            if len(bundle.order) == self._max_batch:
+            if len(bundle.order) == self.max_batch:
                 break
             if not bundle.take_decode_row(r):
                 bundle.consider(r)
         prompts = [(r.priority, self._work(r), i) for i, r in enumerate(rest) if r.missing > 1]
         refused = 0
         for _, _, i in sorted(prompts):
-            if len(bundle.order) == self._max_batch or refused == MAX_REFUSALS:
+            if len(bundle.order) == self.max_batch or refused == MAX_REFUSALS:
                 break
             refused += not bundle.consider(rest[i])
         return Choice(tuple(bundle.order), next_live, bundle.rows)

@@ -14,11 +14,11 @@ class UnmergeOnly:
     """First come, first served within each priority; nothing is merged.
 
     A request that holds pages keeps them, even when the adapter of an older request becomes
-    resident. The scheduler applies the same rule without calling `choose` when all requests have
-    one priority (decision 53).
+    resident.
 
     max_batch: maximum number of requests of a step.
-    max_wait: requests that have waited longer than this many seconds go first.
+    max_wait: requests that have waited longer than this many seconds go first, longest wait first,
+        whatever their priority. This bounds the waits (decision 41).
     """
 
     uses_costs = False
@@ -28,9 +28,12 @@ class UnmergeOnly:
         self.max_wait = max_wait
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
-        order = sorted(
-            ready, key=lambda r: (r.wait <= self.max_wait, r.priority, not r.holds_pages)
-        )
+        def rank(r: Candidate) -> tuple[float, int, bool]:
+            if r.wait > self.max_wait:
+                return -r.wait, 0, False
+            return 0.0, r.priority, not r.holds_pages
+
+        order = sorted(ready, key=rank)
         return Choice(tuple(order[: self.max_batch]), BASE)
 
 

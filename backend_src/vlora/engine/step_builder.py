@@ -1,0 +1,62 @@
+"""A step while the scheduler fills it with rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vlora.engine.policies.base import Choice
+from vlora.engine.sequence import Sequence
+from vlora.ids import order_of
+from vlora.model.chunk import Chunk
+
+
+class StepBuilder:
+    """A step under construction.
+
+    rows: number of rows of each sequence.
+    paused: paused sequences in the order in which they are preempted.
+    """
+
+    def __init__(self, max_rows: int, choice: Choice, paused: list[Sequence]) -> None:
+        self.free_rows = max_rows
+        self.rows: dict[Sequence, int] = {}
+        self.paused = paused
+        self.preempted: list[str] = []
+        self.cached = 0
+        self._max_rows = choice.max_rows or {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Add the missing rows of a sequence, as far as the policy and the budget allow."""
+        allowed = self._max_rows.get(sequence.id, sequence.missing)
+        rows = min(sequence.missing, allowed, self.free_rows)
+        if rows:
+            self.rows[sequence] = rows
+            self.free_rows -= rows
+
+    def remove_preempted(self, sequence: Sequence) -> None:
+        """Remove the rows of a sequence that was preempted."""
+        self.free_rows += self.rows.pop(sequence, 0)
+        self.preempted.append(sequence.id)
+
+
+def chunks_of(rows: Mapping[Sequence, int], live: int) -> tuple[Chunk, ...]:
+    """Return one chunk per sequence: its next positions, in the row order of the adapters."""
+    chunks: list[Chunk] = []
+    row = 0
+    for sequence, length in sorted(rows.items(), key=lambda item: order_of(item[0].slot, live)):
+        start = sequence.computed
+        chunks.append(
+            Chunk(
+                sequence_id=sequence.id,
+                slot=sequence.slot,
+                row=row,
+                start=start,
+                tokens=tuple(sequence.tokens[start : start + length]),
+                prompt=sequence.prompt,
+                pages=tuple(sequence.table.pages),
+                completes=length == sequence.missing,
+                use_head=sequence.request.use_head,
+            )
+        )
+        row += length
+    return tuple(chunks)

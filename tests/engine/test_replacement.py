@@ -1,0 +1,145 @@
+"""Tests of adapters that are replaced while requests wait for them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine_client import request
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.errors import InvalidArgument, NotFound
+from vlora.lora.folders import stamp_of
+from vlora.request import Output
+
+
+@pytest.fixture
+def root(tmp_path: Path, adapters_dir: Path) -> Path:
+    """Folder with one small adapter, "x", which has a head."""
+    put(tmp_path, adapters_dir, "attention-r4", head=True)
+    return tmp_path
+
+
+def put(root: Path, adapters_dir: Path, kind: str, *, head: bool = False) -> None:
+    """Make adapter "x" one of this kind. head: with the vision task head of another one."""
+    shutil.rmtree(root / "x", ignore_errors=True)
+    shutil.copytree(adapters_dir / kind, root / "x")
+    if head:
+        shutil.copy(adapters_dir / "head-r8" / "head.safetensors", root / "x")
+        declared = {"head": {"labels": ["cat", "dog", "bird"], "tasks": ["classify"]}}
+        (root / "x" / "vlora.json").write_text(json.dumps(declared))
+
+
+def update(engine: Engine, root: Path) -> None:
+    engine.adapters.update({p.name: (p, stamp_of(p)) for p in root.iterdir()})
+
+
+def engine_of(checkpoint: Path, root: Path, **more: Any) -> Engine:
+    """Return an engine with one slot, which a request of the base model has taken."""
+    engine = Engine(Options(model=checkpoint, adapters=root, max_num_seqs=1, **more))
+    engine.add(engine.prepare(request("runs", max_tokens=8)), 0.0)
+    engine.step()
+    return engine
+
+
+def finish(engine: Engine) -> dict[str, Output]:
+    last: dict[str, Output] = {}
+    for _ in range(100):
+        last |= {output.request_id: output for output in engine.step()}
+        engine.adapters.finish()
+        engine.check_integrity()
+        if engine.idle:
+            return last
+    raise AssertionError(f"{engine.request_ids} never end")
+
+
+def pages(checkpoint: Path, adapters_dir: Path, kind: str) -> int:
+    engine = Engine(Options(model=checkpoint, adapters=adapters_dir))
+    return engine.adapters.pages_of(engine.adapters.handle(kind))
+
+
+def test_a_waiting_request_is_refused_if_its_adapter_outgrows_the_pool(
+    checkpoint: Path, adapters_dir: Path, root: Path
+) -> None:
+    large = pages(checkpoint, adapters_dir, "all-r8")
+    engine = engine_of(checkpoint, root, kv_cache_tokens=16 * large, adapter_pool_bytes=0)
+    engine.add(engine.prepare(request("waits", adapter="x")), 1.0)
+    put(root, adapters_dir, "all-r8")
+    update(engine, root)
+    last = finish(engine)
+    assert last["runs"].finish_reason == "length"
+    assert isinstance(last["waits"].error, InvalidArgument)
+    assert f"needs {large} pages" in str(last["waits"].error)
+
+
+def test_the_limit_of_an_answer_follows_the_version_of_the_adapter(
+    checkpoint: Path, adapters_dir: Path, root: Path
+) -> None:
+    large = pages(checkpoint, adapters_dir, "all-r8")
+    engine = engine_of(checkpoint, root, kv_cache_tokens=16 * (large + 3), adapter_pool_bytes=0)
+    small = engine.adapters.pages_of(engine.adapters.handle("x"))
+    context = min(engine.max_model_len, 16 * (large + 3 - small))
+    limited = engine.prepare(request("limited", adapter="x", max_tokens=context - 20))
+    unlimited = engine.prepare(request("unlimited", None, adapter="x"))  # type: ignore[arg-type]
+    engine.add(limited, 1.0)
+    engine.add(unlimited, 2.0)
+    put(root, adapters_dir, "all-r8")
+    update(engine, root)
+    last = finish(engine)
+    assert "exceeds the context of 48" in str(last["limited"].error)
+    assert last["unlimited"].finish_reason == "length"
+    tokens = last["unlimited"].num_input_tokens + last["unlimited"].num_output_tokens
+    assert tokens == 48
+
+
+def test_a_waiting_request_for_a_head_is_refused_if_the_new_version_has_none(
+    checkpoint: Path, adapters_dir: Path, root: Path
+) -> None:
+    engine = engine_of(checkpoint, root)
+    engine.add(engine.prepare(request("scored", adapter="x", use_head=True)), 1.0)
+    engine.add(engine.prepare(request("said", adapter="x")), 2.0)
+    put(root, adapters_dir, "attention-r4")
+    update(engine, root)
+    last = finish(engine)
+    assert "has no vision task head" in str(last["scored"].error)
+    assert isinstance(last["scored"].error, InvalidArgument)
+    assert (last["runs"].finish_reason, last["said"].finish_reason) == ("length", "length")
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_request_checked_before_a_change_and_queued_after_it_sees_the_change(
+    checkpoint: Path, adapters_dir: Path, root: Path, removed: bool
+) -> None:
+    engine = engine_of(checkpoint, root, adapter_host_bytes=1)
+    late = engine.prepare(request("late", adapter="x"))
+    put(root, adapters_dir, "all-r8")
+    if removed:
+        shutil.rmtree(root / "x")
+    update(engine, root)
+    engine.step()
+    engine.add(late, 1.0)
+    last = finish(engine)
+    if removed:
+        assert isinstance(last["late"].error, NotFound)
+    else:
+        assert last["late"].error is None
+        assert last["late"].adapter_digest == engine.adapters.info("x").digest
+
+
+@pytest.mark.parametrize("view", ["matrices", "stamps", "broken"])
+def test_what_others_read_of_the_names_does_not_change_while_they_read_it(
+    checkpoint: Path, adapters_dir: Path, root: Path, view: str
+) -> None:
+    (root / "faulty").mkdir()
+    engine = Engine(Options(model=checkpoint, adapters=root))
+    reading = iter(getattr(engine.adapters, view))
+    first = next(reading)
+    (root / "faulty too").mkdir()
+    put(root, adapters_dir, "all-r8")
+    update(engine, root)
+    assert first not in list(reading)
+    assert len(getattr(engine.adapters, view)) >= 2
