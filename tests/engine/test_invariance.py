@@ -51,7 +51,7 @@ def test_sampled_answers_do_not_depend_on_batch_chunks_or_preemption(
             max_num_seqs=5,
             max_num_batched_tokens=11,
             block_size=3,
-            kv_cache_tokens=90,
+            kv_cache_tokens=81,
         )
     )
     assert answers(small, requests(small.adapters.names())[::-1]) == expected

@@ -153,7 +153,7 @@ def kinds_of(draw: random.Random) -> dict[str, bool]:
 @pytest.mark.parametrize("name", ["unmerge_only", "credit", "predictive"])
 def test_drawn_loads_keep_batches_full_and_waits_bounded(name: str) -> None:
     """Draw arrivals, priorities, deadlines, adapters that become ready late, and short pools."""
-    for draw in drawn_loads(12):
+    for draw in drawn_loads(60):
         kinds = kinds_of(draw)
         sequences = draw.randint(1, 8)
         batch = draw.choice([sequences, draw.randint(1, sequences)])
@@ -196,9 +196,11 @@ def test_drawn_loads_keep_batches_full_and_waits_bounded(name: str) -> None:
             if load.scheduler.idle or not ready:
                 load.now += STEP
                 continue
-            computed = len(load.step().chunks)
+            plan = load.step()
+            computed = len(plan.chunks)
             assert computed > 0
-            if name == "unmerge_only" and not short_of_pages:
+            # A preempted request that is computed again may take all rows.
+            if name == "unmerge_only" and not short_of_pages and plan.rows < rows:
                 assert computed >= min(batch, ready), (load.now, computed, ready)
         # At worst, `fitting` requests at a time end before it, each of which may be preempted and
         # computed again; then decision 41 holds with B = the requests that fit.
@@ -206,6 +208,6 @@ def test_drawn_loads_keep_batches_full_and_waits_bounded(name: str) -> None:
         steps = math.ceil(len(load.answers) / at_once) * (answer + 2) * (2 if short_of_pages else 1)
         bound = max_wait + (steps + 1) * STEP
         for request, waited in load.first_wait.items():
-            unready = ready_at[request] - float(0)
+            unready = ready_at[request]
             assert waited <= bound + unready, (request, waited, bound)
         assert len(load.ended) == len(load.answers)

@@ -105,8 +105,9 @@ class CostModel:
 
         forward: measured time of the forward pass. overhead: measured rest of the step's time.
         """
-        predicted = self.predict(parts, live)
         uncorrected = self._uncorrected(parts, live)
+        factor = self.corrections.factor(_kind(parts, live))
+        predicted = uncorrected * factor + self.corrections.overhead.seconds(len(parts))
         if uncorrected > 0.0 and forward > 0.0:
             self.corrections.errors.append(abs(predicted / (forward + overhead) - 1.0))
             self.corrections.learn_forward(_kind(parts, live), forward / uncorrected)

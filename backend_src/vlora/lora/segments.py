@@ -4,7 +4,6 @@ forward pass."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from vlora.atmm.types import Segment, Segments
 from vlora.ids import BASE
@@ -36,6 +35,6 @@ def _extend(segments: list[Segment], more: Segment) -> None:
     row before."""
     last = segments[-1] if segments else None
     if last and last.slot == more.slot and last.start + last.length == more.start:
-        segments[-1] = replace(last, length=last.length + more.length)
+        segments[-1] = Segment(last.start, last.length + more.length, last.slot, last.sign)
     else:
         segments.append(more)

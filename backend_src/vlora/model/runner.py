@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from vlora.atmm import op
+from vlora.ids import BASE
 from vlora.lora.segments import signed_segments
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
@@ -60,19 +61,25 @@ class Runner:
         """
         attention = AttentionPlan(chunks, self._kv_cache, self._query_heads)
         live = self._switcher.live
-        segments = signed_segments(((chunk.slot, chunk.length) for chunk in chunks), live)
+        rows = [(chunk.slot, chunk.length) for chunk in chunks]
+        segments = signed_segments(rows, live)
         sampled = [chunk for chunk in chunks if chunk.completes and not chunk.use_head]
         scored = [chunk for chunk in chunks if chunk.completes and chunk.use_head]
         completed = sampled + scored
+        # A step of decode rows uses the same segments everywhere, converted for the core once.
+        answers = [(chunk.slot, 1) for chunk in completed]
+        answer_segments = segments if answers == rows else signed_segments(answers, live)
         hidden = self._decoder.forward(
             self._embed(chunks),
             attention,
             segments,
             [chunk.last_row for chunk in completed],
-            signed_segments(((chunk.slot, 1) for chunk in completed), live),
+            answer_segments,
         )
         # The LM head is never merged, so its segments do not depend on the live adapter.
-        lm_head_segments = signed_segments((chunk.slot, 1) for chunk in sampled)
+        lm_head_segments = answer_segments
+        if live != BASE or scored:
+            lm_head_segments = signed_segments((chunk.slot, 1) for chunk in sampled)
         return StepResult(
             self._decoder.logits(hidden[: len(sampled)], lm_head_segments),
             self._head_scores(hidden[len(sampled) :], [chunk.slot for chunk in scored]),
