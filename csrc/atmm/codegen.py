@@ -51,7 +51,7 @@ class Isa:
 
     @property
     def deinterleaves(self) -> bool:
-        """Return whether a panel takes two registers: one for even columns, one for odd ones."""
+        """Return whether even and odd columns of a panel are held in different registers."""
         return self.registers_per_panel > 1
 
     @property

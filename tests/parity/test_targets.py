@@ -153,7 +153,7 @@ def saved(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy with one more adapter, whose config has a target without weights."""
+    """Return a copy of `saved` with one more adapter, whose config has a target without weights."""
     root = tmp_path_factory.mktemp("stripped") / "adapters"
     shutil.copytree(saved, root)
     shutil.copytree(saved / "by-full-names", root / "target-without-weights")

@@ -9,7 +9,10 @@ from typing import Any
 
 
 def report(out: Path) -> str:
-    """Write DIR/figures from the results that the stages wrote."""
+    """Write the results of all stages and a summary to `out`/figures, and print the summary.
+
+    Returns a line for the log: the number of files and their folder.
+    """
     figures = out / "figures"
     figures.mkdir(exist_ok=True)
     kept = ["machine.json", "kernels.json", "switch.json", "resources.json"]

@@ -107,7 +107,7 @@ class LoraGroup:
         return not segments.slots <= self._idle
 
     def clear(self, slot: int) -> None:
-        """Empty a slot; running calls finish with the weights that they found."""
+        """Empty a slot; calls that are already running finish with its previous weights."""
         self.put(slot, [None] * len(self.d_outs))
 
     def _check(self, slot: int, output: int, pair: LoraPair, d_out: int) -> None:

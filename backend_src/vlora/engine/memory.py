@@ -89,10 +89,10 @@ class EngineMemory:
         return BlockTable(self.pool, self.block_size, self.prefix)
 
     def context(self, handle: AdapterHandle | None) -> int:
-        """Return the number of tokens that a request of this adapter can have at most.
+        """Return the maximum number of tokens of a request with this adapter.
 
-        This is at most what the pool holds for one request alone. Raises InvalidArgument if not
-        even the adapter fits.
+        It is reached when the pool holds this adapter and this request only. Raises
+        InvalidArgument if the adapter leaves no page for keys and values.
         """
         pages = 0 if handle is None else self._run_length(handle)
         if pages >= self.pool.total:

@@ -171,7 +171,7 @@ class AdapterNames:
         return self._current.get(as_text(handle.name)) is handle
 
     def _retire(self, name: str) -> None:
-        """Detach the name from its handle, which no new request can use and is evicted first."""
+        """Detach the name from its handle: no new request can use it, and it is evicted first."""
         handle = self._current.pop(name, None)
         if handle is not None:
             self._detach(handle)

@@ -70,7 +70,7 @@ class OutputOptions:
     logprobs: bool
     cumulative_logprob: bool
     everything: bool
-    """True if every response has all outputs: a step of an ensemble must not omit one."""
+    """True if every response must have all outputs, as the steps of an ensemble require."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Statistics of the engine and the encoder as Prometheus metrics, refreshed once a second.
 
-Metrics have the names that other tools read (those of the vLLM backend, TRT-LLM's cache blocks for
-the ORCA header, the LoRA metric of the Gateway API) or a name that starts with `vlora:`. Nothing
-here is called on the engine's thread.
+A metric that another tool reads has the name that this tool expects: the names of the vLLM backend,
+of TRT-LLM's cache blocks (read for the ORCA header) and of the Gateway API's LoRA metric. The name
+of any other metric starts with `vlora:`. The engine's thread calls nothing in this module.
 
 **Invariant:** the number of label sets is bounded, because the server stores each one forever.
 """
