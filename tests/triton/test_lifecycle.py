@@ -158,11 +158,19 @@ def test_requests_that_run_longer_than_the_grace_period_are_cancelled(
     assert len(stubs) == 4
     assert small.models.keys() == {"lmm", "lmm_unary", "task_head", "vision_encoder"}
     question = {"text_input": "hi", "stream": True, "parameters": LONG}
+
+    def admitted() -> float:
+        metrics, series = ask_small.metrics(), '{model="lmm",version="1"}'
+        return sum(
+            metrics[f"vllm:num_requests_{state}{series}"] for state in ("running", "waiting")
+        )
+
     with (
         ask_small.streaming("lmm", **question) as running,
         ask_small.streaming("lmm", **question) as waiting,
     ):
         next(running)
+        until(lambda: admitted() == 2)
         small.stop(grace_seconds=0)
         for responses in (running, waiting):
             with pytest.raises(Refused, match="CANCELLED: the server is shutting down"):

@@ -164,7 +164,7 @@ def test_changing_an_answer_does_not_change_the_cache():
 
 def test_concurrent_misses_of_one_image_encode_it_once():
     encoder, encoders = service()
-    encoder.hold = lambda: until(lambda: encoders.counters.images == 16)
+    encoder.hold = lambda: until(lambda: encoders.counters.hits == 7)
     start = threading.Barrier(8)
 
     def ask(i):
@@ -182,7 +182,7 @@ def test_concurrent_misses_of_one_image_encode_it_once():
 
 def test_waiters_for_a_failed_encoding_get_its_error_and_the_next_call_retries():
     encoder, encoders = service(failures=[RuntimeError("out of memory")])
-    encoder.hold = lambda: until(lambda: encoders.counters.images == 2)
+    encoder.hold = lambda: until(lambda: encoders.counters.hits == 1)
     answers = []
 
     def ask():
