@@ -33,7 +33,7 @@ from vlora.memory.prefix import PrefixCache
 
 
 class SplitPool(PagePool):
-    """A pool with a wall: runs lie in the first `wall` pages, keys and values in the others.
+    """Pool with a wall: adapters use the first `wall` pages, keys and values the others.
 
     Each side makes space by evicting its own pages only.
     """

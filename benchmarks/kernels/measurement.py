@@ -50,7 +50,7 @@ FULL = Effort(9, 0.03, stability_rounds=100, stability_warm_ups=10, all_in_fp32=
 
 @dataclass(frozen=True)
 class KernelResult:
-    """Timings of all operators on one cell, and the reasons why others were left out."""
+    """Timings by operator on one cell, and the reason for each operator that was left out."""
 
     cell: KernelCell
     threads: int

@@ -43,7 +43,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Row:
-    """The images of one row, the questions on them and, for a head, each answer's class."""
+    """Images of one row, the questions about them and, for a task head, each answer's class."""
 
     images: list[NDArray[np.uint8]]
     questions: list[Question]

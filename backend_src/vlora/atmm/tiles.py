@@ -166,11 +166,11 @@ def load(*paths: Path) -> None:
 
 
 def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
-    """Use the committed tables of this CPU and the current instruction set, or of a near one
-    (vendor, family, L2), and return their paths.
+    """Load the committed tile tables of the current instruction set and return their paths.
 
-    Returns [] without a table, or if the tables are of another build (which is logged); the
-    built-in tiles are then used.
+    The tables are those of this CPU or, if it has none, of a CPU with the same vendor, family and
+    L2 size. If there is no table, or the tables are of another build (which is logged), return []
+    and leave the tiles in use unchanged: the built-in ones, unless tables were loaded before.
     """
     tables = (_table(folder, current_isa(dtype), dtype) for dtype in DTYPE_NAMES)
     paths = [path for path in tables if path is not None]

@@ -16,7 +16,7 @@ class Client:
 
     id: id that the client gave; may be empty.
     sink: receiver of the outputs; None until the request is submitted.
-    ended: reason for which the request is to be refused at submission, if it was ended before.
+    ended: error that refuses the submission, if the request was ended before it; else None.
     """
 
     id: str

@@ -49,7 +49,7 @@ class BlockTable:
             self._shared_blocks = max(self._shared_blocks, len(keys))
 
     def discard_shared(self) -> None:
-        """Remove all its blocks from the prefix cache; the table keeps its pages."""
+        """Remove all blocks of this table from the prefix cache; the table keeps its pages."""
         if self._prefix is not None:
             self._prefix.discard(self.pages)
 
