@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from vlora.config import Options
-from vlora.engine.policies.base import Candidate, Choice, Costs
+from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 CREDIT = 10_000.0
@@ -29,6 +29,7 @@ class DLora:
     mergeable adapter is seen; until then the published times are used."""
 
     uses_costs = True
+    orders = (Order.ARRIVAL,)
 
     def __init__(self, max_batch: int, costs: Costs) -> None:
         self.max_batch = max_batch
@@ -95,8 +96,8 @@ class DLora:
         if not self._profiled and adapter is not None:
             self._profiled = True
             one_row = [adapter._replace(missing=1)]
-            self._merged_step = self._costs.step(one_row, adapter.slot)
-            self._unmerged_step = self._costs.step(one_row, BASE)
+            (self._merged_step,) = self._costs.steps(one_row, adapter.slot)
+            (self._unmerged_step,) = self._costs.steps(one_row, BASE)
             self._switch = self._costs.switch(BASE, adapter.slot)
             self._leave = self._speed
 

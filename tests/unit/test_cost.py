@@ -147,13 +147,22 @@ def test_predictions_of_merges_are_corrected() -> None:
     assert costs.switch(BASE, 1) == pytest.approx(12e-3, rel=1e-3)
 
 
-def test_the_cost_of_a_step_for_a_policy_includes_all_missing_rows() -> None:
-    costs = model()
-    ready = [Candidate("a", 0, missing=3, context=7), Candidate("b", BASE)]
-    parts = [Part(0, 3, 7, True), Part(BASE, 1, 0, True)]
-    assert costs.step(ready, BASE) == costs.predict(parts, BASE)
-    assert without_adapters(costs).step(ready, BASE) < costs.step(ready, BASE)
-    assert replace(costs, merged_slot=lambda: 0).switch(BASE, 0) == 0.0
+@pytest.mark.parametrize("live", [BASE, 0, 1])
+def test_the_predicted_steps_of_single_requests_are_those_of_their_parts(live: int) -> None:
+    costs = model(replace(PROFILE, lora_calls=3e-3))
+    for parts in ([Part(0, 3, 0, True)], [Part(BASE, 1, 10, True)] * 2):
+        costs.record(parts, live, 0.02, 1e-3)
+    ready = [
+        Candidate("a", 0, missing=3, context=7),
+        Candidate("b", BASE),
+        Candidate("c", 1, missing=9),
+        Candidate("d", 1, context=30),
+    ]
+    parts = [[Part(r.slot, r.missing, r.context, True)] for r in ready]
+    assert costs.steps(ready, live) == pytest.approx([costs.predict(p, live) for p in parts])
+    free = without_adapters(costs).steps(ready, live)
+    cheaper = [f < s for f, s in zip(free, costs.steps(ready, live), strict=True)]
+    assert cheaper == [r.slot != live for r in ready]
 
 
 def test_a_guessed_profile_gives_positive_increasing_predictions() -> None:

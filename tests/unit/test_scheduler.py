@@ -12,7 +12,7 @@ from benchmarks.policies.simulation import resident_adapter
 from vlora.config import Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
-from vlora.engine.policies.base import Candidate, Choice
+from vlora.engine.policies.base import Candidate, Choice, Order
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
@@ -155,6 +155,7 @@ class Only:
     """A policy that runs the named requests, in this order."""
 
     uses_costs = False
+    orders = (Order.ARRIVAL,)
     max_batch = 1
 
     def __init__(self, *names: str, **credits: float) -> None:
@@ -231,6 +232,7 @@ class AlwaysMerge:
     """A policy that always wants the adapter in slot 3 merged."""
 
     uses_costs = False
+    orders = (Order.ARRIVAL,)
     max_batch = 4
 
     def choose(self, ready: abc.Sequence[Candidate], live: int, now: float) -> Choice:

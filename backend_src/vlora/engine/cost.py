@@ -128,8 +128,28 @@ class CostModel:
 
     # -- the protocols of the policies (`policies.base.Costs`, `predictive.StepCosts`) ----------
 
-    def step(self, ready: Sequence[Candidate], live: int) -> float:
-        return self.predict([Part(r.slot, r.missing, r.context, True) for r in ready], live)
+    def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
+        overhead = self.corrections.overhead.seconds(1)
+        factors: dict[StepKind, float] = {}
+        adapters: dict[int, tuple[float, float]] = {}
+        """Seconds of a step and of each of its rows for the adapters of a slot's rows."""
+        seconds = []
+        for r in ready:
+            slot, rows = r.slot, r.missing
+            kind = (rows.bit_length(), rows > 1, slot != live)
+            if kind not in factors:
+                factors[kind] = self.corrections.factor(kind)
+            if slot not in adapters:
+                applied = applied_adapters(slot, live)
+                calls = self.profile.lora_calls if applied else 0.0
+                adapters[slot] = (
+                    calls + sum(map(self.read_adapter, applied)),
+                    sum(self.apply_adapter(adapter, 1) for adapter in applied),
+                )
+            fixed, per_row = adapters[slot]
+            forward = self.products(rows, 1) + self.attention(rows, r.context)
+            seconds.append((forward + fixed + per_row * rows) * factors[kind] + overhead)
+        return seconds
 
     def switch(self, live: int, to: int) -> float:
         if to in (BASE, live, self.merged_slot()):
@@ -191,16 +211,18 @@ class CostModel:
         return seconds
 
 
-def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
-    """Return the number of rows that each adapter is applied to.
+def applied_adapters(slot: int, live: int) -> set[int]:
+    """Return the adapters that are applied to rows of a slot: its own, and the live one to be
+    subtracted, unless they are the same."""
+    return set() if slot == live else {slot, live} - {BASE}
 
-    An adapter is applied to its own rows, and the live one is also subtracted from all others.
-    """
+
+def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
+    """Return the number of rows that each adapter is applied to."""
     rows: dict[int, int] = {}
     for part in parts:
-        if part.slot != live:
-            for slot in {part.slot, live} - {BASE}:
-                rows[slot] = rows.get(slot, 0) + part.rows
+        for slot in applied_adapters(part.slot, live):
+            rows[slot] = rows.get(slot, 0) + part.rows
     return rows
 
 
