@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.baseline_policies import register
+from tests.support.calls import calls_of
 from tests.support.engine_client import answers, request
 from vlora.config import POLICIES, Options
 from vlora.engine.engine import Engine
@@ -124,3 +125,16 @@ def test_only_in_flight_requests_have_stored_deadlines(options: Options) -> None
     while not engine.idle:
         engine.step()
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ["unmerge_only", "credit"])
+def test_a_step_neither_copies_its_statistics_nor_predicts_what_no_policy_reads(
+    options: Options, policy: str
+) -> None:
+    engine = Engine(replace(options, policy=policy))
+    for item in batch(engine):
+        engine.add(engine.prepare(item), 0.0)
+    calls = calls_of(engine.step)
+    assert calls["replace"] == 0
+    assert calls["CostModel.record"] == (policy == "credit")
+    assert (engine.stats().predicted_seconds > 0) == (policy == "credit")

@@ -77,18 +77,21 @@ class CostModel:
     sizes: returns the size of the adapter in a slot.
     merged_slot: returns the slot whose merged weights exist already, live or not; BASE for none.
     can_merge: returns whether the adapter in a slot may be merged.
+    calibrated: whether the profile was measured on this machine.
     """
 
     profile: Profile
     sizes: Callable[[int], AdapterSize]
     merged_slot: Callable[[], int] = lambda: BASE
     can_merge: Callable[[int], bool] = lambda slot: True
+    calibrated: bool = False
     corrections: Corrections = field(default_factory=Corrections)
     _product_seconds: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     def use(self, profile: Profile) -> None:
-        """Predict from this profile from now on."""
+        """Predict from this measured profile from now on."""
         self.profile = profile
+        self.calibrated = True
         self._product_seconds.clear()
 
     # -- steps and switches ------------------------------------------------------------------
@@ -105,12 +108,12 @@ class CostModel:
 
         forward: measured time of the forward pass. overhead: measured rest of the step's time.
         """
-        uncorrected = self._uncorrected(parts, live)
-        factor = self.corrections.factor(_kind(parts, live))
+        uncorrected, kind = self._uncorrected(parts, live), _kind(parts, live)
+        factor = self.corrections.factor(kind)
         predicted = uncorrected * factor + self.corrections.overhead.seconds(len(parts))
         if uncorrected > 0.0 and forward > 0.0:
             self.corrections.errors.append(abs(predicted / (forward + overhead) - 1.0))
-            self.corrections.learn_forward(_kind(parts, live), forward / uncorrected)
+            self.corrections.learn_forward(kind, forward / uncorrected)
             self.corrections.overhead.learn(len(parts), overhead)
         return predicted
 
