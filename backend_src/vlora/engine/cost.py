@@ -56,7 +56,7 @@ class Profile:
     lora_calls: fixed time of a step with any adapter: one call per group of matrices.
     adapter_element: time per element of an adapter that a step reads.
     adapter_element_row: time per element of an adapter and row that it is applied to.
-    merge: (fixed time of a merge, time per multiplication of B·A).
+    merge: (fixed time of a merge, time per multiplication of B·A), also of subtracting one.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -77,6 +77,7 @@ class CostModel:
     sizes: returns the size of the adapter in a slot.
     merged_slot: returns the slot whose merged weights exist already, live or not; BASE for none.
     can_merge: returns whether the adapter in a slot may be merged.
+    in_place: whether merging changes the base weights, so that each merge must be undone.
     calibrated: whether the profile was measured on this machine.
     """
 
@@ -84,6 +85,7 @@ class CostModel:
     sizes: Callable[[int], AdapterSize]
     merged_slot: Callable[[], int] = lambda: BASE
     can_merge: Callable[[int], bool] = lambda slot: True
+    in_place: bool = False
     calibrated: bool = False
     corrections: Corrections = field(default_factory=Corrections)
     _product_seconds: dict[int, float] = field(default_factory=dict, init=False, repr=False)
@@ -118,7 +120,7 @@ class CostModel:
         return predicted
 
     def record_switch(self, predicted: float, seconds: float) -> None:
-        """Learn from a measured switch that had to merge."""
+        """Learn from a measured switch that had to merge; `predicted` is its predicted time."""
         if predicted > 0.0 and seconds > 0.0:
             merges = self.corrections.merges
             merges.learn(seconds / predicted * merges.factor)
@@ -155,10 +157,23 @@ class CostModel:
         return seconds
 
     def switch(self, live: int, to: int) -> float:
-        if to in (BASE, live, self.merged_slot()):
-            return 0.0
         fixed, per_product = self.profile.merge
-        return (fixed + per_product * self.sizes(to).product) * self.corrections.merges.factor
+        factor = self.corrections.merges.factor
+        return sum(
+            (fixed + per_product * self.sizes(slot).product) * factor
+            for slot in self.merges(live, to)
+        )
+
+    def merges(self, live: int, to: int) -> set[int]:
+        """Return the adapters whose products a switch adds to the weights or subtracts from them.
+
+        Out of place, going back to the base or to the weights that are merged already takes none.
+        In place, the live adapter is subtracted first.
+        """
+        if to == live:
+            return set()
+        changed = {live, to} if self.in_place else {to} - {self.merged_slot()}
+        return changed - {BASE}
 
     def mergeable(self, slot: int) -> bool:
         return slot == BASE or self.can_merge(slot)

@@ -87,7 +87,7 @@ class Engine:
             self.costs.profile.head,
             self.max_model_len,
         )
-        model = (self.config, self.slab.dtype, block)
+        model = (self.config, self.slab.dtype, block, self.costs.in_place)
         self.costs.use(calibration.load_or_measure(model, force=force))
         self.pool.release(pages)
 
@@ -196,7 +196,7 @@ class Engine:
         """Put adapter `live` (or BASE) into the active weights; return the seconds it took."""
         if live == self.switcher.live:
             return 0.0
-        merges = live not in (BASE, self.switcher.merged)
+        merges = bool(self.costs.merges(self.switcher.live, live))
         predicted = self.costs.switch(self.switcher.live, live)
         started = self._clock()
         self.switcher.switch(live)
