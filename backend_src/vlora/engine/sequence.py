@@ -207,7 +207,7 @@ class Sequence:
 
     @property
     def waiting_since(self) -> float:
-        """Time at which its wait would have begun if it had never run; constant between steps."""
+        """Time from which it would have waited as long without a break; constant while it waits."""
         return self.arrival if self._waiting_since is None else self._waiting_since
 
     def wait(self, now: float) -> float:

@@ -1,4 +1,4 @@
-"""The waiting sequences of a scheduler, in each order in which they may be begun."""
+"""The waiting sequences of a scheduler, in each order that a policy reads."""
 
 from __future__ import annotations
 
