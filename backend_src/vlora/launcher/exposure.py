@@ -28,7 +28,7 @@ HEADER = "vlora-closed"
 def check_host(host: str) -> None:
     """Raise ServerError unless `host` is an IP address.
 
-    Triton would open a name's gRPC port, but its HTTP port on an address of nobody.
+    For a name, Triton 2.51 opens the gRPC port on its address, but the others on 255.255.255.255.
     """
     try:
         ipaddress.ip_address(host)
