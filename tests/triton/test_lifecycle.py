@@ -26,8 +26,9 @@ MODELS = {
 }
 
 
-def test_every_model_of_the_repository_is_ready(server: TritonServer) -> None:
-    assert server.index() == dict.fromkeys(MODELS, "READY")
+def test_every_model_of_the_repository_is_ready(server: TritonServer, ask: Asker) -> None:
+    assert set(server.names) == MODELS
+    assert all(ask.client.is_model_ready(name) for name in MODELS)
 
 
 def test_the_models_have_the_documented_names_kinds_and_required_inputs(ask: Asker) -> None:

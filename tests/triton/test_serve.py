@@ -72,7 +72,7 @@ def test_serve_restarts_a_failed_server_and_drains_on_sigterm(folders: list[str]
     process = serve(*folders, *ports, "--restart", "--grace", "600")
     output = output_until(process, "Press Ctrl-C to stop")
     assert "ready in" in output
-    assert {f"HTTP      localhost:{http}", f"gRPC      localhost:{grpc}"} <= set(
+    assert {f"HTTP      127.0.0.1:{http}", f"gRPC      127.0.0.1:{grpc}"} <= set(
         output.splitlines()
     )
 

@@ -217,7 +217,7 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
     """Running runs, other folders, and other processes that name a dead run are not touched."""
     notes = tmp_path / "notes"
     notes.mkdir()
-    foreign = SHARED_MEMORY / f"vlora_{secrets.token_hex(4)}"
+    foreign = SHARED_MEMORY / f"{shared_memory_prefix(Path(secrets.token_hex(4)))}region"
     foreign.touch()
     left, bystander = killed_run(tmp_path, "less")
     try:

@@ -21,6 +21,7 @@ from vlora.cli.common import (
 )
 from vlora.config import Options, read_keys
 from vlora.errors import MAX_NAMES
+from vlora.launcher.exposure import LOOPBACK
 from vlora.launcher.server import (
     GRACE_SECONDS,
     ServerOptions,
@@ -40,11 +41,20 @@ def serve(
         Path | None,
         typer.Option(help="Model repository to serve. Default: the one that vlora includes."),
     ] = None,
+    host: Annotated[
+        str, typer.Option(help="IP address to listen on; 0.0.0.0 opens all networks.")
+    ] = LOOPBACK,
     http_port: Annotated[int, typer.Option(help="HTTP port; 0 chooses a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 chooses a free one.")] = 8001,
     metrics_port: Annotated[
         int, typer.Option(help="Port of the Prometheus metrics; 0 chooses a free one.")
     ] = 8002,
+    allow_shared_memory: Annotated[
+        bool,
+        typer.Option(
+            "--allow-shared-memory", help="Let clients register shared memory of this machine."
+        ),
+    ] = False,
     log: Annotated[
         Path | None,
         typer.Option(
@@ -76,6 +86,8 @@ def serve(
             repository=served,
             model_json=replacing,
             triton_arguments=tuple(triton or ()),
+            host=host,
+            allow_shared_memory=allow_shared_memory,
             http_port=http_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,
@@ -90,7 +102,7 @@ def serve(
 
 def _announce(options: Options, server: TritonServer, seconds: float) -> None:
     """Print addresses and a first request once the server is ready."""
-    models = ", ".join(sorted(server.index()))
+    models = ", ".join(server.names)
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
     console.print(f"adapters  {options.adapters}", soft_wrap=True)

@@ -2,8 +2,8 @@
 
 A run owns `<temporary>/vlora-<user id>/<token>/` while it holds the lock of the file `lock` in it.
 The kernel releases the lock when the process ends, in whatever way. The token is random, and the
-names of a run's shared memory (`/dev/shm/vlora_<token>_…`) and the command lines of its server and
-models contain it. This identifies everything that a dead run left.
+names of a run's shared memory and the command lines of its server and models contain it. This
+identifies everything that a dead run left.
 """
 
 from __future__ import annotations
@@ -52,8 +52,12 @@ def is_starting(grpc_port: int) -> bool:
 
 
 def shared_memory_prefix(folder: Path) -> str:
-    """Return the prefix of the names of the run's shared memory."""
-    return f"vlora_{folder.name}_"
+    """Return the prefix of the names of the run's shared memory.
+
+    It begins with the prefix that Triton from 25.07 on reserves: no client may register such a
+    region, even where clients may register others.
+    """
+    return f"triton_python_backend_shm_region_vlora_{folder.name}_"
 
 
 def release_shared_memory(folder: Path) -> int:

@@ -1,7 +1,7 @@
 """Starts, watches, drains and ends a Triton server with our model repository.
 
 `TritonServer` is a context manager; `vlora serve`, the tests and the benchmarks use the same one. A
-server is ready when all models are READY in the repository index: Triton ignores a model whose
+server is ready when it reports each model of the repository as ready: Triton ignores a model whose
 `config.pbtxt` has an unknown field, and only logs it.
 
 **Invariant:** all processes that were started are ended, including the models' processes, which can
@@ -11,7 +11,6 @@ and by the models themselves (`lifeline.py`). Remaining files are removed by the
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -30,6 +29,13 @@ import psutil
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
 from vlora.launcher import draining, server_log
 from vlora.launcher.assembly import Assembly, ServerError, assemble
+from vlora.launcher.exposure import (
+    LOOPBACK,
+    check_host,
+    closing_arguments,
+    listen_arguments,
+    reachable_host,
+)
 from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive, start_tied
 from vlora.launcher.repository import copy_with_overrides
@@ -58,6 +64,9 @@ EXIT_SECONDS = 5.0
 It also waits for idle HTTP connections that long: no option of Triton 2.51 closes them.
 """
 
+LISTENERS = ("http", "grpc", "metrics")
+"""Triton's listeners. Each has a port in the options, `http_port` and so on."""
+
 STANDARD_OUTPUT = Path("-")
 """Value of `ServerOptions.log` for no file."""
 
@@ -81,6 +90,8 @@ def default_repository() -> Path:
 class ServerOptions:
     """Options of a server. A port of 0 means a free one.
 
+    host: IP address on which the server listens.
+    allow_shared_memory: whether clients may register shared memory.
     model, adapters: folders that override those of `model.json`.
     model_json: keys that replace those of `model.json`, in a copy of the repository.
     multi_lora: entries that are added to `multi_lora.json`, in a copy of the repository.
@@ -91,6 +102,8 @@ class ServerOptions:
     """
 
     repository: Path = field(default_factory=default_repository)
+    host: str = LOOPBACK
+    allow_shared_memory: bool = False
     http_port: int = 0
     grpc_port: int = 0
     metrics_port: int = 0
@@ -112,8 +125,9 @@ class TritonServer:
 
     def __init__(self, options: ServerOptions | None = None) -> None:
         options = options or ServerOptions()
-        ports = ("http_port", "grpc_port", "metrics_port")
-        chosen: dict[str, Any] = choose_ports({name: getattr(options, name) for name in ports})
+        check_host(options.host)
+        requested = {f"{name}_port": getattr(options, f"{name}_port") for name in LISTENERS}
+        chosen: dict[str, Any] = choose_ports(requested, options.host)
         self.options = replace(options, **chosen)
         self.log = Path()
         self._stack = ExitStack()
@@ -125,15 +139,21 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        return f"localhost:{self.options.http_port}"
+        return f"{reachable_host(self.options.host)}:{self.options.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        return f"localhost:{self.options.grpc_port}"
+        return f"{reachable_host(self.options.host)}:{self.options.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://localhost:{self.options.metrics_port}/metrics"
+        return f"http://{reachable_host(self.options.host)}:{self.options.metrics_port}/metrics"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models of the repository, also of those without a process."""
+        configs = self.options.repository.glob("*/config.pbtxt")
+        return sorted(config.parent.name for config in configs)
 
     @property
     def is_running(self) -> bool:
@@ -187,7 +207,6 @@ class TritonServer:
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until all models are READY. Raises ServerError with the reason if they are not."""
-        expected = {folder.parent.name for folder in self.options.repository.glob("*/config.pbtxt")}
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             status = self.poll()
@@ -205,20 +224,11 @@ class TritonServer:
             for process in children(self._running.pid)
             if is_alive(process)
         }
-        states = self.index()
-        missing = {name: states.get(name, "absent") for name in expected}
-        missing = {name: state for name, state in missing.items() if state != "READY"}
+        missing = [name for name in self.names if self._get(f"/v2/models/{name}/ready") is None]
         if missing:
-            raise ServerError(f"some models are not READY: {missing}\n{self.explain()}")
+            raise ServerError(f"not READY: the models {', '.join(missing)}\n{self.explain()}")
         starting_file(self._folder, self.options.grpc_port).unlink()
         self._ready_at = self.log.stat().st_size if self.log.is_file() else 0
-
-    def index(self) -> dict[str, str]:
-        """Return the state of every model from the repository index."""
-        body = self._get("/v2/repository/index", post=True)
-        if body is None:
-            return {}
-        return {entry["name"]: entry.get("state", "absent") for entry in json.loads(body)}
 
     def wait(self) -> int:
         """Wait until the server process ends, and return its exit status."""
@@ -296,12 +306,12 @@ class TritonServer:
 
     def _arguments(self, repository: Path) -> list[str]:
         prefix = shared_memory_prefix(self._folder)
+        ports = {name: getattr(self.options, f"{name}_port") for name in LISTENERS}
         python = {**PYTHON_BACKEND, "shm-region-prefix-name": prefix}
         return [
             f"--model-repository={repository}",
-            f"--http-port={self.options.http_port}",
-            f"--grpc-port={self.options.grpc_port}",
-            f"--metrics-port={self.options.metrics_port}",
+            *listen_arguments(self.options.host, ports),
+            *closing_arguments(self.options.allow_shared_memory, self.options.triton_arguments),
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
@@ -322,12 +332,9 @@ class TritonServer:
                 environment[variable] = str(folder.resolve())
         return environment
 
-    def _get(self, path: str, post: bool = False) -> bytes | None:
-        request = urllib.request.Request(
-            f"http://{self.http_url}{path}", data=b"{}" if post else None
-        )
+    def _get(self, path: str) -> bytes | None:
         try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{self.http_url}{path}", timeout=5) as answer:
                 return bytes(answer.read())
         except (OSError, urllib.error.URLError):
             return None
