@@ -22,7 +22,7 @@ Stamp = bytes
 
 
 class State(Enum):
-    """Where the weights of a version are."""
+    """Location of a version's weights, or what is being done to change it."""
 
     ON_DISK = "on disk"
     LOADING = "loading"
@@ -56,8 +56,8 @@ COPIED = (State.IN_MEMORY, State.PACKING, State.RESIDENT)
 class AdapterHandle:
     """State of one version of an adapter.
 
-    Only the engine's thread changes a handle, except for `packed_bytes`, which is the same whoever
-    computes it. Other threads read `info` and `description`.
+    Only the engine's thread changes a handle. Other threads read `info` and `description`, and may
+    compute `packed_bytes`, with the same result.
 
     info: description of the adapter. It includes the digest from the first load on, so in each
         state in which there are weights, and never changes after that.

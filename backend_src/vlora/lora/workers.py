@@ -20,12 +20,12 @@ class Results:
     """Results of other threads. `post` may be called from any thread, `apply` from one only."""
 
     def __init__(self, on_post: Callable[[], None]) -> None:
-        """on_post: called after each `post`, on its thread."""
+        """Create an empty queue. on_post: called after each `post`, on its thread."""
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._on_post = on_post
 
     def post(self, apply: Callable[[], None]) -> None:
-        """Add what the engine's thread shall do about a result."""
+        """Add a function that applies a result; the engine's thread calls it."""
         self._queue.put(apply)
         self._on_post()
 
