@@ -178,7 +178,7 @@ class TritonServer:
     def wait_ready(self, report: Report | None = None) -> None:
         """Wait until all models are READY.
 
-        report: is told every `REPORT_SECONDS` how the start proceeds.
+        report: gets a sentence about the progress every `REPORT_SECONDS`.
 
         Raises ServerError with the reason if the server ends, or if `start_seconds` pass.
         """
