@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -21,12 +20,9 @@ from vlora.cli.common import (
 )
 from vlora.config import Options, read_keys
 from vlora.errors import MAX_NAMES
-from vlora.launcher.server import (
-    GRACE_SECONDS,
-    ServerOptions,
-    TritonServer,
-    default_repository,
-)
+from vlora.launcher.exposure import LOOPBACK
+from vlora.launcher.options import GRACE_SECONDS, ServerOptions, default_repository
+from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
 app = typer.Typer(add_completion=False)
@@ -40,21 +36,36 @@ def serve(
         Path | None,
         typer.Option(help="Model repository to serve. Default: the one that vlora includes."),
     ] = None,
+    host: Annotated[
+        str, typer.Option(help="IP address to listen on; 0.0.0.0 opens all networks.")
+    ] = LOOPBACK,
     http_port: Annotated[int, typer.Option(help="HTTP port; 0 chooses a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 chooses a free one.")] = 8001,
     metrics_port: Annotated[
         int, typer.Option(help="Port of the Prometheus metrics; 0 chooses a free one.")
     ] = 8002,
+    allow_shared_memory: Annotated[
+        bool,
+        typer.Option(
+            "--allow-shared-memory", help="Let clients register shared memory of this machine."
+        ),
+    ] = False,
     log: Annotated[
         Path | None,
         typer.Option(
             help="File for the server's log; - is standard output."
-            " Default: vlora-<HTTP port>.log in the folder of temporary files."
+            " Default: a file in a private folder, which is printed."
         ),
     ] = None,
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds that running requests get to finish on shutdown.")
     ] = int(GRACE_SECONDS),
+    start_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds within which the server must be ready. Default: no limit."
+        ),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Restart the server when it fails.")
     ] = False,
@@ -76,12 +87,16 @@ def serve(
             repository=served,
             model_json=replacing,
             triton_arguments=tuple(triton or ()),
+            host=host,
+            allow_shared_memory=allow_shared_memory,
             http_port=http_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,
             model=options.model,
             adapters=options.adapters,
-            log=log or Path(tempfile.gettempdir()) / f"vlora-{http_port}.log",
+            log=log,
+            keep_log=True,
+            start_seconds=start_timeout,
             grace_seconds=grace,
         )
         policy = RestartPolicy() if restart else None
@@ -90,7 +105,7 @@ def serve(
 
 def _announce(options: Options, server: TritonServer, seconds: float) -> None:
     """Print addresses and a first request once the server is ready."""
-    models = ", ".join(sorted(server.index()))
+    models = ", ".join(server.names)
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
     console.print(f"adapters  {options.adapters}", soft_wrap=True)

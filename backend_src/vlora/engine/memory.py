@@ -114,6 +114,7 @@ class EngineMemory:
         Returns (request id, reason) of requests whose adapter is gone or does not load.
         """
         self._adapters.protected_slot = BASE
+        self._adapters.apply()
         failed: list[tuple[str, VLoraError]] = []
         first_of = _first_of_each_adapter(waiting)
         if any(handle.retired or handle.error is not None for handle in first_of):
