@@ -5,10 +5,13 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlora.engine.policies.base import Order
 from vlora.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from vlora.lora.handle import AdapterHandle
 
 
 class _SortedSequences:
@@ -31,15 +34,24 @@ class _SortedSequences:
         index = self.items.index(sequence, first)
         del self._keys[index], self.items[index]
 
-    def first_ready(self, count: int, arrival_cutoff: float) -> list[Sequence]:
-        """Return the first `count` ready sequences that arrived by `arrival_cutoff`."""
+    def first_ready(
+        self, count: int, arrival_cutoff: float, resident: dict[AdapterHandle, bool]
+    ) -> list[Sequence]:
+        """Return the first `count` ready sequences that arrived by `arrival_cutoff`.
+
+        resident: whether each adapter is resident, as far as known; it is extended. This is read
+            for the whole queue where few adapters are resident.
+        """
         found: list[Sequence] = []
         for sequence in self.items:
-            # This is `sequence.ready`, written out because it is asked of the whole queue where
-            # few adapters are resident.
             adapter = sequence.adapter
-            ready = adapter is None or adapter.slot is not None
-            if ready and sequence.arrival <= arrival_cutoff:
+            if adapter is not None:
+                ready = resident.get(adapter)
+                if ready is None:
+                    ready = resident[adapter] = adapter.resident
+                if not ready:
+                    continue
+            if sequence.arrival <= arrival_cutoff:
                 found.append(sequence)
                 if len(found) == count:
                     break
@@ -80,8 +92,10 @@ class WaitingQueue:
         arrival_cutoff: sequences that arrived later are left out.
         """
         found: dict[Sequence, None] = {}
+        resident: dict[AdapterHandle, bool] = {}
         for order in orders:
-            found.update(dict.fromkeys(self._orders[order].first_ready(count, arrival_cutoff)))
+            first = self._orders[order].first_ready(count, arrival_cutoff, resident)
+            found.update(dict.fromkeys(first))
         return found
 
     def _orders_of(self, sequence: Sequence) -> list[_SortedSequences]:
