@@ -316,7 +316,7 @@ def busy_scheduler(policy: str, waiting: int, kinds: str) -> Scheduler:
     scheduler = Scheduler(Budgets(64, 1024), make_policy(Options(policy=policy), costs))
     unready = resident_adapter(0)
     assert unready is not None
-    unready.slot = None
+    unready.state = State.ON_DISK
     for i in range(64):
         scheduler.add(make_sequence(pool, f"runs{i}", 4, slot=i % 8 - 1, arrival=i * 1e-6))
     carry_out(scheduler, scheduler.schedule(0.1))
