@@ -20,7 +20,7 @@ class Order(Enum):
     WAIT = auto()
     """Longest wait first."""
     PRIORITY = auto()
-    """Most preferred priority first, then first come, first served."""
+    """Lowest value of the priority first, then first come, first served."""
     DEADLINE = auto()
     """Earliest deadline first; requests without a deadline are left out."""
 
