@@ -154,7 +154,6 @@ class Scheduler:
         # Once one prompt waits for pages, later ones must not take them. After a preemption no
         # prompt is admitted: a sequence that was just preempted would take its pages back.
         full = bool(step.preempted)
-        refused = False
         for sequence in prompts:
             if step.free_rows == 0:
                 break
@@ -162,14 +161,12 @@ class Scheduler:
                 full = full or not self._admit(sequence, step)
             if sequence.table.pages:
                 step.add(sequence)
-            else:
-                refused = True
-        if refused:
+        if len(step.rows) < len(chosen):
             self._continue_paused(chosen, step)
         return step
 
     def _continue_paused(self, chosen: list[Sequence], step: StepBuilder) -> None:
-        """Fill the batch with paused sequences, since chosen ones got no slot or no pages.
+        """Fill the batch with paused sequences, since chosen ones got no slot or lack pages.
 
         Decoding ones go first. They take pages from other paused sequences only.
         """
