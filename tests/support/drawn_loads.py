@@ -119,7 +119,7 @@ def draw_engine(
         max_num_batched_tokens=rows,
         max_wait_seconds=draw.choice([0.5, 2.0, 5.0]),
         theta_min=0.3,
-        adapter_pool_bytes="auto" if plentiful else draw.choice([0, 0, 200_000, 1_000_000]),
+        adapter_pool_bytes="auto" if plentiful else draw.choice([0, 540_000, 540_000, 10**6]),
         merging=draw.choice(["out_of_place", "out_of_place", "in_place", "off"]),
         enable_prefix_caching=draw.random() < 0.5,
     )

@@ -117,20 +117,22 @@ class Scheduler:
         chosen = [by_id[r.id] for r in self.choice.order]
         self._protect(self.choice.live)
         step = self._allocate(chosen, self.choice)
+        preempted = step.preempted
         if not step.rows and self.running:
             # None of the chosen gets pages: the sequences that hold pages continue.
             running = self.running[: self.policy.max_batch]
             step = self._allocate(running, Choice((), self.choice.live))
-        elif not step.rows:
-            # Nothing runs either: begin the oldest, which may take the live adapter's pages.
+            preempted += step.preempted
+        if not step.rows:
+            # Nothing runs any more: begin the oldest, which may take the live adapter's pages.
             self.choice = Choice((), BASE)
             self._protect(BASE)
-            step = self._allocate(eligible[:1], self.choice)
+            step = self._allocate([s for s in eligible if s.ready][:1], self.choice)
         self._last_step = step.rows
         for sequence in step.rows:
             sequence.scheduled(now)
         live = self.choice.live
-        return StepPlan(chunks_of(step.rows, live), tuple(step.preempted), live, step.cached)
+        return StepPlan(chunks_of(step.rows, live), tuple(preempted), live, step.cached)
 
     def _eligible(self, arrival_cutoff: float) -> list[Sequence]:
         """Return the sequences that the policy is asked about, in order of arrival.
