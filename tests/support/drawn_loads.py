@@ -34,6 +34,8 @@ BOUNDED = ("unmerge_only", "credit", "predictive")
 """Policies that bound waits (decision 41)."""
 IDLE_SECONDS = 0.05
 """Seconds that pass when nothing can be computed."""
+LARGE, LARGE_RUN = "all-r8", 13
+"""The largest adapter, and the number of its pages."""
 MAX_STEPS = 20_000
 """Steps after which a load counts as stuck."""
 
@@ -100,15 +102,20 @@ def draw_engine(
 
     folders: adapters by kind. A name's adapter is one of them, and another one after a hot change.
     """
-    sequences, block = draw.randint(1, 8), draw.choice([1, 4, 16])
-    queue = draw.choice([None, sequences + draw.randint(1, 6)])
-    prompt, answer = draw.randint(3, 40), draw.randint(1, 30 if queue is None else 8)
-    plentiful = draw.random() < 0.3
+    # A rare adapter whose run is placed among the growing pages of many other requests.
+    rare = draw.random() < 0.25
+    sequences, block = draw.randint(3 if rare else 1, 8), draw.choice([4] if rare else [1, 4, 16])
+    queue = sequences + draw.randint(1, 6) if rare or draw.random() < 0.5 else None
+    prompt, answer = draw.randint(3, 40), draw.randint(1, 30 if rare or queue is None else 8)
+    plentiful = not rare and draw.random() < 0.3
     largest = pages_for(prompt + answer, block)
     pages = largest * (sequences + 1 if plentiful else draw.randint(1, sequences))
-    rows = max(sequences, sequences * prompt if plentiful else draw.randint(8, 60))
-    names = {f"a{i}": str(folders[draw.choice(sorted(folders))]) for i in range(draw.randint(1, 5))}
+    pages = max(largest, LARGE_RUN) + LARGE_RUN if rare else pages
+    rows = max(sequences, sequences * prompt if plentiful or rare else draw.randint(8, 60))
+    kinds = [draw.choice(sorted(folders)) for _ in range(draw.randint(1, 5))]
+    names = {f"a{i}": str(folders[kind]) for i, kind in enumerate([LARGE] if rare else kinds)}
     used = draw.choice([(None,), (None, *names), tuple(names)])
+    used = (*[None] * 9, *names) if rare else used
     options = Options(
         model=checkpoint,
         block_size=block,
@@ -119,7 +126,7 @@ def draw_engine(
         max_num_batched_tokens=rows,
         max_wait_seconds=draw.choice([0.5, 2.0, 5.0]),
         theta_min=0.3,
-        adapter_pool_bytes="auto" if plentiful else draw.choice([0, 540_000, 540_000, 10**6]),
+        adapter_pool_bytes="auto" if plentiful else 0 if rare else draw.choice([0, 540_000, 10**6]),
         merging=draw.choice(["out_of_place", "out_of_place", "in_place", "off"]),
         enable_prefix_caching=draw.random() < 0.5,
     )
@@ -375,7 +382,7 @@ class Load:
         if request_id not in self._contended:
             return options.max_wait_seconds + served
         # Each adapter in front takes its patience, and the time until its request has begun.
-        adapters = len(shape.adapters)
+        adapters = len(set(shape.adapters))
         return options.max_wait_seconds + adapters * (memory.PATIENCE_SECONDS + served)
 
 

@@ -283,6 +283,26 @@ def test_the_live_adapter_is_evicted_if_nothing_could_run_otherwise() -> None:
     assert plan.live == BASE
 
 
+def test_the_oldest_begins_in_the_step_in_which_the_last_running_one_loses_its_pages() -> None:
+    """Keep an adapter's pages from the oldest as long as the other one runs."""
+    pool = PagePool(6)
+    adapter = IdleAdapter(pool, 3, 3)
+    scheduler = Scheduler(Budgets(4, 100), Only("runs"))
+    scheduler.add(make_sequence(pool, "runs", 3, 1, arrival=1.0))
+    carry_out(scheduler, scheduler.schedule())
+    is_idle = adapter.evictable_pages
+
+    def evictable_pages(enough: int) -> int:
+        return 0 if scheduler.running else is_idle(enough)
+
+    adapter.evictable_pages = evictable_pages  # type: ignore[method-assign]
+    scheduler.add(make_sequence(pool, "oldest", 4, 1))
+    scheduler.policy = Only("oldest")
+    plan = scheduler.schedule()
+    assert [chunk.sequence_id for chunk in plan.chunks] == ["oldest"]
+    assert plan.preempted == ("runs",)
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     asked=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=14),
