@@ -14,11 +14,7 @@ from vlora.config import POLICIES
 
 register()
 
-SEEDS = (
-    range(int(os.environ["VLORA_DRAWN_LOADS"]))
-    if "VLORA_DRAWN_LOADS" in os.environ
-    else (range(18, 30))
-)
+SEEDS = range(int(os.environ.get("VLORA_DRAWN_LOADS", "12")))
 
 
 def test_batches_are_full_waits_are_bounded_and_no_request_is_lost(
