@@ -31,6 +31,16 @@ def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) 
     )
 
 
+@dataclass
+class Clock:
+    """Clock that shows the time in `now`."""
+
+    now: float
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class FakeAdapters:
     """Adapters by name."""
 

@@ -158,14 +158,6 @@ def test_a_request_that_cannot_be_read_is_rejected_and_the_other_one_is_handled(
     assert bad.sent[0][0].error.message.startswith("INVALID_ARG: ")
 
 
-def test_inputs_that_cannot_be_read_are_an_error_of_their_request(tensors: ModuleType) -> None:
-    class Broken(FakeRequest):
-        def inputs(self) -> list[Any]:
-            raise ValueError("incorrect length of a string")
-
-    assert isinstance(tensors.try_inputs(Broken(FakeSender())), VLoraError)
-
-
 def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(
     backend: ModuleType, bls: ModuleType
 ) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vlora.memory.block_table import BlockTable
     from vlora.memory.prefix import BlockDigests
     from vlora.model.inputs import Prompt
-    from vlora.request import Request
+    from vlora.request import Freshness, Request
 
 
 SHAREABLE_MODES = ("", "merged")
@@ -185,6 +185,11 @@ class Sequence:
         """Deadline on the engine's clock in seconds; infinity without a deadline."""
         deadline_ms = self.request.sampling.deadline_ms
         return math.inf if deadline_ms is None else self.arrival + deadline_ms / 1e3
+
+    @property
+    def freshness(self) -> Freshness:
+        """What decides whether its answer is wanted while it waits."""
+        return self.request.freshness(self.arrival)
 
     def wait(self, now: float) -> float:
         """Return the total seconds ready but not scheduled.

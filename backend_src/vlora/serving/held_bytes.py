@@ -20,6 +20,9 @@ class HeldBytes:
         self._held: dict[str, int] = {}
         self._total = 0
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     @property
     def total(self) -> int:
         """Bytes that all requests hold."""

@@ -79,15 +79,6 @@ class TritonResponder:
             self._closed = True
             self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def answer(self, answer: Tensors | VLoraError) -> None:
-        """Send the only response of the request, or an error if that cannot be sent."""
-        try:
-            if isinstance(answer, VLoraError):
-                raise answer
-            self.send(answer, final=True)
-        except Exception as error:
-            self.fail(as_vlora_error(error, "sending the answer"))
-
 
 class Service(Protocol):
     """Answers requests of a decoupled model, each through its responder."""

@@ -9,7 +9,7 @@ import triton_python_backend_utils as pb_utils
 
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.serving.error_counts import ErrorCounts
-from vlora.serving.responder import as_vlora_error, to_message
+from vlora.serving.responder import to_message
 from vlora.serving.tensors import Array, Tensors
 from vlora.strict_json import load_object
 
@@ -17,14 +17,6 @@ from vlora.strict_json import load_object
 def inputs_of(request: Any) -> dict[str, Array]:
     """Return the request's tensors by name. They are views, valid only as long as the request."""
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-
-
-def try_inputs(request: Any) -> Tensors | VLoraError:
-    """Return the tensors of one request of a batch, or the error that reading them raised."""
-    try:
-        return inputs_of(request)
-    except Exception as error:
-        return as_vlora_error(error, "reading the request")
 
 
 def parameters_of(request: Any) -> dict[str, Any]:
