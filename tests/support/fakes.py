@@ -233,6 +233,10 @@ class FakeRegistry:
         """Return the metric of this name and labels."""
         return self.gauge(name, help, labels)
 
+    def drop(self, name: str) -> None:
+        """Remove the metrics of this name."""
+        self.metrics = {key: value for key, value in self.metrics.items() if key[0] != name}
+
     def __getitem__(self, name: str) -> FakeMetric:
         (metric,) = (metric for (key, _), metric in self.metrics.items() if key == name)
         return metric

@@ -70,6 +70,7 @@ class EncodedImages:
 class EncoderCounters:
     """Counters since the start.
 
+    requests: requests with images. parts: calls of `run`, in which such requests were together.
     images: images whose features were found or computed, the sum of hits and misses.
     misses: images that the tower encoded.
     batches: calls of the tower.
@@ -77,6 +78,8 @@ class EncoderCounters:
     bytes: bytes of features in the cache now.
     """
 
+    requests: int = 0
+    parts: int = 0
     images: int = 0
     hits: int = 0
     misses: int = 0
@@ -190,6 +193,7 @@ class EncoderService:
         """
         images = [image for request in batch for image in request]
         keys = [_key(image, self._encoder.tower_digest) for image in images]
+        self._count(requests=sum(map(bool, batch)), parts=bool(images))
         features = self._encode_all(images, keys)
         encoded = []
         start = 0
@@ -254,11 +258,15 @@ class EncoderService:
         seconds = self._seconds_per_image
         return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1
 
-    def _count(self, hits: int = 0, misses: int = 0, batches: int = 0) -> None:
-        """Add images to the counters when their features are there."""
+    def _count(
+        self, hits: int = 0, misses: int = 0, batches: int = 0, requests: int = 0, parts: int = 0
+    ) -> None:
+        """Add to the counters; images are added when their features are there."""
         with self._lock:
             counters = self._counters
             self._counters = EncoderCounters(
+                requests=counters.requests + requests,
+                parts=counters.parts + parts,
                 images=counters.images + hits + misses,
                 hits=counters.hits + hits,
                 misses=counters.misses + misses,

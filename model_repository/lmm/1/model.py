@@ -34,7 +34,6 @@ class TritonPythonModel:
                 registry,
                 self._process.labels,
                 lambda: waiting.add_to(self._loop.stats()),
-                max_lora=len(self._loop.adapters.names()),
                 max_tokens=self._loop.max_model_len,
             ),
             progress=lambda registry: ProgressExporter(
