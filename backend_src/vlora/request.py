@@ -81,7 +81,7 @@ class ImageFeatures:
 
 @dataclass(frozen=True)
 class Freshness:
-    """What decides whether the answer to a request that still waits is wanted.
+    """The arrival, deadline and stream of a request: they decide until when its answer is useful.
 
     arrival: time at which the request reached the first of our models, in seconds of
         `time.monotonic`.

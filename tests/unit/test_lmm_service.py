@@ -327,20 +327,27 @@ def test_text_that_is_not_valid_utf8_is_rejected_with_and_without_an_image(
 
 
 def test_the_bytes_of_requests_in_flight_are_limited() -> None:
-    setting = Setting(Limits(max_in_flight_bytes=1000))
+    setting = Setting(Limits(max_in_flight_bytes=1200))
     setting.gate.clear()
     waiting = [setting.ask(image=strings([b"x" * 400])) for _ in range(2)]
     refused = setting.ask(image=strings([b"x" * 400]))
     assert isinstance(refused.failure, Unavailable)
-    assert "810 bytes" in refused.failure.message
-    assert "this one has 405; the limit is 1000" in refused.failure.message
-    too_large = setting.ask(image=strings([b"x" * 1000]))
+    assert "1002 bytes" in refused.failure.message
+    assert "this one has 501; the limit is 1200" in refused.failure.message
+    too_large = setting.ask(image=strings([b"x" * 1200]))
     assert isinstance(too_large.failure, InvalidArgument)
     setting.service.close()
     assert all(isinstance(responder.failure, Unavailable) for responder in waiting)
     assert setting.service._held.total == 0
     setting.gate.set()
     setting.pool.shutdown()
+
+
+def test_too_many_images_are_refused_before_they_wait(setting: Setting) -> None:
+    responder = setting.ask(image=strings([b""] * 64), frames=strings([b""]))
+    assert isinstance(responder.failure, InvalidArgument)
+    assert "65 images and frames; the limit is 64" in responder.failure.message
+    assert setting.encoded == []
 
 
 def test_a_request_that_has_ended_holds_no_bytes(setting: Setting) -> None:

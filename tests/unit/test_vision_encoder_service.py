@@ -81,7 +81,7 @@ def decoder() -> Iterator[ImageDecoder]:
 
 
 class HeldDecoder:
-    """Decodes when it is told to; counts the requests that it has decoded."""
+    """Decodes at once, or holds requests until `release`; counts the requests that it has decoded."""
 
     def __init__(self, decoder: ImageDecoder) -> None:
         self._decoder = decoder
@@ -208,7 +208,7 @@ def test_requests_that_are_decoded_share_a_part(setting: Setting) -> None:
 
 
 def test_a_request_without_images_is_answered_at_once(setting: Setting) -> None:
-    """It does not wait for the encoder."""
+    """The encoder is busy meanwhile."""
     setting.occupy()
     answer = answer_of(setting.ask(encoder_request()))
     assert answer["image_features"].shape == (1, 0, 3)
@@ -257,7 +257,7 @@ def test_a_superseded_request_is_neither_decoded_nor_encoded(setting: Setting) -
     *older, newest = [setting.ask(encoder_request(png(), **stream)) for _ in range(3)]
     for one in older:
         assert isinstance(failure_of(one), Cancelled)
-    assert setting.service._held.total == 4 * len(png()), "the decoder still has their bytes"
+    assert setting.service._held.total == 4 * (48 + len(png())), "the decoder still has their bytes"
     setting.decoder.release()
     setting.encoder.gate.set()
     answer_of(newest)
@@ -267,7 +267,7 @@ def test_a_superseded_request_is_neither_decoded_nor_encoded(setting: Setting) -
 
 
 def test_the_queue_is_bounded_in_requests_and_bytes(decoder: ImageDecoder) -> None:
-    setting = Setting(decoder, max_in_flight_bytes=3 * len(png()))
+    setting = Setting(decoder, max_in_flight_bytes=3 * (48 + len(png())))
     setting.decoder.holds = True
     stream = {"stream_id": "camera", "supersede": True}
     for _ in range(3):

@@ -188,7 +188,7 @@ class Sequence:
 
     @property
     def freshness(self) -> Freshness:
-        """What decides whether its answer is wanted while it waits."""
+        """Arrival, deadline and stream of its request."""
         return self.request.freshness(self.arrival)
 
     def wait(self, now: float) -> float:

@@ -22,6 +22,7 @@ from vlora.request import Freshness, ImageFeatures, IntArray, Request
 from vlora.sampling import KNOWN_KEYS, SamplingParams, is_known
 from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
+from vlora.vision.images import check_count
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def read_call(
             f"the request has both '{next(iter(raw_images))}' and 'image_features';"
             " send either images or their features"
         )
+    check_count(sum(tensor.shape[0] for tensor in raw_images.values()), limits)
     sampling = read_sampling(inputs, parameters, limits)
     return Call(
         text=text,

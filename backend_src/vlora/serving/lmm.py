@@ -182,7 +182,7 @@ class LmmService:
         try:
             self._cancel_elsewhere(client_id)
         except Exception:
-            log.exception("could not pass on the cancellation of request '%s'", client_id)
+            log.exception("could not pass on the cancellation of request %r", client_id)
 
     def _encode_then_submit(self, request_id: str) -> None:
         encoding = self._encoding.pop(request_id, None)

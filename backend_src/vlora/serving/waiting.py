@@ -1,6 +1,6 @@
-"""Requests that wait in a model: the end of those that nobody wants any more.
+"""Requests that wait in a model, and the end of those whose answers have become useless.
 
-A request is not wanted when its deadline has passed, or when a newer request of its stream has
+An answer is useless when its deadline has passed, or when a newer request of its stream has
 superseded it. Independent of what the requests wait for.
 """
 

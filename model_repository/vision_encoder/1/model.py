@@ -77,7 +77,8 @@ class TritonPythonModel:
         if self._process.lifeline.draining:
             return Unavailable("the server is shutting down")
         try:
-            arguments = inputs_of(request), parameters_of(request)
+            limits = self._process.options.limits
+            arguments = inputs_of(request), parameters_of(request, limits)
         except Exception as error:
             return as_vlora_error(error, "reading the request")
         return self._service.handle(*arguments, lambda: self._process.responder(request))
