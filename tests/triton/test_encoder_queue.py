@@ -73,7 +73,7 @@ class Busy:
 
 @contextmanager
 def busy_encoder(ask: Asker) -> Iterator[Busy]:
-    """Occupy the encoder for some seconds; yield when it has begun to encode."""
+    """Occupy the encoder for some seconds; yield while it encodes."""
     occupy(ask, 1)
     start = time.monotonic()
     occupy(ask, 8)

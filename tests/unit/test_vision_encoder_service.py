@@ -81,7 +81,7 @@ def decoder() -> Iterator[ImageDecoder]:
 
 
 class HeldDecoder:
-    """Decodes at once, or holds requests until `release`; counts the requests that it has decoded."""
+    """Decodes at once, or holds requests until `release`. decoded: number of decoded requests."""
 
     def __init__(self, decoder: ImageDecoder) -> None:
         self._decoder = decoder
