@@ -30,7 +30,7 @@ from clients.video_analytics import quantile
 
 STREAMING = {"visual_retrieval", "lmm"}
 ENCODER_REQUESTS = "vlora:encoder_requests_total"
-ENCODER_PARTS = "vlora:encoder_parts_total"
+ENCODER_GROUPS = "vlora:encoder_groups_total"
 DECODE_ROWS = "vlora:decode_rows_total"
 DECODE_STEPS = "vlora:decode_steps_total"
 REFRESH_SECONDS = 1.5
@@ -61,7 +61,7 @@ class ServerCounters:
     """The server's counters at one moment."""
 
     encoder_requests: float
-    encoder_parts: float
+    encoder_groups: float
     decode_rows: float
     decode_steps: float
 
@@ -72,7 +72,7 @@ class ServerCounters:
         metrics = read_metrics(metrics_url)
         return cls(
             encoder_requests=metrics.get(ENCODER_REQUESTS, 0.0),
-            encoder_parts=metrics.get(ENCODER_PARTS, 0.0),
+            encoder_groups=metrics.get(ENCODER_GROUPS, 0.0),
             decode_rows=metrics.get(DECODE_ROWS, 0.0),
             decode_steps=metrics.get(DECODE_STEPS, 0.0),
         )
@@ -165,7 +165,7 @@ def summarize(
         last_p95_ms=quantile(last_ms, 0.95),
         encoder_batch=ratio(
             after.encoder_requests - before.encoder_requests,
-            after.encoder_parts - before.encoder_parts,
+            after.encoder_groups - before.encoder_groups,
         ),
         decode_rows=ratio(
             after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps

@@ -69,7 +69,7 @@ TEMPERATURES = (0, 1e-300, 0.01, 1, 100)
 
 @dataclass
 class Phase:
-    """What the healthy clients saw: the seconds of each request, and answers that were wrong."""
+    """The healthy requests of some phases: seconds of each, and descriptions of wrong answers."""
 
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)

@@ -85,8 +85,9 @@ def test_images_of_concurrent_requests_share_encoder_batches(ask: Asker) -> None
 
     def figures() -> tuple[float, float]:
         metrics = ask.metrics()
-        requests, parts = (f"vlora:encoder_{name}_total{ENCODER}" for name in ("requests", "parts"))
-        return metrics[requests], metrics[parts]
+        names = [f"vlora:encoder_{name}_total{ENCODER}" for name in ("requests", "groups")]
+        requests, groups = (metrics[name] for name in names)
+        return requests, groups
 
     count, batches = figures()
     with ThreadPoolExecutor(16) as pool:
@@ -278,7 +279,7 @@ def test_at_concurrency_16_images_and_tokens_are_computed_in_batches(
 ) -> None:
     def figures() -> list[float]:
         metrics = ask.metrics()
-        names = [f"vlora:encoder_{name}_total{ENCODER}" for name in ("requests", "parts")]
+        names = [f"vlora:encoder_{name}_total{ENCODER}" for name in ("requests", "groups")]
         names += [f"vlora:decode_rows_total{SERIES}", f"vlora:decode_steps_total{SERIES}"]
         return [metrics[name] for name in names]
 

@@ -38,6 +38,10 @@ class FakeEncoder:
         self.error: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
+        self.groups: list[int] = []
+
+    def count_group(self, requests: int) -> None:
+        self.groups.append(requests)
 
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
         if any(batch):
@@ -197,14 +201,14 @@ def test_requests_are_answered_before_the_images_after_them_are_encoded(setting:
     assert setting.encoder.parts == [[1, 3], [1]]
 
 
-def test_requests_that_are_decoded_share_a_part(setting: Setting) -> None:
-    setting.decoder.holds = True
-    requests = [setting.ask(encoder_request(png())) for _ in range(4)]
-    setting.decoder.release()
-    for one in requests:
+def test_requests_that_are_ready_together_share_a_part(setting: Setting) -> None:
+    first = setting.occupy()
+    requests = [setting.ask(encoder_request(png())) for _ in range(3)]
+    setting.encoder.gate.set()
+    for one in (first, *requests):
         answer_of(one)
-    assert sum(map(len, setting.encoder.parts)) == 4
-    assert len(setting.encoder.parts) < 4
+    assert setting.encoder.parts == [[1, 1, 1]]
+    assert setting.encoder.groups == [1, 3]
 
 
 def test_a_request_without_images_is_answered_at_once(setting: Setting) -> None:

@@ -285,7 +285,10 @@ class EncoderExporter(Exporter):
         families = {
             ENCODER_PROGRESS.name: ("images", ENCODER_PROGRESS.help),
             "vlora:encoder_requests_total": ("requests", "Requests with images."),
-            "vlora:encoder_parts_total": ("parts", "Groups of requests encoded together."),
+            "vlora:encoder_groups_total": (
+                "groups",
+                "Groups of requests that met here.",
+            ),
             "vlora:encoder_batches_total": ("batches", "Calls of the vision tower."),
             "vlora:feature_cache_hits_total": ("hits", "Images whose features were cached."),
             "vlora:feature_cache_misses_total": ("misses", "Images encoded by the tower."),

@@ -10,6 +10,7 @@ one of its stream supersedes, is ended at once, and is neither decoded nor encod
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -49,6 +50,7 @@ class BatchEncoder(Protocol):
     def images_per_batch(self) -> int:
         """Number of images that the tower encodes in one part."""
 
+    def count_group(self, requests: int) -> None: ...
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]: ...
 
 
@@ -68,7 +70,7 @@ class _Queued:
     responder: Responder
 
 
-Part = list[tuple[_Queued, DecodedRequest]]
+Decoded = list[tuple[_Queued, DecodedRequest]]
 
 
 class VisionService:
@@ -186,24 +188,33 @@ class VisionService:
 
     def _encode(self) -> None:
         while (first := self._decoded.get()) is not None:
-            self._encode_part(self._collect(first))
+            group = self._collect(first)
+            self._encoder.count_group(len(group))
+            while group:
+                part, group = self._split(group)
+                self._encode_part(part)
 
-    def _collect(self, first: tuple[_Queued, DecodedRequest]) -> Part:
-        """Return `first` with the requests that can share its part."""
-        part = [first]
+    def _collect(self, first: tuple[_Queued, DecodedRequest]) -> Decoded:
+        """Return `first` with the requests that are ready, too, or soon will be."""
+        group = [first]
         until = first[0].arrival + COLLECT_SECONDS
-        while sum(len(decoded.images) for _, decoded in part) < self._encoder.images_per_batch:
+        while True:
             try:
                 following = self._decoded.get(timeout=max(until - time.monotonic(), 1e-6))
             except queue.Empty:
-                break
+                return group
             if following is None:
                 self._decoded.put(None)
-                break
-            part.append(following)
-        return part
+                return group
+            group.append(following)
 
-    def _encode_part(self, part: Part) -> None:
+    def _split(self, group: Decoded) -> tuple[Decoded, Decoded]:
+        """Return the first part of a group, of at least `images_per_batch` images, and the rest."""
+        images = itertools.accumulate(len(decoded.images) for _, decoded in group)
+        size = 1 + sum(count < self._encoder.images_per_batch for count in images)
+        return group[:size], group[size:]
+
+    def _encode_part(self, part: Decoded) -> None:
         """Encode and answer the requests of a part that still wait, and free all pixels."""
         wanted = [(queued, decoded) for queued, decoded in part if self._waiting.take(queued.key)]
         encoded: list[EncodedImages] | VLoraError = []

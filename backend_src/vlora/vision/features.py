@@ -70,7 +70,7 @@ class EncodedImages:
 class EncoderCounters:
     """Counters since the start.
 
-    requests: requests with images. parts: calls of `run`, in which such requests were together.
+    requests: requests with images. groups: groups of such requests that were ready together.
     images: images whose features were found or computed, the sum of hits and misses.
     misses: images that the tower encoded.
     batches: calls of the tower.
@@ -79,7 +79,7 @@ class EncoderCounters:
     """
 
     requests: int = 0
-    parts: int = 0
+    groups: int = 0
     images: int = 0
     hits: int = 0
     misses: int = 0
@@ -193,7 +193,6 @@ class EncoderService:
         """
         images = [image for request in batch for image in request]
         keys = [_key(image, self._encoder.tower_digest) for image in images]
-        self._count(requests=sum(map(bool, batch)), parts=bool(images))
         features = self._encode_all(images, keys)
         encoded = []
         start = 0
@@ -202,6 +201,10 @@ class EncoderService:
             encoded.append(self._assemble(request, features[own], keys[own]))
             start += len(request)
         return encoded
+
+    def count_group(self, requests: int) -> None:
+        """Count requests that were ready together; `run` may encode them in several parts."""
+        self._count(requests=requests, groups=1)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounting is inconsistent."""
@@ -259,14 +262,14 @@ class EncoderService:
         return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1
 
     def _count(
-        self, hits: int = 0, misses: int = 0, batches: int = 0, requests: int = 0, parts: int = 0
+        self, hits: int = 0, misses: int = 0, batches: int = 0, requests: int = 0, groups: int = 0
     ) -> None:
         """Add to the counters; images are added when their features are there."""
         with self._lock:
             counters = self._counters
             self._counters = EncoderCounters(
                 requests=counters.requests + requests,
-                parts=counters.parts + parts,
+                groups=counters.groups + groups,
                 images=counters.images + hits + misses,
                 hits=counters.hits + hits,
                 misses=counters.misses + misses,
