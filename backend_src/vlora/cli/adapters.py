@@ -1,4 +1,4 @@
-"""`vlora adapters`: the adapters that a server would load."""
+"""`vlora adapters`: list, check and generate adapters."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vlora.cli.common import (
     print_plain,
     report_errors,
 )
+from vlora.cli.generate import generate
 from vlora.config import load_adapter_names
 from vlora.launcher.server import default_repository
 
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
     from vlora.lora.store import AdapterStore
 
 app = typer.Typer(
-    help="List and check the adapters that a server would load.", add_completion=False
+    help="List and check the adapters that a server would load; generate new ones.",
+    add_completion=False,
 )
+
+
+app.command("generate")(generate)
 
 
 @app.command("list")

@@ -11,7 +11,8 @@ continues from the last one that was saved and takes the same decisions again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from typing import Any, Protocol
 
 from vlora.generation.spec import Item, Options, Spec
@@ -58,6 +59,19 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Merge:
+    """One attempt to merge two adapters.
+
+    versions: of the weights of both.
+    broken: items whose promise the merged weights do not keep; empty if they replaced the two.
+    """
+
+    versions: tuple[int, int]
+    attempt: Attempt
+    broken: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class State:
     """Progress of a run.
 
@@ -68,12 +82,13 @@ class State:
     pending: tuple[str, ...]
     adapters: tuple[Packed, ...] = ()
     events: tuple[Event, ...] = ()
-    unreachable: Mapping[str, float] | None = None
+    merges: tuple[Merge, ...] = ()
+    unreachable: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def attempts(self) -> int:
-        """Number of attempts made so far."""
-        return len(self.events)
+    def next_version(self) -> int:
+        """Number of the next attempt."""
+        return len(self.events) + len(self.merges) + 1
 
     def as_json(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -92,12 +107,16 @@ class State:
                 Event(one["item"], one["adapter"], Attempt(**one["attempt"]), tuple(one["broken"]))
                 for one in value["events"]
             ),
+            merges=tuple(
+                Merge(tuple(one["versions"]), Attempt(**one["attempt"]), tuple(one["broken"]))
+                for one in value["merges"]
+            ),
             unreachable=value["unreachable"],
         )
 
 
 class Trainer(Protocol):
-    """What trains and evaluates."""
+    """Something that trains and evaluates adapters."""
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
         """Train an adapter with `item` and evaluate all its items.
@@ -105,6 +124,9 @@ class Trainer(Protocol):
         onto: the adapter whose weights the attempt starts from; None for a new one.
         version: number under which the weights are stored; they depend on nothing else.
         """
+
+    def merge(self, first: Packed, second: Packed, version: int) -> Attempt:
+        """Merge two adapters without training and evaluate all their items."""
 
     def similarity(self, item: Item, others: Sequence[str]) -> float:
         """Return how well `item` goes with other items, higher is better."""
@@ -166,7 +188,7 @@ def fuse_next(
     for adapter in candidates(spec, options, state, item, trainer):
         if adapter.number in tried:
             continue
-        attempt = trainer.train(item, adapter, state.attempts + 1)
+        attempt = trainer.train(item, adapter, state.next_version)
         event = Event(item.name, adapter.number, attempt, broken_promises(spec, attempt.scores))
         state = replace(state, events=(*state.events, event))
         if not event.broken:
@@ -184,11 +206,54 @@ def fuse_next(
 def _open_adapter(spec: Spec, state: State, item: Item, trainer: Trainer) -> State:
     """Train a new adapter for one item. If it cannot keep the promise, no adapter is opened."""
     number = 1 + max((adapter.number for adapter in state.adapters), default=0)
-    attempt = trainer.train(item, None, state.attempts + 1)
+    attempt = trainer.train(item, None, state.next_version)
     event = Event(item.name, number, attempt, broken_promises(spec, attempt.scores))
     state = replace(state, events=(*state.events, event), pending=state.pending[1:])
     if event.broken:
-        missed = {**(state.unreachable or {}), item.name: attempt.scores[item.name]}
+        missed = {**state.unreachable, item.name: attempt.scores[item.name]}
         return replace(state, unreachable=missed)
     opened = Packed(number, attempt.version, (item.name,), attempt.scores)
     return replace(state, adapters=(*state.adapters, opened))
+
+
+def merge_next(spec: Spec, state: State, trainer: Trainer) -> State | None:
+    """Try to merge the next two adapters and return the new state; None if all were tried.
+
+    Both weights are kept as they are unless the merged ones keep every promise.
+    """
+    tried = {merge.versions for merge in state.merges}
+    for first, second in combinations(state.adapters, 2):
+        versions = (first.version, second.version)
+        if versions in tried or not _may_merge(spec, first, second):
+            continue
+        attempt = trainer.merge(first, second, state.next_version)
+        merge = Merge(versions, attempt, broken_promises(spec, attempt.scores))
+        state = replace(state, merges=(*state.merges, merge))
+        if merge.broken:
+            return state
+        items = (*first.items, *second.items)
+        merged = Packed(first.number, attempt.version, items, attempt.scores)
+        others = tuple(one for one in state.adapters if one not in (first, second))
+        return replace(state, adapters=(merged, *others))
+    return None
+
+
+def _may_merge(spec: Spec, first: Packed, second: Packed) -> bool:
+    return all(may_share(spec, spec.item(name), first) for name in second.items)
+
+
+def similar_order(names: Sequence[str], likeness: Callable[[str, str], float]) -> tuple[str, ...]:
+    """Return the items so that each is followed by the most similar one that is left.
+
+    The first is the one that is most similar to all others.
+    """
+    left = list(names)
+    order: list[str] = []
+    while left:
+        against = order[-1:] or left
+        following = max(
+            left, key=lambda name: sum(likeness(name, other) for other in against if other != name)
+        )
+        left.remove(following)
+        order.append(following)
+    return tuple(order)

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from cachetools import LRUCache
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -26,6 +32,9 @@ from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 IGNORED = -100
 HEAD_STATE = "head.json"
+WEIGHTS = "adapter_model.safetensors"
+MERGE_DENSITY = 0.5
+"""Share of the weights that TIES and DARE keep."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +189,38 @@ class Learner(nn.Module):
 
     def load(self, folder: Path) -> None:
         """Load weights of an earlier adapter; the rows of labels that it knows keep theirs."""
-        from peft import set_peft_model_state_dict
+        set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
+        self._load_head(folder)
 
-        state = load_file(folder / "adapter_model.safetensors")
+    def load_merged(self, folders: Sequence[Path], method: str) -> None:
+        """Load the merge of several adapters by PEFT's `add_weighted_adapter`, with weight 1 each.
+
+        method: its `combination_type`, one that keeps the rank.
+        """
+        config = self.adapted.peft_config["default"]
+        names = [f"part{number}" for number in range(len(folders))]
+        for name, folder in zip(names, folders, strict=True):
+            self.adapted.add_adapter(name, config)
+            set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS), adapter_name=name)
+            self._load_head(folder)
+        self.adapted.add_weighted_adapter(
+            names,
+            [1.0] * len(names),
+            "merged",
+            combination_type=method,
+            svd_rank=config.r,
+            density=MERGE_DENSITY if method != "svd" else None,
+        )
+        state = get_peft_model_state_dict(self.adapted, adapter_name="merged")
+        # PEFT gives the merged adapter the scale 1; ours keeps its own.
+        scale = config.lora_alpha / config.r
+        state = {key: t / scale if ".lora_B." in key else t for key, t in state.items()}
+        for name in (*names, "merged"):
+            self.adapted.delete_adapter(name)
+        self.adapted.set_adapter("default")
         set_peft_model_state_dict(self.adapted, state)
+
+    def _load_head(self, folder: Path) -> None:
         if (folder / HEAD_STATE).is_file() and self.head is not None:
             known = json.loads((folder / HEAD_STATE).read_text())
             head = load_file(folder / "head.safetensors")

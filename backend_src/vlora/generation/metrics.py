@@ -13,7 +13,19 @@ Metric = Callable[[Sequence[str], Sequence[str]], float]
 ENOUGH_OVERLAP = 0.5
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = re.compile(r"[^\w\s]")
-_NUMBER_WORDS = "zero one two three four five six seven eight nine ten".split()
+_NUMBER_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+]
 _NUMBERS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUMBER_WORDS)}}
 
 

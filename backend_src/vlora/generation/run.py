@@ -6,18 +6,19 @@ each decision, and the weights of each attempt.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import random
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vlora.errors import InvalidArgument
 from vlora.generation.examples import Splits, read_examples, split
-from vlora.generation.fusion import Packed, State, fuse_next
+from vlora.generation.fusion import Packed, State, fuse_next, merge_next, similar_order
 from vlora.generation.learner import HEAD_STATE
+from vlora.generation.similarity import similarities
 from vlora.generation.spec import Options, Spec
 from vlora.generation.teachers import load_teacher
 from vlora.generation.trainer import PeftTrainer, Progress
@@ -44,7 +45,7 @@ class Outcome:
     @property
     def missed(self) -> dict[str, float]:
         """Accuracy of each item whose promise is not kept on the test split."""
-        missed = dict(self.state.unreachable or {})
+        missed = dict(self.state.unreachable)
         for name, score in self.reached.items():
             if score < self.spec.item(name).required:
                 missed[name] = score
@@ -59,10 +60,56 @@ def load_splits(spec: Spec) -> dict[str, Splits]:
     }
 
 
-def fingerprint(spec: Spec, options: Options) -> str:
-    """Return a hash of what decides a run's results, apart from the files' contents."""
-    content = json.dumps([spec.model_dump(mode="json"), options.model_dump()], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+@dataclass
+class _Journal:
+    """The file that a killed run continues from.
+
+    settings: what decides the results apart from the items; an item may be added, not changed.
+    base: accuracy of the base by item on the test split.
+    written: names of the adapter folders that the run has written.
+    """
+
+    path: Path
+    settings: Mapping[str, Any]
+    items: Mapping[str, Any]
+    base: dict[str, float] = field(default_factory=dict)
+    written: list[str] = field(default_factory=list)
+
+    def read(self) -> State | None:
+        """Return the saved state, with new items pending; None if there is none.
+
+        Raises InvalidArgument if the run had other settings or an item that was changed since.
+        """
+        if not self.path.is_file():
+            return None
+        saved = json.loads(self.path.read_text(encoding="utf-8"))
+        changed = [key for key, value in self.settings.items() if saved["settings"][key] != value]
+        changed += [
+            f"item '{n}'" for n, value in saved["items"].items() if self.items.get(n) != value
+        ]
+        if changed:
+            raise InvalidArgument(
+                f"{self.path.parent} holds a run with another {changed[0]}; name another --work"
+                " folder, or remove it"
+            )
+        self.base.update(saved["base"])
+        self.written += saved["written"]
+        state = State.from_json(saved["state"])
+        new = [name for name in self.items if name not in saved["items"]]
+        return replace(state, pending=(*state.pending, *new))
+
+    def write(self, state: State) -> None:
+        """Replace the file atomically."""
+        content = {
+            "settings": self.settings,
+            "items": self.items,
+            "base": self.base,
+            "written": self.written,
+            "state": state.as_json(),
+        }
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        part.replace(self.path)
 
 
 def generate(
@@ -75,62 +122,82 @@ def generate(
 ) -> Outcome:
     """Run or continue a generation run and write the adapter folders.
 
-    work: folder of the run's state; a run with another specification in it is refused.
-    out: adapter root; the run's folders in it are replaced.
-    report: called after each evaluation. decided: called after each item.
+    A finished run whose specification has got more items is extended: its adapters stay, and the
+    new items are fused into them or get adapters of their own.
 
-    Raises InvalidArgument for examples that cannot be used, and for a foreign `work`.
+    work: folder of the run's state.
+    out: adapter root; the run's folders in it are replaced.
+    report: called after each evaluation. decided: called after each decision.
+
+    Raises InvalidArgument for examples that cannot be used, and if `work` holds another run.
     """
     splits = load_splits(spec)
-    trainer = PeftTrainer(spec, options, splits, work, {}, report)
-    state, base = _start(spec, options, work, trainer)
-    while state.pending:
-        state = fuse_next(
-            spec, options, state, trainer, lambda s: _save(work, spec, options, s, base)
+    work.mkdir(parents=True, exist_ok=True)
+    trainer = PeftTrainer(spec, options, splits, work, report)
+    settings = spec.model_dump(mode="json", exclude={"items", "options", "prefix"})
+    journal = _Journal(
+        work / STATE,
+        {**settings, "options": options.model_dump()},
+        {item.name: item.model_dump(mode="json") for item in spec.items},
+    )
+    saved = journal.read()
+    _check_output(spec, out, journal.written)
+    state = saved or State(tuple(item.name for item in spec.items))
+    new = [item for item in spec.items if item.name not in journal.base]
+    journal.base.update(trainer.base_scores(new, "test"))
+    if options.order == "gradient" or options.fit == "best":
+        trainer.similarities = similarities(
+            trainer.base, spec.training, spec.items, splits, spec.seed
         )
-        _save(work, spec, options, state, base)
+    state = replace(state, pending=_ordered(state.pending, spec, options, trainer))
+    journal.write(state)
+    while state.pending:
+        state = fuse_next(spec, options, state, trainer, journal.write)
+        journal.write(state)
         decided(state)
+    if options.merge != "none":
+        while (merged := merge_next(spec, state, trainer)) is not None:
+            state = merged
+            journal.write(state)
     reached: dict[str, float] = {}
     for adapter in state.adapters:
         reached |= trainer.packed_scores(adapter, "test")
+    for name in journal.written:
+        shutil.rmtree(out / name, ignore_errors=True)
+    journal.written = [_folder_name(spec, adapter) for adapter in state.adapters]
+    journal.write(state)
     folders = {
         adapter.number: _write_folder(spec, adapter, trainer, reached, out)
         for adapter in state.adapters
     }
-    return Outcome(spec, options, state, base, reached, folders)
+    return Outcome(spec, options, state, journal.base, reached, folders)
 
 
-def _start(
-    spec: Spec, options: Options, work: Path, trainer: PeftTrainer
-) -> tuple[State, dict[str, float]]:
-    """Return the saved state and the base's accuracy, or those of a new run."""
-    path = work / STATE
-    if path.is_file():
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved["fingerprint"] != fingerprint(spec, options):
+def _ordered(
+    pending: tuple[str, ...], spec: Spec, options: Options, trainer: PeftTrainer
+) -> tuple[str, ...]:
+    """Return the pending items in the order of the options, which does not depend on how often the
+    run was stopped."""
+    listed = [item.name for item in spec.items]
+    if options.order == "random":
+        random.Random(spec.seed).shuffle(listed)
+    elif options.order == "gradient":
+        listed = list(similar_order(listed, lambda a, b: trainer.similarities[a].get(b, 0.0)))
+    return tuple(name for name in listed if name in pending)
+
+
+def _check_output(spec: Spec, out: Path, written: Sequence[str]) -> None:
+    """Raise InvalidArgument if `out` has a folder of another run that this one might replace."""
+    for number in range(1, len(spec.items) + 1):
+        name = f"{spec.prefix}-{number}"
+        if (out / name).exists() and name not in written:
             raise InvalidArgument(
-                f"{work} holds a run with another specification; name another --work folder"
+                f"{out / name} is not of this run; choose another prefix or another --out folder"
             )
-        return State.from_json(saved["state"]), saved["base"]
-    base = trainer.base_scores(spec.items, "test")
-    state = State(pending=tuple(item.name for item in spec.items))
-    work.mkdir(parents=True, exist_ok=True)
-    _save(work, spec, options, state, base)
-    return state, base
 
 
-def _save(
-    work: Path, spec: Spec, options: Options, state: State, base: Mapping[str, float]
-) -> None:
-    """Replace the state file atomically."""
-    content: dict[str, Any] = {
-        "fingerprint": fingerprint(spec, options),
-        "base": dict(base),
-        "state": state.as_json(),
-    }
-    part = work / (STATE + ".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(work / STATE)
+def _folder_name(spec: Spec, adapter: Packed) -> str:
+    return f"{spec.prefix}-{adapter.number}"
 
 
 def _write_folder(
@@ -138,8 +205,8 @@ def _write_folder(
 ) -> Path:
     """Write one adapter's folder as the server reads it, and return it."""
     items = [spec.item(name) for name in adapter.items]
-    folder = out / f"{spec.prefix}-{adapter.number}"
-    part = out / f".{folder.name}.part"
+    folder = out / _folder_name(spec, adapter)
+    part = trainer.folder(adapter.version).with_name(folder.name)
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(
         trainer.folder(adapter.version), part, ignore=shutil.ignore_patterns(HEAD_STATE)
@@ -156,6 +223,5 @@ def _write_folder(
         tasks = sorted({item.task for item in items if item.head})
         about["head"] = {"labels": labels, "tasks": tasks}
     (part / "vlora.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    shutil.move(part, folder)
     return folder

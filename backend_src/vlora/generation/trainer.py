@@ -50,14 +50,13 @@ class PeftTrainer:
         options: Options,
         splits: Mapping[str, Splits],
         work: Path,
-        similarities: Mapping[tuple[str, str], float],
         report: Callable[[Progress], None] = lambda _: None,
     ) -> None:
         self._spec = spec
         self._options = options
         self._splits = splits
         self._work = work
-        self._similarities = similarities
+        self.similarities: Mapping[str, Mapping[str, float]] = {}
         self._report = report
         self._accelerator = Accelerator(mixed_precision=spec.training.mixed_precision)
         self.base = Base(spec.base, spec.training.feature_cache_mib, self._accelerator.device)
@@ -68,8 +67,8 @@ class PeftTrainer:
 
     def similarity(self, item: Item, others: Sequence[str]) -> float:
         """Return the mean similarity of an item to others; 0 where none was computed."""
-        values = [self._similarities.get((item.name, other), 0.0) for other in others]
-        return sum(values) / len(values)
+        own = self.similarities.get(item.name, {})
+        return sum(own.get(other, 0.0) for other in others) / len(others)
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
         """Train as `fusion.Trainer` says, until all promises hold or no progress is made."""
@@ -88,6 +87,22 @@ class PeftTrainer:
             learner.release()
         scores, steps = attempt
         return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
+
+    def merge(self, first: Packed, second: Packed, version: int) -> Attempt:
+        """Merge two adapters by PEFT's `add_weighted_adapter`, with weight 1 each."""
+        started = time.monotonic()
+        items = [self._spec.item(name) for name in (*first.items, *second.items)]
+        learner = Learner(self.base, self._spec.training, self.labels(items), self._seed(version))
+        try:
+            folders = self.folder(first.version), self.folder(second.version)
+            learner.load_merged(folders, self._options.merge)
+            scores = self.evaluate(learner, items, "validation")
+            if self._accelerator.is_main_process:
+                learner.save(self.folder(version))
+            self._accelerator.wait_for_everyone()
+        finally:
+            learner.release()
+        return Attempt(version, scores, 0, round(time.monotonic() - started, 1))
 
     def labels(self, items: Sequence[Item]) -> list[str]:
         """Return the labels of the head that these items share, in a fixed order."""
