@@ -100,7 +100,7 @@ class Item(_Strict):
 
 
 class Training(_Strict):
-    """How one attempt is trained.
+    """Settings of one attempt.
 
     max_steps: steps of one attempt; it ends earlier once all promises hold.
     evaluate_every: steps between two evaluations on the validation split.
@@ -125,7 +125,7 @@ class Training(_Strict):
 
 
 class Options(_Strict):
-    """How items are packed into adapters. The defaults go beyond the paper's heuristic.
+    """Settings of the packing of items into adapters. The defaults go beyond the paper's heuristic.
 
     order: of the items; the paper's is random. `gradient` puts similar items next to each other.
     replay: share of a batch drawn from the items fused before; the paper's is 0.
