@@ -244,6 +244,15 @@ def test_runs_that_start_and_end_at_the_same_time_do_not_remove_each_other(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
+def test_a_folder_of_runs_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ServerError, match=r"cannot create .*file/runs .*TMPDIR"),
+        run_folder(tmp_path / "file" / "runs"),
+    ):
+        pass
+
+
 def test_a_folder_of_runs_that_others_can_write_to_is_rejected(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     root.mkdir()

@@ -16,7 +16,7 @@ from vlora.cli.common import (
     report_errors,
 )
 from vlora.config import load_adapter_names
-from vlora.launcher.server import default_repository
+from vlora.launcher.options import default_repository
 
 if TYPE_CHECKING:
     from vlora.capacity import Capacity

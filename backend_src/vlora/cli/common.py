@@ -14,7 +14,7 @@ from rich.markup import escape
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE, Options, load_options
 from vlora.errors import VLoraError
 from vlora.launcher.assembly import ServerError
-from vlora.launcher.server import default_repository
+from vlora.launcher.options import default_repository
 
 console = Console(highlight=False)
 error_console = Console(stderr=True, highlight=False)

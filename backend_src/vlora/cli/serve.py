@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,12 +21,8 @@ from vlora.cli.common import (
 from vlora.config import Options, read_keys
 from vlora.errors import MAX_NAMES
 from vlora.launcher.exposure import LOOPBACK
-from vlora.launcher.server import (
-    GRACE_SECONDS,
-    ServerOptions,
-    TritonServer,
-    default_repository,
-)
+from vlora.launcher.options import GRACE_SECONDS, ServerOptions, default_repository
+from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
 app = typer.Typer(add_completion=False)
@@ -59,12 +54,18 @@ def serve(
         Path | None,
         typer.Option(
             help="File for the server's log; - is standard output."
-            " Default: vlora-<HTTP port>.log in the folder of temporary files."
+            " Default: a file in a private folder, which is printed."
         ),
     ] = None,
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds that running requests get to finish on shutdown.")
     ] = int(GRACE_SECONDS),
+    start_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds within which the server must be ready. Default: no limit."
+        ),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Restart the server when it fails.")
     ] = False,
@@ -93,7 +94,9 @@ def serve(
             metrics_port=metrics_port,
             model=options.model,
             adapters=options.adapters,
-            log=log or Path(tempfile.gettempdir()) / f"vlora-{http_port}.log",
+            log=log,
+            keep_log=True,
+            start_seconds=start_timeout,
             grace_seconds=grace,
         )
         policy = RestartPolicy() if restart else None

@@ -37,6 +37,11 @@ def root_of_runs() -> Path:
     return Path(tempfile.gettempdir()) / f"vlora-{os.getuid()}"
 
 
+def kept_log(http_port: int) -> Path:
+    """Return the path of a log that outlives its run, in the private folder of all runs."""
+    return root_of_runs() / f"tritonserver-{http_port}.log"
+
+
 def starting_file(folder: Path, grpc_port: int) -> Path:
     """Return the path of a file that exists while the run's server starts.
 
@@ -116,8 +121,13 @@ def _clear_dead(root: Path) -> None:
 
 
 def _make_private(root: Path) -> None:
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = root.lstat()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.lstat()
+    except OSError as error:
+        raise ServerError(
+            f"cannot create {root} ({error.strerror}); set TMPDIR to a folder for temporary files"
+        ) from None
     if root.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ServerError(
             f"other users can write to {root}, or it is not a folder; remove it, or set TMPDIR to"
