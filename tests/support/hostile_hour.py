@@ -33,7 +33,7 @@ import psutil
 
 from tests.support.hostile_images import flat_png, jpeg_with_scans, run_length_bmp, tiff_with_tile
 from tests.support.make_adapters import ATTENTION, FEED_FORWARD, AdapterSpec, make_adapters
-from tests.support.triton_client import Asker, Refused, asking, picture
+from tests.support.triton_client import Asker, Refused, asking, picture, to_inputs
 from vlora.launcher.server import ServerOptions, TritonServer
 
 VICTIM = "victim"
@@ -123,12 +123,14 @@ class HostileHour:
         self._numbers = itertools.cycle(cases)
         self._questions = list(self._healthy_questions())
         self._answers = [self._answer(question) for question in self._questions]
-        self._bombs = [
+        bombs = [
             [jpeg_with_scans(2000, 3000)],
-            [run_length_bmp(8000, 2000)],
+            [run_length_bmp(3000, 1000)],
             [tiff_with_tile(16, 16384)],
             [flat_png(3200, 3125)] * 64,
         ]
+        # The clients share the cores with the server, so they make their requests once.
+        self._bombs = [to_inputs({"image": bomb})[0] for bomb in bombs]
 
     def run(self, cycles: int, seconds: float) -> Figures:
         """Alternate quiet and hostile phases of so many seconds each."""

@@ -30,8 +30,8 @@ from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
 SLOW_SECONDS = 1.0
 """Seconds after which a request gives its place to the next one."""
 
-SLOW_NICENESS = 5
-"""Niceness of the decoder of a slow request: a quarter of the share of other processes."""
+SLOW_NICENESS = 10
+"""Niceness of the decoder of a slow request: a tenth of the share of other processes."""
 
 POLL_SECONDS = 0.1
 """Interval at which a request that waits for memory checks whether it has become slow."""
