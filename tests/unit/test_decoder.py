@@ -159,6 +159,8 @@ def test_a_decoder_or_a_fork_server_that_was_killed_is_replaced(decoder: ImageDe
         victims = [server] * whole + server.children()
         victims[0].kill()
         until(lambda: not any(is_alive(process) for process in victims))  # noqa: B023
+        # A process can count as ended before its connections are closed.
+        until(lambda: all(idle.has_reply() for idle in decoder._idle))
         check_that_it_works(decoder)
 
 
