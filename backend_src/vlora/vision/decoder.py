@@ -30,7 +30,7 @@ from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
 LONG_SECONDS = 0.1
 """Seconds after which a request gives its place to the next one: ordinary images take less."""
 
-SLOW_SECONDS = 1.0
+SLOW_SECONDS = 0.25
 """Seconds after which the priority of a request's decoder is lowered."""
 
 SLOW_NICENESS = 10
