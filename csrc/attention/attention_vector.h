@@ -101,8 +101,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
         const char* prefetch =
             key_run > 1 ? nullptr : reinterpret_cast<const char*>(order[j * heads + h + ahead]);
         if (writes && begin + until == end_panel)
-          write_key<T>(p, chunk.row, piece.kv_head + h,
-                       Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_key(layout, Stored<T>(p, chunk.row, piece.kv_head + h),
+                    Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         panels_of_head(j, until, h, panels);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           if (j >= seen[t]) continue;
@@ -130,8 +130,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
             value_run > 1 ? nullptr
                           : reinterpret_cast<const char*>(order[steps + j * heads + h + ahead]);
         if (writes && begin + until == end_panel)
-          write_value<T>(p, chunk.row, piece.kv_head + h,
-                         Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_value(layout, Stored<T>(p, chunk.row, piece.kv_head + h),
+                      Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         panels_of_head(count + j, count + until, h, panels);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           const int64_t i = h * per_head + t * tile, left = per_head - t * tile;
