@@ -1,4 +1,4 @@
-"""Subnormal numbers are zeros in every kernel, on whichever thread and by whichever path it runs."""
+"""Subnormal numbers are zeros in every kernel, by whichever path and on whichever thread it is."""
 
 from __future__ import annotations
 
