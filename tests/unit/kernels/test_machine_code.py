@@ -37,13 +37,13 @@ class Function:
 
     @property
     def allowed(self) -> int:
-        """Rank of the highest set named in its name, 0 for code of all CPUs."""
+        """Return the rank of the highest set in its name, 0 for code that runs on every CPU."""
         names = (name.lstrip("0123456789") for name in NAMESPACE.findall(self.name))
         return max((RANKS[name] for name in names), default=0)
 
     @property
     def is_clone(self) -> bool:
-        """Whether the compiler made it for callers in the same object (`name.isra.0`)."""
+        """Return whether only its own object calls it: a clone of the compiler, `name.isra.0`."""
         return "." in self.name
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.atmm_problems import compiled, group_of
-from tests.unit.kernels.conftest import implementations
+from tests.support.atmm_problems import CUDA, EMULATED, compiled, group_of, implementations
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup
 from vlora.atmm.types import HeadMatrix, LoraPair, Merges, MergeUpdate, Segment
@@ -23,7 +22,10 @@ ROWS = (1, 2, 30, 600)
 TYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(autouse=True, params=[name for name in implementations() if name != "reference"])
+NOT_ON_THE_CPU = ("reference", EMULATED, CUDA)
+
+
+@pytest.fixture(autouse=True, params=[i for i in implementations() if i not in NOT_ON_THE_CPU])
 def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
     with tiles.isa(request.param):
         yield
