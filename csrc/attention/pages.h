@@ -44,7 +44,8 @@ VLORA_INLINE void convert(const float* x, int64_t dim, T* to) {
   for (int64_t i = d; i < dim; ++i) to[i] = converted[i - d];
 }
 
-// Returns whether all of x, [dim], is finite. A value that is not, less itself, is a NaN.
+// Returns whether all of x, [dim], is finite. The difference of a finite value and itself is zero,
+// that of any other value a NaN.
 template <class T>
 VLORA_INLINE bool is_finite(const T* x, int64_t dim) {
   R differences = R::zero();
@@ -59,7 +60,7 @@ VLORA_INLINE bool is_finite(const T* x, int64_t dim) {
   return sum_of(differences) == 0;
 }
 
-// Makes the key and the value of a token, [dim] each, obey the invariant of attention.h.
+// Applies the invariant of attention.h to the key and the value of a token, [dim] each.
 template <class T>
 VLORA_INLINE void mark_not_finite(T* key, T* value, int64_t dim) {
   if (is_finite(key, dim) && is_finite(value, dim)) return;
@@ -84,7 +85,7 @@ struct Stored {
   }
 };
 
-// The address of the key and of the value of a position, for one head of keys and values.
+// Where the key and the value of a position are stored, for one head of keys and values.
 template <class T>
 struct Slot {
   T *keys, *values;  // their panels

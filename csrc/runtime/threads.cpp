@@ -237,8 +237,7 @@ void Barrier::wait(int threads) {
   if (round & kBroken) throw Broken{};
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
     arrived_.store(0, std::memory_order_relaxed);
-    // Not an addition, which could undo the bit that another thread sets when it breaks up the
-    // region.
+    // An addition could undo the bit that another thread sets when it breaks up the region.
     uint32_t expected = round;
     round_.value().compare_exchange_strong(expected, (round + 1) & ~kBroken);
     round_.wake(INT_MAX);
