@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """One model with its adapters and pages.
 
-    `prepare`, `stats` and `notify` may be called from any thread; everything else belongs to one
+    `prepare` and `stats` may be called from any thread; everything else belongs to one
     thread.
     """
 
@@ -65,9 +65,8 @@ class Engine:
         self._statistics = EngineStatistics(self.pool.total, options.block_size)
         self._busy_since: float | None = None
         """End of the last step, if the engine has had work ever since."""
-        self._notifications = 0
-        self._stalled_at: int | None = None
-        """Number of notifications before the last step, if it had nothing to compute."""
+        self._stalled = False
+        """True if the last step had nothing to compute."""
         self.adapters.on_evict = self._on_evict
 
     def calibrate(self, *, force: bool = False) -> None:
@@ -87,7 +86,7 @@ class Engine:
             self.costs.profile.head,
             self.max_model_len,
         )
-        model = (self.config, self.slab.dtype, block)
+        model = (self.config, self.slab.dtype, block, self.costs.in_place)
         self.costs.use(calibration.load_or_measure(model, force=force))
         self.pool.release(pages)
 
@@ -111,7 +110,7 @@ class Engine:
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
             self.adapters.count_request(sequence.adapter)
-        self._stalled_at = None
+        self._stalled = False
         return ended
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> list[Output]:
@@ -170,13 +169,11 @@ class Engine:
         now = self._clock()
         started = now if self._busy_since is None else self._busy_since
         self._busy_since = None
-        notifications = self._notifications
         ended = self._expire(now) + self._load_adapters(now)
         plan = self.scheduler.schedule(now, self.switcher.live, self.memory.arrival_cutoff)
-        if not plan.chunks:
-            self._stalled_at = notifications
+        self._stalled = not plan.chunks
+        if self._stalled:
             return ended
-        self._stalled_at = None
         try:
             started += self._switch(plan.live)
             result, forward_seconds = self._forward(plan)
@@ -196,7 +193,7 @@ class Engine:
         """Put adapter `live` (or BASE) into the active weights; return the seconds it took."""
         if live == self.switcher.live:
             return 0.0
-        merges = live not in (BASE, self.switcher.merged)
+        merges = bool(self.costs.merges(self.switcher.live, live))
         predicted = self.costs.switch(self.switcher.live, live)
         started = self._clock()
         self.switcher.switch(live)
@@ -208,12 +205,12 @@ class Engine:
 
     def _forward(self, plan: StepPlan) -> tuple[StepResult, float]:
         """Compute the plan; return its result and the seconds it took."""
-        started = self._clock()
+        started, mode = self._clock(), plan.mode
         for chunk in plan.chunks:
-            self._requests[chunk.sequence_id].scheduled(plan.mode, started)
+            self._requests[chunk.sequence_id].scheduled(mode, started)
         result = self._runner.forward(plan.chunks)
         seconds = self._clock() - started
-        self._statistics.count_mode(plan.mode, seconds)
+        self._statistics.count_mode(mode, seconds)
         return result, seconds
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
@@ -241,12 +238,18 @@ class Engine:
         return outputs
 
     def _record(self, plan: StepPlan, started: float, forward_seconds: float) -> None:
-        """Record the time of a step: its forward pass, and the rest since `started`."""
+        """Record the time of a step: its forward pass, and the rest since `started`.
+
+        The cost model learns from it only if its predictions are read: an uncalibrated model under
+        a policy without costs predicts nothing of use.
+        """
         now = self._clock()
         if not self.idle:
             self._busy_since = now
         overhead = now - started - forward_seconds
-        predicted = self.costs.record(plan.parts, plan.live, forward_seconds, overhead)
+        predicted = 0.0
+        if self.scheduler.policy.uses_costs or self.costs.calibrated:
+            predicted = self.costs.record(plan.parts, plan.live, forward_seconds, overhead)
         self._statistics.count(step_seconds=forward_seconds + overhead, predicted_seconds=predicted)
 
     def _fail(self, plan: StepPlan) -> list[Output]:
@@ -266,14 +269,10 @@ class Engine:
 
     # -- state -------------------------------------------------------------------------------
 
-    def notify(self) -> None:
-        """Report, from any thread, that an adapter was loaded or removed."""
-        self._notifications += 1
-
     @property
     def stalled(self) -> bool:
-        """True if all in-flight requests wait for adapters, without a notification since."""
-        return self._stalled_at == self._notifications
+        """True if all in-flight requests wait for adapters, and no result has come since."""
+        return self._stalled and not self.adapters.has_results
 
     @property
     def idle(self) -> bool:
