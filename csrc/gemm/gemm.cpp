@@ -78,20 +78,21 @@ void gemv(const Kernels& kernels, const Product& p, int threads) {
   const float* x = p.x;
   ptrdiff_t stride = p.x_stride;
   if (kernels.pack_gemv[type]) {
-    stride = ceil_div(p.k, 2 * kLanes) * 2 * kLanes;
+    stride = packed_stride(p.k);
     float* packed = row_scratch(stride * p.rows);
     kernels.pack_gemv[type](p, packed, 0, p.rows);
     x = packed;
   }
-  const int64_t share = ceil_div(p.n, int64_t(threads) * 8);
-  const int64_t rows = kPieceBytes / std::max<int64_t>(1, p.k * int64_t(size_of(p.dtype)));
-  const int64_t each = std::max<int64_t>(4, std::min(share, rows) / 4 * 4);
-  const int64_t count = ceil_div(p.n, each);
+  const int64_t row_bytes = kStreams * p.k * int64_t(size_of(p.dtype)), rows = p.n / kStreams;
+  const int64_t share = ceil_div(rows, int64_t(threads) * 8);
+  const int64_t fitting = kPieceBytes / std::max<int64_t>(1, row_bytes);
+  const int64_t each = std::max<int64_t>(1, std::min(share, fitting));
+  const int64_t count = std::max<int64_t>(1, ceil_div(rows, each));
   run(
       threads, count,
       [&](int64_t i) {
         const int64_t from = spread(i, count, threads) * each;
-        return Piece{from, std::min(p.n, from + each), 0, 0};
+        return Piece{from, std::min(rows, from + each), 0, 0};
       },
       [&](const Piece& piece) { kernels.gemv[type](p, x, stride, piece); }, [] {});
 }
@@ -121,12 +122,16 @@ void gemm_by_vectors(const Kernels& kernels, const Product& p, int threads) {
              [&](float* to, int64_t from, int64_t end) { kernel.pack(p, to, from, end); });
   const int64_t parts = ceil_div(panels, kMaxPiecePanels), each = ceil_div(panels, parts);
   const int64_t blocks = ceil_div(p.n, kBlockRows);
+  const int64_t fitting =
+      rows_in_l1(runtime::machine(), p.k * int64_t(size_of(p.dtype)));
   run(
       threads, blocks * parts,
       [&](int64_t i) {
         const int64_t from = spread(i / parts, blocks, threads) * kBlockRows,
                       panel = i % parts * each;
-        return Piece{from, std::min(p.n, from + kBlockRows), panel, std::min(panels - panel, each)};
+        Piece piece{from, std::min(p.n, from + kBlockRows), panel, std::min(panels - panel, each)};
+        piece.rows_in_l1 = fitting;
+        return piece;
       },
       [&](const Piece& piece) { kernel.run(p, x, piece, block_scratch()); }, [] {});
 }
@@ -232,12 +237,24 @@ void sample(const Kernels& kernels, const Sample& sample, int threads) {
   runtime::share_out(threads, sample.count, [&](int64_t i) { kernels.sample(sample, i, i + 1); });
 }
 
+int64_t rows_in_l1(const runtime::Machine& machine, int64_t stride) {
+  const int64_t line = machine.l1_line;
+  const int64_t sets = std::max<int64_t>(1, machine.l1 / (machine.l1_ways * line));
+  for (int64_t rows = 0; rows < kTallTile; ++rows) {
+    int64_t in_its_set = 1;
+    for (int64_t row = 0; row < rows; ++row)
+      in_its_set += (rows * stride / line - row * stride / line) % sets == 0;
+    if (in_its_set >= machine.l1_ways) return rows;
+  }
+  return kTallTile;
+}
+
 void multiply(const Kernels& kernels, const AmxGemm* amx, const Product& product, int threads) {
   if (product.rows <= 0 || product.n <= 0) return;
   threads = useful_threads(product, threads);
   if (uses_tiles(amx, product)) {
     gemm_by_tiles(*amx, product, threads);
-  } else if (product.rows <= kMaxGemvRows) {
+  } else if (product.rows <= kernels.max_gemv_rows[int(product.dtype)]) {
     gemv(kernels, product, threads);
   } else {
     gemm_by_vectors(kernels, product, threads);
