@@ -126,11 +126,7 @@ class Driver:
         self._after_step = after_step
         self._count = 0
         self._news = threading.Event()
-        engine.adapters.on_change = self._on_news
-
-    def _on_news(self) -> None:
-        self.engine.notify()
-        self._news.set()
+        engine.adapters.on_change = self._news.set
 
     def close(self) -> None:
         self.engine.adapters.close()

@@ -1,7 +1,8 @@
 """Raw clips in system shared memory: the server reads the pixels in place, without a copy.
 
 A process has one region, divided into slots. A slot holds one clip while its request is in flight.
-Client and server must run on the same machine.
+Client and server must run on the same machine, and the server must allow it:
+`vlora serve --allow-shared-memory`.
 
 **Invariant:** `close` unregisters and removes the region, also after Ctrl-C or an error. It may be
 called at any time and more than once.
@@ -19,7 +20,7 @@ import tritonclient.grpc.aio as grpcclient
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
-from clients.common import ClientError
+from clients.common import ClientError, explain
 from clients.frames import Pixels
 
 
@@ -36,7 +37,10 @@ class SharedFrames:
         self._free = list(range(slots))
 
     async def open(self) -> None:
-        """Create the region and register it with the server."""
+        """Create the region and register it with the server.
+
+        Raises ClientError if there is too little shared memory, or the server refuses the region.
+        """
         key = f"/{self._name}"
         try:
             self._region = shm.create_shared_memory_region(
@@ -46,7 +50,13 @@ class SharedFrames:
             raise ClientError(
                 f"cannot create {self._size / 1e6:.1f} MB of shared memory: {error.__cause__}"
             ) from None
-        await self._client.register_system_shared_memory(self._name, key, self._size)
+        try:
+            await self._client.register_system_shared_memory(self._name, key, self._size)
+        except InferenceServerException as error:
+            raise ClientError(
+                f"the server refused shared memory: {explain(error)}; start it with"
+                " `vlora serve --allow-shared-memory`, or send encoded frames with --send jpeg"
+            ) from None
         self._registered = True
 
     def acquire(self, frames: Sequence[Pixels]) -> tuple[int, Any]:

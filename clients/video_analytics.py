@@ -98,7 +98,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--send",
         choices=("png", "jpeg", "raw"),
         default="jpeg",
-        help="encoded frames, or raw pixels in shared memory on the same machine (default: jpeg)",
+        help="encoded frames, or raw pixels in shared memory: for a server on this machine with"
+        " --allow-shared-memory (default: jpeg)",
     )
     parser.add_argument(
         "--deadline-ms",

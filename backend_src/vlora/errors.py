@@ -77,13 +77,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
-def known_names(unknown: str, names: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown adapter: the nearest name, and all names."""
+def known_names(unknown: str, names: Sequence[str], similar: Sequence[str] | None = None) -> str:
+    """Return the end of a sentence about an unknown adapter: the nearest name, and all names.
+
+    similar: names among which the nearest one is searched; None for all. Comparing thousands takes
+        a noticeable time.
+    """
     if not names:
         return " (no adapter is loaded)"
     more = len(names) - MAX_NAMES
     tail = f" and {more} more" if more > 0 else ""
-    return f"{nearest(unknown, names) or '.'} Known: {', '.join(names[:MAX_NAMES])}{tail}"
+    hint = nearest(unknown, names if similar is None else similar)
+    return f"{hint or '.'} Known: {', '.join(names[:MAX_NAMES])}{tail}"
 
 
 def shown(value: Any) -> str:

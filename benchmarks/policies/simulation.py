@@ -9,7 +9,7 @@ from pathlib import Path
 from vlora.engine.cost import CostModel
 from vlora.ids import BASE
 from vlora.lora.adapter import AdapterInfo, Description
-from vlora.lora.handle import AdapterHandle
+from vlora.lora.handle import AdapterHandle, State
 
 
 def fork(costs: CostModel) -> CostModel:
@@ -33,5 +33,6 @@ def resident_adapter(slot: int) -> AdapterHandle | None:
     """Return an adapter without files that is resident in this slot, or None for the base."""
     if slot == BASE:
         return None
-    info = AdapterInfo(f"slot {slot}", "", (), (), (), {}, (), ())
-    return AdapterHandle(info.name, Path(), b"", Description(info, {}, 0), slot=slot)
+    info = AdapterInfo(f"slot {slot}", f"digest {slot}", (), (), (), {}, (), ())
+    described = Description(info, {}, 0)
+    return AdapterHandle(info.name, Path(), b"", described, State.RESIDENT, slot=slot)

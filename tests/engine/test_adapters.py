@@ -80,7 +80,6 @@ def finish(engine: Engine, *, check: bool = True) -> dict[str, Output]:
             last[output.request_id] = output
         if engine.stalled:
             engine.adapters.finish()
-            engine.notify()
         if check:
             engine.memory.check_integrity(engine.scheduler.running)
         if engine.idle:
@@ -189,7 +188,6 @@ def test_a_constantly_used_adapter_does_not_starve_another_one(
                 cold_done = step
         if engine.stalled:
             engine.adapters.finish()
-            engine.notify()
         if cold_done is not None:
             break
     assert cold_done is not None
@@ -213,6 +211,7 @@ def test_a_running_request_ends_with_the_adapter_version_it_started_with(
     before = engine.step()
     replace_weights(root / "a00", 99)
     engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in sorted(root.iterdir())})
+    engine.adapters.apply()
     engine.add(
         engine.prepare(request("new", adapter="a00", prompt=asked.prompt, max_tokens=6)), 1.0
     )
@@ -264,6 +263,7 @@ def test_a_file_that_became_invalid_is_an_error_of_its_requests_only(
     if fault != "vanished":
         file.write_bytes(content)
         engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in root.iterdir()})
+        engine.adapters.apply()
         assert run(engine, burst(engine)[0])["r0"].token_ids == burst_tokens["r0"]
 
 
@@ -333,6 +333,7 @@ def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_
     assert [outputs[f"r{i}"].token_ids for i in (1, 2)] == [burst_tokens[f"r{i}"] for i in (1, 2)]
     engine.adapters.update({})  # The folders disappear and come back.
     engine.adapters.update({p.name: (p, folders.stamp_of(p)) for p in twelve.iterdir()})
+    engine.adapters.apply()
     assert run(engine, burst(engine)[0])["r0"].token_ids == burst_tokens["r0"]
     assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
 

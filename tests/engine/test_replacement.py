@@ -36,6 +36,7 @@ def put(root: Path, adapters_dir: Path, kind: str, *, head: bool = False) -> Non
 
 def update(engine: Engine, root: Path) -> None:
     engine.adapters.update({p.name: (p, stamp_of(p)) for p in root.iterdir()})
+    engine.adapters.apply()
 
 
 def engine_of(checkpoint: Path, root: Path, **more: Any) -> Engine:

@@ -31,6 +31,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.registered: list[str] = []
         self.models = {"visual_retrieval", "video_analytics"}
         self.refusal: str | None = None
+        self.allows_shared_memory = True
         self.cancelled = threading.Event()
 
     def __enter__(self) -> FakeTriton:
@@ -50,6 +51,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelReadyResponse(ready=request.name in self.models)
 
     def SystemSharedMemoryRegister(self, request, context):  # noqa: N802
+        if not self.allows_shared_memory:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "This protocol is restricted")
         self.regions[request.name] = request.key
         self.registered.append(request.key)
         return service_pb2.SystemSharedMemoryRegisterResponse()

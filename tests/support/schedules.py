@@ -77,7 +77,6 @@ def run(engine: Engine, schedule: Schedule, cases: list[Case]) -> dict[str, list
         step_outputs = engine.step()
         if engine.stalled:
             engine.adapters.finish()
-            engine.notify()
         for index, arrival in enumerate(schedule.arrivals):
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 step_outputs += engine.abort(f"r{index}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,8 +28,9 @@ MODELS = {
 }
 
 
-def test_every_model_of_the_repository_is_ready(server: TritonServer) -> None:
-    assert server.index() == dict.fromkeys(MODELS, "READY")
+def test_every_model_of_the_repository_is_ready(server: TritonServer, ask: Asker) -> None:
+    assert set(server.names) == MODELS
+    assert all(ask.client.is_model_ready(name) for name in MODELS)
 
 
 def test_the_models_have_the_documented_names_kinds_and_required_inputs(ask: Asker) -> None:
@@ -69,6 +72,61 @@ def test_an_unknown_field_in_a_config_is_reported(lone_model: Path) -> None:
         TritonServer(ServerOptions(repository=lone_model)),
     ):
         pass
+
+
+SLOW_MODEL = """
+import time
+class TritonPythonModel:
+    def initialize(self, args):
+        time.sleep(SECONDS)
+"""
+
+
+def slow_model(folder: Path, seconds: float) -> Path:
+    """Return a repository with one model that takes this long to load."""
+    (folder / "slow" / "1").mkdir(parents=True)
+    (folder / "slow" / "config.pbtxt").write_text(
+        """backend: "python"
+        input { name: "x" data_type: TYPE_INT32 dims: [1] }
+        output { name: "y" data_type: TYPE_INT32 dims: [1] }
+        instance_group { kind: KIND_CPU }"""
+    )
+    code = SLOW_MODEL.replace("SECONDS", str(seconds))
+    (folder / "slow" / "1" / "model.py").write_text(code)
+    return folder
+
+
+def test_a_model_that_loads_for_long_is_waited_for_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's clock runs a hundred times faster: loading takes minutes by it."""
+
+    class FastClock:
+        sleep = staticmethod(time.sleep)
+
+        @staticmethod
+        def monotonic() -> float:
+            return 100 * time.monotonic()
+
+    monkeypatch.setattr("vlora.launcher.server.time", FastClock)
+    server = TritonServer(ServerOptions(repository=slow_model(tmp_path, seconds=5)))
+    reports: list[str] = []
+    try:
+        server.open(reports.append)
+        assert server.names == ["slow"]
+    finally:
+        server.kill()
+    assert len(reports) > 3
+    loading = r"still loading after \d+ s: slow \(\d+ s of processor time, \d+ MiB\)"
+    assert re.fullmatch(loading, reports[-1])
+
+
+def test_a_start_can_be_bounded(tmp_path: Path) -> None:
+    options = ServerOptions(repository=slow_model(tmp_path, seconds=600), start_seconds=3)
+    server = TritonServer(options)
+    with pytest.raises(ServerError, match=r"not ready within 3 s \(--start-timeout\): slow \("):
+        server.open()
+    assert server.poll() is not None
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -25,9 +26,23 @@ from vlora.launcher.run_folder import SHARED_MEMORY
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 
 
+CLOSED = "http://127.0.0.1:9"
+PROXIES = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"), CLOSED)
+"""Proxies that answer nothing: `vlora serve` and `vlora probe` must not use them."""
+
+
+def run_vlora(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "vlora.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **PROXIES, "no_proxy": ""},
+    )
+
+
 def serve(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vlora.cli", "serve", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return run_vlora("serve", *arguments)
 
 
 FREE_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
@@ -72,7 +87,7 @@ def test_serve_restarts_a_failed_server_and_drains_on_sigterm(folders: list[str]
     process = serve(*folders, *ports, "--restart", "--grace", "600")
     output = output_until(process, "Press Ctrl-C to stop")
     assert "ready in" in output
-    assert {f"HTTP      localhost:{http}", f"gRPC      localhost:{grpc}"} <= set(
+    assert {f"HTTP      127.0.0.1:{http}", f"gRPC      127.0.0.1:{grpc}"} <= set(
         output.splitlines()
     )
 
@@ -82,6 +97,9 @@ def test_serve_restarts_a_failed_server_and_drains_on_sigterm(folders: list[str]
     assert "the process of model 'lmm' ended with signal SIGKILL; the server is down" in output
     assert "restarting in 1 s" in output
     assert not any(map(is_alive, [server, *models.values()]))
+
+    probed = run_vlora("probe", f"localhost:{grpc}", "--metrics-port", metrics, "--deadline", "60")
+    assert "ready in" in probed.communicate(timeout=120)[0]
 
     with closing(Asker(f"localhost:{grpc}", "", "")) as asker:
         request_class_results(asker, "lmm_unary")
@@ -188,6 +206,21 @@ def test_serve_reports_a_port_in_use(checkpoint: Path, adapters_dir: Path) -> No
         folders = ["--model", str(checkpoint), "--adapters", str(adapters_dir)]
         output, _ = serve(*folders, "--http-port", port).communicate(timeout=60)
     assert f"error: port {port} is already in use; choose another with --http-port N" in output
+
+
+def test_serve_warns_of_a_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLORA_CUDA_LIBRARY", "/opt/library.so")
+    output, _ = serve("--http-port", "-1").communicate(timeout=60)
+    expected = (
+        "warning: nothing reads the environment variable VLORA_CUDA_LIBRARY; known are VLORA_"
+    )
+    assert output.startswith(expected)
+
+
+def test_serve_reports_a_log_that_cannot_be_written(folders: list[str]) -> None:
+    output, _ = serve(*folders, *FREE_PORTS, "--log", "/proc/none/log").communicate(timeout=60)
+    assert "error: cannot write the log /proc/none/log: No such file or directory" in output
+    assert "Traceback" not in output
 
 
 def test_serve_reports_a_missing_checkpoint(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""A server with a short queue, small limits and options from vLLM's tutorials."""
+"""A server on all networks with shared memory, small limits and options from vLLM's tutorials."""
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import threading
 import uuid
 from collections import Counter
@@ -11,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests.support.polling import until
-from tests.support.triton_client import Asker, Refused, asking, picture
+from tests.support.triton_client import Asker, Refused, asking, picture, pixels
 from vlora.launcher.server import ServerOptions, TritonServer
 
 RUNNING, WAITING = 2, 6
@@ -33,7 +37,14 @@ LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
 @pytest.fixture(scope="module")
 def small(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     log = tmp_path_factory.mktemp("small-server") / "tritonserver.log"
-    with TritonServer(ServerOptions(model=checkpoint, model_json=OPTIONS, log=log)) as running:
+    options = ServerOptions(
+        model=checkpoint,
+        model_json=OPTIONS,
+        log=log,
+        host="0.0.0.0",
+        allow_shared_memory=True,
+    )
+    with TritonServer(options) as running:
         yield running
 
 
@@ -103,17 +114,20 @@ def test_a_waiting_request_ends_when_it_is_cancelled_or_its_client_disconnects(a
             assert call.exception() is None or "CANCELLED" in str(call.exception())
 
 
-def test_a_newer_request_of_a_stream_supersedes_the_waiting_one(ask: Asker) -> None:
+def test_a_newer_request_of_a_stream_supersedes_the_waiting_one(
+    small: TritonServer, ask: Asker
+) -> None:
+    """A stream belongs to the server: the newer requests come over a connection of their own."""
     question = {"text_input": "What?", "sampling_parameters": LONG}
     running = [uuid.uuid4().hex for _ in range(RUNNING)]
     keys = {**LONG, "max_tokens": 3, "stream_id": "camera", "supersede": True, "deadline_ms": 3e4}
     chunk = {"text_input": "What?", "sampling_parameters": keys}
-    with ThreadPoolExecutor(32) as pool:
+    with ThreadPoolExecutor(32) as pool, asking(small) as other:
         calls = [pool.submit(ask.once, "video_analytics", id=one, **question) for one in running]
         chunks = [pool.submit(ask.once, "video_analytics", **chunk)]
 
         def superseded() -> bool:
-            chunks.append(pool.submit(ask.once, "video_analytics", **chunk))
+            chunks.append(pool.submit(other.once, "video_analytics", **chunk))
             return chunks[0].done()
 
         until(superseded)
@@ -147,3 +161,34 @@ def test_limits_can_be_set_in_model_json(ask: Asker) -> None:
         ask.once("video_analytics", text_input="x" * 5001)
     with pytest.raises(Refused, match=r"the request has 0\.014 megapixels; the limit .* 0\.01$"):
         ask.once("video_analytics", text_input="What?", image=[picture()] * 3)
+
+
+def test_allowed_clients_send_raw_frames_in_shared_memory(ask: Asker) -> None:
+    clip = pixels([picture((60 * i, 0, 0)) for i in range(2)])
+    name = f"vlora-test-{uuid.uuid4().hex}"
+    region = shared_memory.create_shared_memory_region(name, f"/{name}", clip.nbytes)
+    try:
+        shared_memory.set_shared_memory_region(region, [clip])
+        ask.client.register_system_shared_memory(name, f"/{name}", clip.nbytes)
+        frames = grpcclient.InferInput("frames_raw", list(clip.shape), "UINT8")
+        frames.set_shared_memory(name, clip.nbytes)
+        question = {"text_input": "", "task": "video"}
+        shared = ask.once("video_analytics", frames_raw=frames, **question)
+        ask.client.unregister_system_shared_memory(name)
+    finally:
+        shared_memory.destroy_shared_memory_region(region)
+    sent = ask.once("video_analytics", frames_raw=clip, **question)
+    assert shared["text_output"] == sent["text_output"]
+    assert len(json.loads(shared["result"])["frames"]) == 2
+
+
+def test_other_protocols_stay_closed_where_shared_memory_is_allowed(ask: Asker) -> None:
+    for call in (ask.client.get_trace_settings, ask.client.get_model_repository_index):
+        with pytest.raises(InferenceServerException, match="protocol is restricted"):
+            call()
+
+
+def test_a_server_on_all_networks_listens_on_every_address(small: TritonServer) -> None:
+    options = small.options
+    for port in (options.http_port, options.grpc_port, options.metrics_port):
+        socket.create_connection(("127.0.0.2", port), timeout=30).close()

@@ -2,16 +2,13 @@
 
 import itertools
 import json
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import pytest
-import tritonclient.grpc as grpcclient
-from tritonclient.utils import shared_memory
 
-from tests.support.triton_client import Asker, Refused, picture, pixels
+from tests.support.triton_client import Asker, Refused, picture
 from vlora.vision.results import result_schema
 
 ANALYTICS = "video_analytics"
@@ -110,24 +107,6 @@ def test_errors_keep_their_code_and_name_the_ensemble(ask: Asker) -> None:
     with pytest.raises(Refused, match="in ensemble 'video_analytics', NOT_FOUND: ") as caught:
         ask.once(ANALYTICS, text_input="What?", sampling_parameters={"lora_name": "unknown"})
     assert caught.value.status == "StatusCode.NOT_FOUND"
-
-
-def test_raw_frames_may_be_in_shared_memory(ask: Asker) -> None:
-    clip = pixels([picture((60 * i, 0, 0)) for i in range(4)])
-    name = f"vlora-test-{uuid.uuid4().hex}"
-    region = shared_memory.create_shared_memory_region(name, f"/{name}", clip.nbytes)
-    try:
-        shared_memory.set_shared_memory_region(region, [clip])
-        ask.client.register_system_shared_memory(name, f"/{name}", clip.nbytes)
-        frames = grpcclient.InferInput("frames_raw", list(clip.shape), "UINT8")
-        frames.set_shared_memory(name, clip.nbytes)
-        shared = result_of(ask, text_input="", task="video", frames_raw=frames)
-        ask.client.unregister_system_shared_memory(name)
-    finally:
-        shared_memory.destroy_shared_memory_region(region)
-    sent = result_of(ask, text_input="", task="video", frames_raw=clip)
-    assert shared["text"] == sent["text"]
-    assert len(shared["frames"]) == 4
 
 
 def test_task_head_can_be_called_directly(ask: Asker) -> None:

@@ -202,6 +202,17 @@ def test_raw_frames_arrive_as_the_camera_made_them():
     np.testing.assert_array_equal(server.requests[0]["frames_raw"], np.stack(sent))
 
 
+def test_a_server_that_refuses_shared_memory_is_reported_with_the_remedy():
+    before = shared_regions()
+    with FakeTriton() as server:
+        server.allows_shared_memory = False
+        arguments = ["camera", "--url", server.url, "--seconds", "1", "--send", "raw"]
+        with pytest.raises(ClientError, match=r"refused.*restricted.*--allow-shared-memory.*jpeg"):
+            video_analytics.main(arguments)
+    assert shared_regions() == before
+    assert server.requests == []
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_client_removes_shared_memory_and_prints_its_summary(ending):
     before = shared_regions()

@@ -344,7 +344,7 @@ def test_an_unexpected_exception_is_an_error_of_that_adapter(
     zoo: Path, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the adapter and its folder."""
-    from vlora.lora import names as module
+    from vlora.lora import folder_reader as module
 
     files = module.AdapterFiles
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
 from vlora.cli import app
+from vlora.launcher.direct import is_local
 from vlora.launcher.ports import choose_ports
 from vlora.launcher.probe import ENSEMBLE, PROGRESS, Health, probe
 from vlora.launcher.run_folder import run_folder, starting_file
@@ -208,3 +212,33 @@ def test_a_server_that_starts_on_this_machine_is_alive_and_a_dead_run_is_not(
         shutil.copytree(folder, left)
     assert starting_file(left, free_port).exists()
     assert probe(address, deadline=2).health is Health.DEAD
+
+
+def test_proxies_of_the_environment_do_not_carry_requests_to_this_machine() -> None:
+    """A process of its own: gRPC and urllib read the variables once."""
+    names = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+    closed = {**os.environ, **dict.fromkeys(names, "http://127.0.0.1:9"), "no_proxy": ""}
+    handler = type("Handler", (Metrics,), {"counter": next(iter(PROGRESS))})
+    slow = refuses(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as metrics,
+        serving(answer=slow) as (address, _),
+    ):
+        threading.Thread(target=metrics.serve_forever).start()
+        command = [sys.executable, "-m", "vlora.cli", "probe", address]
+        command += ["--metrics-port", str(metrics.server_port), "--deadline", "30"]
+        done = subprocess.run(command, env=closed, capture_output=True, text=True, timeout=60)
+        metrics.shutdown()
+    assert "the server is working" in done.stdout, done
+    assert done.returncode == Health.ALIVE
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        *(("localhost", True), ("127.0.0.1", True), ("127.9.9.9", True), ("[::1]", True)),
+        *(("10.0.0.1", False), ("example.org", False), ("", False), ("localhost.evil", False)),
+    ],
+)
+def test_only_this_machine_is_local(host: str, local: bool) -> None:
+    assert is_local(host) is local

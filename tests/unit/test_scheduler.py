@@ -18,6 +18,7 @@ from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
+from vlora.lora.handle import State
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.model.inputs import Prompt
@@ -286,7 +287,7 @@ def test_unmerge_only_chooses_from_the_first_candidates_what_it_would_choose_fro
             while todo and todo[0][0] <= now:
                 scheduler.add(todo.pop(0)[1])
             for adapter in late:
-                adapter.slot = 0 if now > 8 else None
+                adapter.state = State.RESIDENT if now > 8 else State.ON_DISK
             plan = scheduler.schedule(now, arrival_cutoff=cutoff if now < 20 else 1e9)
             carry_out(scheduler, plan)
             chunks = [(c.sequence_id, c.length) for c in plan.chunks]

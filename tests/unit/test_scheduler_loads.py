@@ -19,6 +19,7 @@ from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
+from vlora.lora.handle import State
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.model.inputs import Prompt
@@ -170,7 +171,7 @@ def test_drawn_loads_keep_batches_full_and_waits_bounded(name: str) -> None:
             pages=fitting * largest,
             block=block,
         )
-        late: list[tuple[float, Sequence, int]] = []
+        late: list[tuple[float, Sequence]] = []
         arrivals = draw.randint(1, 60)
         ready_at: dict[str, float] = {}
         while arrivals or not load.scheduler.idle:
@@ -186,12 +187,12 @@ def test_drawn_loads_keep_batches_full_and_waits_bounded(name: str) -> None:
                 )
                 ready_at[added.id] = load.now
                 if kinds["late"] and added.adapter is not None and draw.random() < 0.3:
-                    late.append((load.now + draw.random() * 3, added, slot))
-                    added.adapter.slot = None
+                    late.append((load.now + draw.random() * 3, added))
+                    added.adapter.state = State.ON_DISK
                     ready_at[added.id] = math.inf
-            for at, added, slot in late:
+            for at, added in late:
                 if at <= load.now and added.adapter is not None and not added.ready:
-                    added.adapter.slot, ready_at[added.id] = slot, load.now
+                    added.adapter.state, ready_at[added.id] = State.RESIDENT, load.now
             ready = sum(s.ready for s in load.scheduler.waiting) + len(load.scheduler.running)
             if load.scheduler.idle or not ready:
                 load.now += STEP

@@ -1,10 +1,15 @@
-"""Extraction of error messages from Triton's log."""
+"""Triton's log: its file, and the errors in it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from vlora.launcher import server_log
+from vlora.launcher.assembly import ServerError
+from vlora.launcher.run_folder import kept_log, run_folder
+from vlora.launcher.server import ServerOptions, TritonServer
 from vlora.launcher.server_log import (
     broken_adapters,
     read_end,
@@ -71,3 +76,32 @@ def test_the_end_of_a_log_begins_with_a_whole_line_and_not_before_its_start(
     assert read_end(log, limit=12) == "three \xff\n"
     assert read_end(log, start=1000) == ""
     assert read_end(tmp_path / "absent") == ""
+
+
+def test_a_log_that_cannot_be_written_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    other = tmp_path / "somebody's file"
+    other.write_text("text")
+    (tmp_path / "link").symlink_to(other)
+    for name, reason in {
+        "file/log": "Not a directory|File exists",
+        ".": "Is a directory",
+        "link": "it is a symbolic link",
+    }.items():
+        server = TritonServer(ServerOptions(log=tmp_path / name))
+        with pytest.raises(
+            ServerError, match=rf"cannot write the log .*: ({reason}); .* --log FILE, or -"
+        ):
+            server.open()
+    assert other.read_text() == "text"
+
+
+def test_a_log_that_is_kept_is_in_a_folder_of_this_user_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = kept_log(8000)
+    with run_folder(), server_log.create(path) as log:
+        log.write(b"text")
+    assert path.read_text() == "text"
+    assert path.parent.stat().st_mode & 0o777 == 0o700

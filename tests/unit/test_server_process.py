@@ -217,7 +217,7 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
     """Running runs, other folders, and other processes that name a dead run are not touched."""
     notes = tmp_path / "notes"
     notes.mkdir()
-    foreign = SHARED_MEMORY / f"vlora_{secrets.token_hex(4)}"
+    foreign = SHARED_MEMORY / f"{shared_memory_prefix(Path(secrets.token_hex(4)))}region"
     foreign.touch()
     left, bystander = killed_run(tmp_path, "less")
     try:
@@ -242,6 +242,15 @@ def test_runs_that_start_and_end_at_the_same_time_do_not_remove_each_other(tmp_p
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(run, range(40)))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_folder_of_runs_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ServerError, match=r"cannot create .*file/runs .*TMPDIR"),
+        run_folder(tmp_path / "file" / "runs"),
+    ):
+        pass
 
 
 def test_a_folder_of_runs_that_others_can_write_to_is_rejected(tmp_path: Path) -> None:

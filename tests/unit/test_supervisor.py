@@ -27,9 +27,8 @@ class FakeServer:
         self._ending = ending
         self.ended: list[str] = []
 
-    def __enter__(self) -> FakeServer:
+    def open(self, report: Callable[[str], None]) -> None:
         self.is_running = True
-        return self
 
     def failure(self) -> str | None:
         failure = next(self._failures)
@@ -160,11 +159,11 @@ def test_a_second_signal_kills_the_server_and_later_ones_are_ignored() -> None:
 
 
 def test_a_signal_during_the_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(server: FakeServer) -> FakeServer:
+    def interrupted(server: FakeServer, report: Callable[[str], None]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the signal did not interrupt")
 
-    monkeypatch.setattr(FakeServer, "__enter__", interrupted)
+    monkeypatch.setattr(FakeServer, "open", interrupted)
     runs = Runs()
     runs.supervise(restart=None)
     assert runs.messages[-2:] == ["stopping: the server was not ready yet", "stopped"]

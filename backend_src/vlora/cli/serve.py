@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,19 +14,19 @@ from vlora import paths
 from vlora.cli.common import (
     AdaptersOption,
     ModelOption,
+    OptionsFileOption,
+    RepositoryOption,
     console,
-    load_checked_options,
+    load_configuration,
     print_plain,
     report_errors,
 )
-from vlora.config import Options, read_keys
+from vlora.config import Options
 from vlora.errors import MAX_NAMES
-from vlora.launcher.server import (
-    GRACE_SECONDS,
-    ServerOptions,
-    TritonServer,
-    default_repository,
-)
+from vlora.launcher.environment import unknown_variables
+from vlora.launcher.exposure import LOOPBACK
+from vlora.launcher.options import GRACE_SECONDS, ServerOptions
+from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
 app = typer.Typer(add_completion=False)
@@ -36,32 +36,41 @@ app = typer.Typer(add_completion=False)
 def serve(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
-    repository: Annotated[
-        Path | None,
-        typer.Option(help="Model repository to serve. Default: the one that vlora includes."),
-    ] = None,
+    repository: RepositoryOption = None,
+    host: Annotated[
+        str, typer.Option(help="IP address to listen on; 0.0.0.0 opens all networks.")
+    ] = LOOPBACK,
     http_port: Annotated[int, typer.Option(help="HTTP port; 0 chooses a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 chooses a free one.")] = 8001,
     metrics_port: Annotated[
         int, typer.Option(help="Port of the Prometheus metrics; 0 chooses a free one.")
     ] = 8002,
+    allow_shared_memory: Annotated[
+        bool,
+        typer.Option(
+            "--allow-shared-memory", help="Let clients register shared memory of this machine."
+        ),
+    ] = False,
     log: Annotated[
         Path | None,
         typer.Option(
             help="File for the server's log; - is standard output."
-            " Default: vlora-<HTTP port>.log in the folder of temporary files."
+            " Default: a file in a private folder, which is printed."
         ),
     ] = None,
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds that running requests get to finish on shutdown.")
     ] = int(GRACE_SECONDS),
+    start_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds within which the server must be ready. Default: no limit."
+        ),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Restart the server when it fails.")
     ] = False,
-    options_file: Annotated[
-        Path | None,
-        typer.Option("--options", help="JSON file with keys that replace those of model.json."),
-    ] = None,
+    options_file: OptionsFileOption = None,
     triton: Annotated[
         list[str] | None,
         typer.Argument(help="Arguments for tritonserver itself, after --.", show_default=False),
@@ -69,19 +78,24 @@ def serve(
 ) -> None:
     """Run a server in the foreground until Ctrl-C; by default with the demo model."""
     with report_errors():
-        served = repository or default_repository()
-        replacing = {} if options_file is None else read_keys(options_file)
-        options = load_checked_options(model, adapters, served, replacing)
+        for warning in unknown_variables(os.environ):
+            print_plain(f"warning: {warning}")
+        configured = load_configuration(model, adapters, repository, options_file)
+        options = configured.options
         server_options = ServerOptions(
-            repository=served,
-            model_json=replacing,
+            repository=configured.repository,
+            model_json=configured.replacing,
             triton_arguments=tuple(triton or ()),
+            host=host,
+            allow_shared_memory=allow_shared_memory,
             http_port=http_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,
             model=options.model,
             adapters=options.adapters,
-            log=log or Path(tempfile.gettempdir()) / f"vlora-{http_port}.log",
+            log=log,
+            keep_log=True,
+            start_seconds=start_timeout,
             grace_seconds=grace,
         )
         policy = RestartPolicy() if restart else None
@@ -90,10 +104,11 @@ def serve(
 
 def _announce(options: Options, server: TritonServer, seconds: float) -> None:
     """Print addresses and a first request once the server is ready."""
-    models = ", ".join(sorted(server.index()))
+    models = ", ".join(server.names)
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
-    console.print(f"adapters  {options.adapters}", soft_wrap=True)
+    folder = options.adapters or "none; name a folder with --adapters"
+    console.print(f"adapters  {folder}", soft_wrap=True)
     if broken := server.broken_adapters():
         names = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
         print_plain(

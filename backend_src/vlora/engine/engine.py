@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """One model with its adapters and pages.
 
-    `prepare`, `stats` and `notify` may be called from any thread; everything else belongs to one
+    `prepare` and `stats` may be called from any thread; everything else belongs to one
     thread.
     """
 
@@ -65,9 +65,8 @@ class Engine:
         self._statistics = EngineStatistics(self.pool.total, options.block_size)
         self._busy_since: float | None = None
         """End of the last step, if the engine has had work ever since."""
-        self._notifications = 0
-        self._stalled_at: int | None = None
-        """Number of notifications before the last step, if it had nothing to compute."""
+        self._stalled = False
+        """True if the last step had nothing to compute."""
         self.adapters.on_evict = self._on_evict
 
     def calibrate(self, *, force: bool = False) -> None:
@@ -111,7 +110,7 @@ class Engine:
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
             self.adapters.count_request(sequence.adapter)
-        self._stalled_at = None
+        self._stalled = False
         return ended
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> list[Output]:
@@ -170,13 +169,11 @@ class Engine:
         now = self._clock()
         started = now if self._busy_since is None else self._busy_since
         self._busy_since = None
-        notifications = self._notifications
         ended = self._expire(now) + self._load_adapters(now)
         plan = self.scheduler.schedule(now, self.switcher.live, self.memory.arrival_cutoff)
-        if not plan.chunks:
-            self._stalled_at = notifications
+        self._stalled = not plan.chunks
+        if self._stalled:
             return ended
-        self._stalled_at = None
         try:
             started += self._switch(plan.live)
             result, forward_seconds = self._forward(plan)
@@ -266,14 +263,10 @@ class Engine:
 
     # -- state -------------------------------------------------------------------------------
 
-    def notify(self) -> None:
-        """Report, from any thread, that an adapter was loaded or removed."""
-        self._notifications += 1
-
     @property
     def stalled(self) -> bool:
-        """True if all in-flight requests wait for adapters, without a notification since."""
-        return self._stalled_at == self._notifications
+        """True if all in-flight requests wait for adapters, and no result has come since."""
+        return self._stalled and not self.adapters.has_results
 
     @property
     def idle(self) -> bool:

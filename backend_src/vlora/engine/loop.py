@@ -246,15 +246,17 @@ class EngineLoop:
             self._inbox.clear()
         for item in work:
             self._outbox.put(item())
-        if not self._engine.idle:
+        if self._engine.idle:
+            self._engine.adapters.apply()
+        else:
             self._outbox.put(self._engine.step())
 
     def _has_work(self) -> bool:
-        return bool(self._inbox) or self._stopping or not self._engine.idle
+        busy = self._stopping or not self._engine.idle
+        return busy or bool(self._inbox) or self._engine.adapters.has_results
 
     def _on_adapters_changed(self) -> None:
-        """Wake the engine after an adapter was loaded or removed; called from any thread."""
-        self._engine.notify()
+        """Wake the engine to apply what has been read, loaded or packed; called from any thread."""
         with self._wake:
             self._wake.notify_all()
 

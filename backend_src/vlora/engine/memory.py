@@ -114,6 +114,7 @@ class EngineMemory:
         Returns (request id, reason) of requests whose adapter is gone or does not load.
         """
         self._adapters.protected_slot = BASE
+        self._adapters.apply()
         failed = list(self._resolve(waiting))
         first_of: dict[AdapterHandle, Sequence] = {}
         for sequence in waiting:

@@ -220,4 +220,4 @@ def scopes_of(adapter: AdapterHandle) -> list[str]:
 
 
 def _scope(adapter: AdapterHandle | None, mode: str) -> str:
-    return f"{adapter.info.digest if adapter else ''} {mode}".rstrip()
+    return f"{adapter.digest if adapter else ''} {mode}".rstrip()

@@ -12,12 +12,14 @@ from vlora.launcher.assembly import ServerError
 MAX_PORT = 65535
 
 
-def choose_ports(requested: Mapping[str, int]) -> dict[str, int]:
+def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:
     """Return ports for these names (`http_port`, …), all different and free at this moment.
 
     requested: a port by name; 0 chooses a free one.
+    host: IP address to listen on.
 
-    Raises ServerError with the port, what is wrong with it, and the option that sets another.
+    Raises ServerError with the address or the port, what is wrong with it, and the option that sets
+    another.
     """
     for name, port in requested.items():
         if not 0 <= port <= MAX_PORT:
@@ -31,17 +33,20 @@ def choose_ports(requested: Mapping[str, int]) -> dict[str, int]:
             raise ServerError(f"{' and '.join(equal)} are both {port}; choose different ports")
     with ExitStack() as stack:
         # All sockets are open together, so that a free port is neither requested nor chosen twice.
-        return {name: _bind(stack, name, port) for name, port in requested.items()}
+        return {name: _bind(stack, host, name, port) for name, port in requested.items()}
 
 
-def _bind(stack: ExitStack, name: str, port: int) -> int:
-    probe = stack.enter_context(socket.socket())
+def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    probe = stack.enter_context(socket.socket(family))
     if port:
         # Otherwise the port of a listener that closed recently would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        probe.bind(("0.0.0.0", port))
+        probe.bind((host, port))
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ServerError(f"--host {host} is not an address of this machine") from None
         why = {errno.EADDRINUSE: "is already in use", errno.EACCES: "is reserved for root"}
         reason = why.get(error.errno or 0, f"cannot be opened ({error.strerror})")
         raise ServerError(

@@ -14,7 +14,6 @@ a deadline.
 from __future__ import annotations
 
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 
 import grpc
 
+from vlora.launcher.direct import get, grpc_options, is_local
 from vlora.launcher.grpc_stubs import load_grpc_stubs
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
@@ -36,8 +36,6 @@ PROGRESS = {
     "vlora:encoder_images_total": "encoded images",
 }
 """Counters that grow while a server works, with what they count."""
-
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 METRICS_SHARE = 0.25
 """Share of the deadline reserved for reading the metrics after a request without an answer."""
@@ -86,15 +84,16 @@ class Tls:
 
 
 def _channel(address: str, tls: Tls | None) -> grpc.Channel:
+    direct = grpc_options(address.rpartition(":")[0])
     if tls is None:
-        return grpc.insecure_channel(address)
+        return grpc.insecure_channel(address, direct)
     credentials = grpc.ssl_channel_credentials(
         tls.ca.read_bytes(),
         None if tls.key is None else tls.key.read_bytes(),
         None if tls.certificate is None else tls.certificate.read_bytes(),
     )
-    options = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
-    return grpc.secure_channel(address, credentials, options)
+    name = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
+    return grpc.secure_channel(address, credentials, (*direct, *name))
 
 
 def probe(
@@ -126,7 +125,7 @@ def probe(
             live = stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=left()).live
             ready = stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=left()).ready
         except grpc.RpcError as error:
-            if host in LOCAL_HOSTS and port.isdecimal() and _is_starting(int(port)):
+            if is_local(host) and port.isdecimal() and _is_starting(int(port)):
                 return finding(Health.ALIVE, "the server is starting; it is loading its models")
             return finding(Health.DEAD, f"no server answers at {address}: {_describe(error)}")
         if not (live and ready):
@@ -168,8 +167,8 @@ def _is_starting(port: int) -> bool:
 def _read_progress(host: str, port: int, seconds: float) -> dict[str, float]:
     """Return the counters of `PROGRESS` in the server's metrics, those that it exports."""
     try:
-        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=seconds) as answer:
-            lines = answer.read().decode().splitlines()
+        page = get(f"http://{host}:{port}/metrics", seconds, direct=is_local(host))
+        lines = page.decode().splitlines()
         counts: dict[str, float] = {}
         for line in lines:
             name = line.partition("{")[0]

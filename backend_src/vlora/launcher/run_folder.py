@@ -2,8 +2,8 @@
 
 A run owns `<temporary>/vlora-<user id>/<token>/` while it holds the lock of the file `lock` in it.
 The kernel releases the lock when the process ends, in whatever way. The token is random, and the
-names of a run's shared memory (`/dev/shm/vlora_<token>_…`) and the command lines of its server and
-models contain it. This identifies everything that a dead run left.
+names of a run's shared memory and the command lines of its server and models contain it. This
+identifies everything that a dead run left.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def root_of_runs() -> Path:
     return Path(tempfile.gettempdir()) / f"vlora-{os.getuid()}"
 
 
+def kept_log(http_port: int) -> Path:
+    """Return the path of a log that outlives its run, in the private folder of all runs."""
+    return root_of_runs() / f"tritonserver-{http_port}.log"
+
+
 def starting_file(folder: Path, grpc_port: int) -> Path:
     """Return the path of a file that exists while the run's server starts.
 
@@ -52,8 +57,12 @@ def is_starting(grpc_port: int) -> bool:
 
 
 def shared_memory_prefix(folder: Path) -> str:
-    """Return the prefix of the names of the run's shared memory."""
-    return f"vlora_{folder.name}_"
+    """Return the prefix of the names of the run's shared memory.
+
+    It begins with the prefix that Triton from 25.07 on reserves: no client may register such a
+    region, even where clients may register others.
+    """
+    return f"triton_python_backend_shm_region_vlora_{folder.name}_"
 
 
 def release_shared_memory(folder: Path) -> int:
@@ -112,8 +121,13 @@ def _clear_dead(root: Path) -> None:
 
 
 def _make_private(root: Path) -> None:
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = root.lstat()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.lstat()
+    except OSError as error:
+        raise ServerError(
+            f"cannot create {root} ({error.strerror}); set TMPDIR to a folder for temporary files"
+        ) from None
     if root.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ServerError(
             f"other users can write to {root}, or it is not a folder; remove it, or set TMPDIR to"

@@ -1,7 +1,7 @@
 """Starts, watches, drains and ends a Triton server with our model repository.
 
 `TritonServer` is a context manager; `vlora serve`, the tests and the benchmarks use the same one. A
-server is ready when all models are READY in the repository index: Triton ignores a model whose
+server is ready when it reports each model of the repository as ready: Triton ignores a model whose
 `config.pbtxt` has an unknown field, and only logs it.
 
 **Invariant:** all processes that were started are ended, including the models' processes, which can
@@ -11,16 +11,13 @@ and by the models themselves (`lifeline.py`). Remaining files are removed by the
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,24 +27,32 @@ import psutil
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
 from vlora.launcher import draining, server_log
 from vlora.launcher.assembly import Assembly, ServerError, assemble
+from vlora.launcher.direct import get
+from vlora.launcher.exposure import (
+    check_host,
+    closing_arguments,
+    listen_arguments,
+    reachable_host,
+)
+from vlora.launcher.model_processes import describe_loading, model_processes
+from vlora.launcher.options import STANDARD_OUTPUT, ServerOptions, default_repository
 from vlora.launcher.ports import choose_ports
-from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive, start_tied
+from vlora.launcher.processes import end, ended_with, how_it_ended, is_alive, start_tied
 from vlora.launcher.repository import copy_with_overrides
 from vlora.launcher.run_folder import (
     RUN_VARIABLE,
+    kept_log,
     processes_of,
     release_shared_memory,
     run_folder,
     shared_memory_prefix,
     starting_file,
 )
-from vlora.paths import model_repository
 
-START_SECONDS = 180.0
-"""Seconds within which a server must be ready."""
+__all__ = ["ServerError", "ServerOptions", "TritonServer", "default_repository"]
 
-GRACE_SECONDS = 30.0
-"""Default of the seconds that running requests get to finish when the server stops."""
+REPORT_SECONDS = 30.0
+"""Interval at which a start that takes long is reported."""
 
 CANCEL_SECONDS = 5.0
 """Seconds for cancelling the requests that are left after the grace period."""
@@ -58,50 +63,18 @@ EXIT_SECONDS = 5.0
 It also waits for idle HTTP connections that long: no option of Triton 2.51 closes them.
 """
 
-STANDARD_OUTPUT = Path("-")
-"""Value of `ServerOptions.log` for no file."""
+LISTENERS = ("http", "grpc", "metrics")
+"""Triton's listeners. Each has a port in the options, `http_port` and so on."""
 
 PYTHON_BACKEND = {
-    # Loading a 7B checkpoint takes longer than the default of 30 s.
-    "stub-timeout-seconds": "600",
+    # A week instead of 30 s, for large checkpoints: `start_seconds` bounds the start.
+    "stub-timeout-seconds": "604800",
     # Each blocking call between models (at most 128) holds a thread; sending answers needs more.
     "thread-pool-size": "160",
 }
 
-
-def default_repository() -> Path:
-    """Return the repository of the source tree, or of the installed package."""
-    folder = model_repository()
-    if not folder.is_dir():
-        raise ServerError(f"no model repository at {folder}; reinstall vlora")
-    return folder
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options of a server. A port of 0 means a free one.
-
-    model, adapters: folders that override those of `model.json`.
-    model_json: keys that replace those of `model.json`, in a copy of the repository.
-    multi_lora: entries that are added to `multi_lora.json`, in a copy of the repository.
-    environment: variables that are added to the server's environment.
-    log: a file, or `STANDARD_OUTPUT`.
-    grace_seconds: seconds that running requests get to finish when the server stops.
-    triton_arguments: additional arguments of tritonserver.
-    """
-
-    repository: Path = field(default_factory=default_repository)
-    http_port: int = 0
-    grpc_port: int = 0
-    metrics_port: int = 0
-    model: Path | None = None
-    adapters: Path | None = None
-    model_json: Mapping[str, Any] = field(default_factory=dict)
-    multi_lora: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    log: Path | None = None
-    grace_seconds: float = GRACE_SECONDS
-    triton_arguments: tuple[str, ...] = ()
+Report = Callable[[str], None]
+"""Prints a message for the user."""
 
 
 class TritonServer:
@@ -112,8 +85,9 @@ class TritonServer:
 
     def __init__(self, options: ServerOptions | None = None) -> None:
         options = options or ServerOptions()
-        ports = ("http_port", "grpc_port", "metrics_port")
-        chosen: dict[str, Any] = choose_ports({name: getattr(options, name) for name in ports})
+        check_host(options.host)
+        requested = {f"{name}_port": getattr(options, f"{name}_port") for name in LISTENERS}
+        chosen: dict[str, Any] = choose_ports(requested, options.host)
         self.options = replace(options, **chosen)
         self.log = Path()
         self._stack = ExitStack()
@@ -125,15 +99,21 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        return f"localhost:{self.options.http_port}"
+        return f"{reachable_host(self.options.host)}:{self.options.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        return f"localhost:{self.options.grpc_port}"
+        return f"{reachable_host(self.options.host)}:{self.options.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://localhost:{self.options.metrics_port}/metrics"
+        return f"http://{reachable_host(self.options.host)}:{self.options.metrics_port}/metrics"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models of the repository, also of those without a process."""
+        configs = self.options.repository.glob("*/config.pbtxt")
+        return sorted(config.parent.name for config in configs)
 
     @property
     def is_running(self) -> bool:
@@ -155,12 +135,7 @@ class TritonServer:
         return self._process
 
     def __enter__(self) -> TritonServer:
-        try:
-            self.start()
-            self.wait_ready()
-        except BaseException:
-            self.kill()
-            raise
+        self.open()
         return self
 
     def __exit__(
@@ -171,54 +146,65 @@ class TritonServer:
     ) -> None:
         self.stop()
 
+    def open(self, report: Report | None = None) -> None:
+        """Start the server and wait until it is ready; end its processes if that fails.
+
+        report: as of `wait_ready`.
+        """
+        try:
+            self.start()
+            self.wait_ready(report)
+        except BaseException:
+            self.kill()
+            raise
+
     def start(self) -> None:
         """Start the process, without waiting until it is ready."""
         self._folder = self._stack.enter_context(run_folder())
-        assembly = assemble(self._folder)
-        repository = self._repository(self._folder)
-        self.log = self.options.log or self._folder / "tritonserver.log"
+        self.log = self.options.log or (
+            kept_log(self.options.http_port)
+            if self.options.keep_log
+            else self._folder / "tritonserver.log"
+        )
         log = None
         if self.log != STANDARD_OUTPUT:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            log = self._stack.enter_context(self.log.open("wb"))
+            log = self._stack.enter_context(server_log.create(self.log))
+        assembly = assemble(self._folder)
+        repository = self._repository(self._folder)
         starting_file(self._folder, self.options.grpc_port).touch()
         command = [str(assembly.binary), *assembly.arguments, *self._arguments(repository)]
         self._process = start_tied(command, self._environment(assembly), log)
 
-    def wait_ready(self, seconds: float = START_SECONDS) -> None:
-        """Wait until all models are READY. Raises ServerError with the reason if they are not."""
-        expected = {folder.parent.name for folder in self.options.repository.glob("*/config.pbtxt")}
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            status = self.poll()
+    def wait_ready(self, report: Report | None = None) -> None:
+        """Wait until all models are READY.
+
+        report: gets a sentence about the progress every `REPORT_SECONDS`.
+
+        Raises ServerError with the reason if the server ends, or if `start_seconds` pass.
+        """
+        started = reported = time.monotonic()
+        limit = self.options.start_seconds
+        while self._get("/v2/health/ready") is None:
+            status, now = self.poll(), time.monotonic()
             if status is not None:
                 raise ServerError(
                     f"the server ended with {ended_with(status)} while starting\n{self.explain()}"
                 )
-            if self._get("/v2/health/ready") is not None:
-                break
+            if limit is not None and now - started >= limit:
+                raise ServerError(
+                    f"the server was not ready within {limit:g} s (--start-timeout):"
+                    f" {describe_loading(self.pid)}\n{self.explain()}"
+                )
+            if report is not None and now - reported >= REPORT_SECONDS:
+                report(f"still loading after {now - started:.0f} s: {describe_loading(self.pid)}")
+                reported = now
             time.sleep(0.1)
-        else:
-            raise ServerError(f"the server was not ready within {seconds:.0f} s\n{self.explain()}")
-        self._models = {
-            process: _model_of(process)
-            for process in children(self._running.pid)
-            if is_alive(process)
-        }
-        states = self.index()
-        missing = {name: states.get(name, "absent") for name in expected}
-        missing = {name: state for name, state in missing.items() if state != "READY"}
+        self._models = model_processes(self.pid)
+        missing = [name for name in self.names if self._get(f"/v2/models/{name}/ready") is None]
         if missing:
-            raise ServerError(f"some models are not READY: {missing}\n{self.explain()}")
+            raise ServerError(f"not READY: the models {', '.join(missing)}\n{self.explain()}")
         starting_file(self._folder, self.options.grpc_port).unlink()
         self._ready_at = self.log.stat().st_size if self.log.is_file() else 0
-
-    def index(self) -> dict[str, str]:
-        """Return the state of every model from the repository index."""
-        body = self._get("/v2/repository/index", post=True)
-        if body is None:
-            return {}
-        return {entry["name"]: entry.get("state", "absent") for entry in json.loads(body)}
 
     def wait(self) -> int:
         """Wait until the server process ends, and return its exit status."""
@@ -296,12 +282,12 @@ class TritonServer:
 
     def _arguments(self, repository: Path) -> list[str]:
         prefix = shared_memory_prefix(self._folder)
+        ports = {name: getattr(self.options, f"{name}_port") for name in LISTENERS}
         python = {**PYTHON_BACKEND, "shm-region-prefix-name": prefix}
         return [
             f"--model-repository={repository}",
-            f"--http-port={self.options.http_port}",
-            f"--grpc-port={self.options.grpc_port}",
-            f"--metrics-port={self.options.metrics_port}",
+            *listen_arguments(self.options.host, ports),
+            *closing_arguments(self.options.allow_shared_memory, self.options.triton_arguments),
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
@@ -320,22 +306,12 @@ class TritonServer:
         ):
             if folder is not None:
                 environment[variable] = str(folder.resolve())
+            elif self.options.model is not None:
+                environment.pop(variable, None)
         return environment
 
-    def _get(self, path: str, post: bool = False) -> bytes | None:
-        request = urllib.request.Request(
-            f"http://{self.http_url}{path}", data=b"{}" if post else None
-        )
+    def _get(self, path: str) -> bytes | None:
         try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
-                return bytes(answer.read())
-        except (OSError, urllib.error.URLError):
+            return get(f"http://{self.http_url}{path}", seconds=5, direct=True)
+        except OSError:
             return None
-
-
-def _model_of(process: psutil.Process) -> str:
-    """Return the model of a stub, whose first argument is `…/<model>/<version>/model.py`."""
-    try:
-        return Path(process.cmdline()[1]).parent.parent.name
-    except (IndexError, psutil.Error):
-        return f"of process {process.pid}"

@@ -1,9 +1,14 @@
-"""Extraction of error messages and broken adapters from Triton's log."""
+"""Triton's log: its file, and the errors and broken adapters that it reports."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
+from typing import IO
+
+from vlora.launcher.assembly import ServerError
 
 MAX_BYTES = 4 * 1024 * 1024
 """Maximum number of bytes that are read of a log: a server may log for months."""
@@ -25,6 +30,26 @@ NOISE = (
 
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
+
+
+def create(path: Path) -> IO[bytes]:
+    """Create or empty the log's file, and its folder, and open it for writing.
+
+    A symbolic link is refused: in a folder of several users, another one may have placed it.
+
+    Raises ServerError with the path and the reason.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.fdopen(os.open(path, flags, 0o666), "wb")
+    except OSError as error:
+        is_link = error.errno == errno.ELOOP
+        reason = "it is a symbolic link" if is_link else error.strerror
+        raise ServerError(
+            f"cannot write the log {path}: {reason}; name another file with --log FILE,"
+            " or - for standard output"
+        ) from None
 
 
 def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from vlora.launcher.assembly import ServerError
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.options import ServerOptions
+from vlora.launcher.server import TritonServer
 
 WATCH_SECONDS = 0.5
 """Interval at which the server is checked."""
@@ -102,7 +103,7 @@ class Supervisor:
         self._say("starting the server …")
         started = time.monotonic()
         try:
-            server.__enter__()
+            server.open(self._say)
             # A restarted server gets the same ports, also those that were chosen.
             self._options = server.options
             self._ready = True

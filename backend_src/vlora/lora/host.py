@@ -1,7 +1,7 @@
 """Host tier: fp32 copies of adapters in host memory, within a byte budget.
 
-Knows neither folders nor the pool. Not thread-safe: the adapter store's lock guards it.
-`memory/eviction.py` states what is evicted first.
+Knows neither folders nor the pool. Belongs to the engine's thread. `memory/eviction.py` states what
+is evicted first.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from vlora.lora.adapter import Adapter
-from vlora.lora.handle import AdapterHandle
-from vlora.memory.eviction import least_recently_used
+from vlora.lora.handle import COPIED, AdapterHandle
+from vlora.memory.eviction import UseOrder
 
 
 class HostTier:
@@ -23,53 +23,63 @@ class HostTier:
 
     def __init__(self, budget: int | None) -> None:
         """budget: maximum number of bytes; None for no limit."""
-        self._budget = budget
-        self._handles: set[AdapterHandle] = set()
+        self._budget = math.inf if budget is None else budget
+        self._order: UseOrder[AdapterHandle] = UseOrder()
+        self._in_use: set[AdapterHandle] = set()
+        """Copies that have been packed. All that are in use are among them."""
         self.used_bytes = 0
 
-    def __contains__(self, handle: AdapterHandle) -> bool:
-        return handle in self._handles
-
-    def fits(self, size: int) -> bool:
-        """Return whether `size` more bytes fit into the budget without eviction."""
-        return self._budget is None or self.used_bytes + size <= self._budget
+    @property
+    def free_bytes(self) -> float:
+        """Bytes that are free without eviction; negative if copies in use exceed the budget."""
+        return self._budget - self.used_bytes
 
     @property
     def available_bytes(self) -> float:
         """Bytes that are free or can be freed by eviction; negative if copies in use exceed the
         budget."""
-        if self._budget is None:
-            return math.inf
-        in_use = (h.description.host_bytes for h in self._handles if h.needs_host_copy)
-        return self._budget - sum(in_use)
+        self._in_use = {handle for handle in self._in_use if handle.needs_host_copy}
+        return self._budget - sum(handle.description.host_bytes for handle in self._in_use)
 
     def add(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        handle.adapter, handle.loaded_info = adapter, adapter.info
-        self._handles.add(handle)
+        """Keep the copy of an adapter that has just been read."""
+        handle.loaded(adapter)
+        self._order.add(handle)
         self.used_bytes += handle.description.host_bytes
 
-    def drop(self, handle: AdapterHandle) -> bool:
-        """Drop the copy unless it is needed; return whether it was dropped."""
-        if handle not in self._handles or handle.needs_host_copy:
-            return False
-        self._handles.remove(handle)
+    def use(self, handle: AdapterHandle) -> None:
+        """Note that a copy is about to be packed, and thereby in use."""
+        self._in_use.add(handle)
+
+    def remove(self, handle: AdapterHandle) -> None:
+        """Stop counting a copy. The caller drops it."""
+        self._order.remove(handle)
+        self._in_use.discard(handle)
         self.used_bytes -= handle.description.host_bytes
-        handle.adapter = None
-        return True
+
+    def drop(self, handle: AdapterHandle) -> None:
+        """Drop a copy that is not in use."""
+        self.remove(handle)
+        handle.drop()
 
     def evict_until_fits(self, size: int) -> int:
         """Evict copies until `size` more bytes fit or all others are in use; return the number of
         evicted copies."""
         evicted = 0
-        while not self.fits(size):
-            idle = [handle for handle in self._handles if not handle.needs_host_copy]
-            oldest = least_recently_used(idle)
+        while self.free_bytes < size:
+            idle = (handle for handle in self._order.oldest_first() if not handle.needs_host_copy)
+            oldest = next(idle, None)
             if oldest is None:
                 break
-            evicted += self.drop(oldest)
+            self.drop(oldest)
+            evicted += 1
         return evicted
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the byte count or a copy is wrong."""
-        assert self.used_bytes == sum(handle.description.host_bytes for handle in self._handles)
-        assert all(handle.adapter is not None for handle in self._handles)
+        handles = set(self._order.oldest_first())
+        assert self.used_bytes == sum(handle.description.host_bytes for handle in handles)
+        assert all(handle.state in COPIED for handle in handles)
+        assert {handle for handle in handles if handle.needs_host_copy} <= self._in_use
+        for handle in handles:
+            handle.check_integrity()

@@ -2,51 +2,52 @@
 
 Every adapter is described from its files. The host tier holds the weights of as many as its byte
 budget allows, and the page pool the packed copies of as many as fit; these are resident, in slots
-of the operator, where steps use them. `memory/eviction.py` states the order of eviction. Worker
-threads load and pack; a request whose adapter is not resident waits in the scheduler. An adapter
-that cannot be loaded is an error for its own requests only.
+of the operator, where steps use them. A request whose adapter is not resident waits in the
+scheduler. An adapter that cannot be loaded is an error for its own requests only.
+
+All state belongs to the engine's thread. Other threads read folders, read weights and pack them;
+they return results, which `apply` turns into transitions of handles (decision 74).
 """
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
+from vlora.errors import InvalidArgument
 from vlora.ids import BASE, MatrixId
-from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, read_adapter
-from vlora.lora.folders import error_of, stamp_of
-from vlora.lora.handle import AdapterHandle
-from vlora.lora.host import HostTier
+from vlora.lora.adapter import MAX_ADAPTER_BYTES, Adapter, AdapterInfo
+from vlora.lora.folder_reader import (
+    FolderFailed,
+    FolderRead,
+    FolderReader,
+    FolderRemoved,
+    FolderResult,
+)
+from vlora.lora.folders import stamp_of
+from vlora.lora.handle import AdapterHandle, Stamp, State
+from vlora.lora.loads import AdapterLoads
 from vlora.lora.model_shape import ModelShape
 from vlora.lora.names import AdapterNames
-from vlora.lora.peft_config import ErrorFactory
-from vlora.lora.residents import Residents
-from vlora.lora.slots import Slots
-from vlora.lora.workers import Workers
-from vlora.memory.pool import PageMemory, PagePool, Run
+from vlora.lora.tiers import AdapterTiers
+from vlora.lora.workers import Results
+from vlora.memory.pool import PageMemory, PagePool
 from vlora.metrics import TierCounters
 
-MAX_PREFETCHED = 8
-"""Maximum number of adapters, in the order of the requests that need them, that are on their way
-into the pool at the same time."""
-
-INLINE_PACK_BYTES = 4 << 20
-"""Bytes of adapters that `advance` packs on the engine's thread between two steps. The packer's
-thread takes the interpreter's lock once per group, which delays the waiting requests by some steps
-(decision 57)."""
+log = logging.getLogger(__name__)
 
 
-class AdapterStore(AdapterNames):
+class AdapterStore:
     """Adapters by name, and the tier that each one's weights are in.
 
-    Methods that concern names may be called from any thread; `advance`, pins and the methods called
-    by the pool belong to the engine's thread.
+    Names, `resident`, and counts may be read from any thread. `update` and `retry` belong to the
+    thread that watches the folders, and everything else to the engine's.
     """
 
     def __init__(
@@ -59,274 +60,239 @@ class AdapterStore(AdapterNames):
         """Create a store without adapters.
 
         max_bytes: maximum size of one adapter's weights in fp32.
-        dtype: of the operator's copies. Host copies stay fp32, as merging needs them.
-        host_bytes: maximum size of all host copies that are not in use; None for no limit.
+        dtype, host_bytes: as of `AdapterTiers`.
         """
-        super().__init__(model, max_bytes, HostTier(host_bytes))
-        self._slots = Slots(model, dtype)
-        self._residents = Residents(self._lock, self._evict)
-        self._inline_bytes_left = 0
-        self._failed_packs: deque[tuple[AdapterHandle, int]] = deque()
-        self._pool: PagePool | None = None
-        self._memory: PageMemory | None = None
-        self._workers = Workers()
-        self.counters = TierCounters()
+        self._names = AdapterNames()
+        self._tiers = AdapterTiers(
+            model, dtype, host_bytes, lambda *evicted: self.on_evict(*evicted)
+        )
+        self._results = Results(lambda: self.on_change())
+        self._loads = AdapterLoads(
+            self._tiers, self._results, model.hidden, lambda: self.clock(), self._give_up
+        )
+        self._reader = FolderReader(
+            model,
+            max_bytes,
+            # Read in the opposite order of their changes: never too much, on any thread.
+            allowed_bytes=lambda: self._taken_bytes + self._tiers.host.free_bytes,
+            report=lambda result: self._results.post(partial(self._apply_folder, result)),
+            clock=lambda: self.clock(),
+        )
+        self._taken_bytes = 0
+        """Size of all weights that the reader of folders has handed over so far."""
+        self.matrices: frozenset[MatrixId] = frozenset()
+        """Matrices that any adapter seen so far changes; replaced as a whole when it grows."""
+        self.clock: Callable[[], float] = time.monotonic
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when another thread has a result to `apply`, on that thread."""
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
-        """Called on the engine's thread before a slot's adapter is evicted."""
+        """Called before a slot's adapter is evicted."""
 
     def load(self, folders: Mapping[str, Path], *, make_resident: bool = True) -> None:
-        """Read each named folder, as `read` does.
+        """Read each named folder, in order of name: with its weights while the host's budget lasts,
+        otherwise its declarations only. Any failure is an error of that adapter only.
 
         make_resident: also pack each adapter into a slot, in memory that the compiled core
             allocates; for a store without a pool.
         """
-        self.read(folders)
+        self.update({name: (folder, stamp_of(folder)) for name, folder in folders.items()})
+        self.apply()
         if make_resident:
-            for handle in self._current.values():
-                if handle.adapter is not None:
-                    slot = self._slots.take(handle.adapter)
-                    self._slots.pack(slot)
-                    self._residents.add(slot, handle)
+            for handle in self._loaded():
+                self._tiers.take_slot(handle)
+                self._loads.pack(handle, between_steps=True)
+            self.apply()
 
-    # -- used by steps -------------------------------------------------------------------------
+    def _loaded(self) -> list[AdapterHandle]:
+        handles = self._names.table.current.values()
+        return [handle for handle in handles if handle.state is State.IN_MEMORY]
+
+    # -- names, for any thread -------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of adapters that requests can use."""
+        return len(self._names.table.current)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the adapters that requests can use, in order."""
+        return self._names.table.names
+
+    @property
+    def broken(self) -> Mapping[str, InvalidArgument]:
+        """Adapters that exist but do not load, with the error of each. Never changes."""
+        return self._names.table.broken
+
+    def handle(self, name: str) -> AdapterHandle:
+        """Return the present version. Raise NotFound, which lists the known names, or the
+        InvalidArgument of an adapter that does not load."""
+        return self._names.table.handle(name)
+
+    def info(self, name: str) -> AdapterInfo:
+        """Return the description of an adapter. Raise as `handle` does."""
+        return self.handle(name).info
+
+    # -- folders, for the thread that watches them -----------------------------------------------
+
+    def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
+        """Read folders as `FolderReader.update` does; `apply` makes the result available.
+
+        Requests that have started finish with the version that they started with.
+        """
+        self._reader.update(folders)
+
+    def retry(self) -> None:
+        """Read folders as `FolderReader.retry` does; `apply` makes the result available."""
+        self._reader.retry()
+
+    @property
+    def stamps(self) -> Mapping[str, tuple[Path, Stamp]]:
+        """Folder and stamp of each name, as last read. Never changes."""
+        return self._reader.stamps
+
+    # -- results of other threads ----------------------------------------------------------------
+
+    @property
+    def has_results(self) -> bool:
+        """True if there are results to `apply`; safe from any thread."""
+        return self._results.pending
+
+    def apply(self) -> None:
+        """Apply the results of reading folders, loading and packing that have come so far."""
+        self._results.apply()
+        self._tiers.drop_obsolete()
+        self._names.publish()
+
+    def finish(self) -> None:
+        """Wait until all requested adapters are loaded and packed, and apply all results."""
+        self._loads.finish()
+        self.apply()
+
+    @property
+    def loading(self) -> bool:
+        """True if an adapter is being loaded or packed."""
+        return self._loads.busy
+
+    def close(self) -> None:
+        self._loads.close()
+
+    def _apply_folder(self, result: FolderResult) -> None:
+        match result:
+            case FolderRead(handle, adapter):
+                self._tiers.retire(self._names.set(handle))
+                if not handle.description.ranks.keys() <= self.matrices:
+                    self.matrices |= handle.description.ranks.keys()
+                if adapter is not None:
+                    size = handle.description.host_bytes
+                    if self._tiers.host.free_bytes >= size:
+                        self._tiers.host.add(handle, adapter)
+                    self._taken_bytes += size
+            case FolderFailed(name, error, transient):
+                log.warning("%s", error)
+                # A version that serves stays if the new one cannot be read for now.
+                if not (transient and name in self._names):
+                    self._tiers.retire(self._names.set_broken(name, error))
+            case FolderRemoved(name):
+                self._tiers.retire(self._names.remove(name))
+
+    def _give_up(self, handle: AdapterHandle, error: InvalidArgument, transient: bool) -> None:
+        """Make the error of a version that of its name, if the name still means this version."""
+        if self._names.is_current(handle):
+            log.warning("%s", error)
+            self._tiers.retire(self._names.set_broken(handle.name, error))
+            if transient:
+                self._reader.read_again(handle.name)
+
+    # -- used by steps ---------------------------------------------------------------------------
 
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
         """Return the present and future pairs of matrices that share their input, by slot."""
-        return self._slots.group(matrices)
+        return self._tiers.slots.group(matrices)
 
     @property
     def heads(self) -> HeadGroup:
         """Vision task heads by slot."""
-        return self._slots.heads
+        return self._tiers.slots.heads
 
     def adapter(self, slot: int) -> Adapter:
-        return self._slots.adapter(slot)
+        return self._tiers.slots.adapter(slot)
 
     def slot(self, name: str | None) -> int:
         """Return the slot of a resident adapter, `BASE` for None. Raise as `handle` does, and
         ValueError if the adapter is not resident."""
         if name is None:
             return BASE
-        slot = self.handle(name).slot
-        if slot is None:
+        handle = self.handle(name)
+        if not handle.resident or handle.slot is None:
             raise ValueError(f"adapter '{name}' is not resident")
-        return slot
+        return handle.slot
 
-    # -- the pool, on the engine's thread ------------------------------------------------------
+    @property
+    def resident(self) -> Mapping[int, AdapterHandle]:
+        """Adapters that steps can use now, by slot."""
+        return self._tiers.residents.by_slot
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host copies."""
+        return self._tiers.host.used_bytes
+
+    @property
+    def counters(self) -> TierCounters:
+        return self._tiers.counters
 
     @property
     def protected_slot(self) -> int:
         """Slot that is never evicted: that of the adapter merged in the next step."""
-        return self._residents.protected_slot
+        return self._tiers.residents.protected_slot
 
     @protected_slot.setter
     def protected_slot(self, slot: int) -> None:
-        self._residents.protected_slot = slot
+        self._tiers.residents.protected_slot = slot
 
     def pages_of(self, handle: AdapterHandle) -> int:
         """Return the number of pages of the adapter's run; 0 without a pool."""
-        if self._memory is None:
-            return 0
-        return Run.length(self.packed_bytes(handle), self._memory.page_bytes)
+        return self._tiers.pages_of(handle)
 
     def packed_bytes(self, handle: AdapterHandle) -> int:
         """Return the size of the adapter's packed copies."""
-        if not handle.packed_bytes:
-            handle.packed_bytes = self.bytes_of(handle.description.ranks)
-        return handle.packed_bytes
+        return self._tiers.packed_bytes(handle)
 
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
         """Return the size of the packed copies of an adapter with these ranks; all groups must have
         been created."""
-        return self._slots.bytes_of(ranks)
+        return self._tiers.bytes_of(ranks)
+
+    # -- loading and packing ---------------------------------------------------------------------
 
     def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:
         """Keep packed copies in the pool's pages from now on, and pack the loaded adapters as far
         as `pages` pages go. All groups must have been created."""
-        self._pool, self._memory = pool, memory
-        pool.evictors.append(self._residents)
-        pool.run_evictor = self._residents
-        for handle in list(self._current.values()):
+        self._tiers.attach(pool, memory)
+        for handle in self._loaded():
             needed = self.pages_of(handle)
-            if handle.adapter is not None and needed <= min(pages, pool.free):
+            if needed <= min(pages, pool.free) and self._tiers.reserve(handle, 0):
                 pages -= needed
-                self._make_resident(handle)
+                self._loads.pack(handle, between_steps=False)
         self.finish()
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
-        """Load and pack the adapters that waiting requests need.
-
-        A resident adapter that an older request needs is not evicted for a newer one's.
-
-        wanted: adapters of waiting requests, in the order of arrival.
-        running: number of running requests, each of which will need one more page.
-
-        Returns the first adapter that is loaded but found too few pages, or None.
-        """
-        self._release_failed_packs()
-        self._inline_bytes_left = INLINE_PACK_BYTES
-        blocked: AdapterHandle | None = None
-        missing, host_bytes_left, now = 0, None, self.clock()
-        for handle in wanted:
-            if not (handle.resident or handle.error or handle.backoff.due > now):
-                missing += 1
-                if host_bytes_left is None:
-                    with self._lock:
-                        host_bytes_left = self._host.available_bytes
-                host_bytes_left -= handle.description.host_bytes
-                # Copies beyond the host's budget would evict each other before they are packed.
-                prefetch = missing == 1 or (missing <= MAX_PREFETCHED and host_bytes_left >= 0)
-                if not handle.loading and handle.adapter is None and prefetch:
-                    handle.loading = True
-                    self._workers.load(partial(self._work, handle, self._load))
-                # A newer adapter must not take the pages that an older one waits for.
-                elif not handle.loading and handle.adapter is not None and blocked is None:
-                    blocked = None if self._make_resident(handle, running) else handle
-            self._residents.needed.add(handle)
-        self._residents.needed.clear()
-        self._slots.sweep()
-        assert self._pool is not None
-        for handle in reversed(wanted):
-            handle.last_used = self._pool.tick()
+        """Apply all results, and load and pack what waiting requests need; see
+        `AdapterLoads.advance`."""
+        self.apply()
+        blocked = self._loads.advance(wanted, running)
+        self._names.publish()
         return blocked
 
     def count_request(self, handle: AdapterHandle) -> None:
         """Count a queued request by the tier that its adapter is in."""
         if handle.resident:
-            self._count(hits=1)
+            self._tiers.count(hits=1)
         elif handle.adapter is not None:
-            self._count(host_hits=1)
+            self._tiers.count(host_hits=1)
         else:
-            self._count(misses=1)
-
-    def _make_resident(self, handle: AdapterHandle, kv_pages: int = 0) -> bool:
-        """Allocate a run and a slot and pack the adapter, or have it packed; return False if the
-        pool has too few pages for it and `kv_pages` more."""
-        assert self._pool is not None
-        pages = self.pages_of(handle)
-        if not self._pool.can_allocate_run(pages, kv_pages):
-            return False
-        with self._lock:  # Without it, another thread could drop the copy after this look at it.
-            adapter = handle.adapter
-            if adapter is None:
-                return True
-            handle.loading = True  # This keeps the host copy.
-        run = self._pool.allocate_run(pages)
-        if run is None:
-            handle.loading = False
-            return False
-        handle.run = run
-        slot = self._slots.take(adapter)
-        job = partial(self._work, handle, lambda handle: self._pack(handle, slot))
-        size = self.packed_bytes(handle)
-        if size <= self._inline_bytes_left:
-            self._inline_bytes_left -= size
-            job()
-        else:
-            self._workers.pack(job)
-        return True
-
-    def _release_failed_packs(self) -> None:
-        """Release the pages of adapters whose packing failed."""
-        assert self._pool is not None
-        assert self._memory is not None
-        while self._failed_packs:
-            handle, slot = self._failed_packs.popleft()
-            assert handle.run is not None
-            self._slots.clear(slot)
-            self._memory.clear(handle.run.pages)
-            self._pool.release_run(handle.run)
-            handle.run = None
-
-    def _detach(self, handle: AdapterHandle) -> None:
-        self._residents.retire(handle)
-
-    def _evict(self, handle: AdapterHandle) -> None:
-        assert self._pool is not None
-        assert self._memory is not None
-        assert handle.slot is not None
-        assert handle.run is not None
-        self.on_evict(handle.slot, handle)
-        with self._lock:
-            self._slots.release(handle.slot)
-            self._residents.remove(handle)
-            self._memory.clear(handle.run.pages)
-            self._pool.release_run(handle.run)
-            handle.run = None
-            if not self._is_current(handle):
-                self._host.drop(handle)
-            self._count(evictions=1, host_evictions=self._host.evict_until_fits(0))
-
-    # -- on the workers' threads ---------------------------------------------------------------
-
-    def finish(self) -> None:
-        """Wait until all requested adapters are loaded and packed."""
-        self._workers.finish()
-
-    @property
-    def loading(self) -> bool:
-        """True if an adapter is being loaded or packed."""
-        return self._workers.busy
-
-    def close(self) -> None:
-        self._workers.close()
-
-    def _work(self, handle: AdapterHandle, job: Callable[[AdapterHandle], None]) -> None:
-        """Run a job; any failure becomes the adapter's error."""
-        try:
-            job(handle)
-        except Exception as error:
-            self._fail(handle, error)
-        finally:
-            handle.loading = False
-            self.on_change()
-
-    def _load(self, handle: AdapterHandle) -> None:
-        adapter = read_adapter(handle.name, handle.folder, handle.description, self._model.hidden)
-        stamp = stamp_of(handle.folder)
-        if stamp != handle.stamp:
-            invalid = ErrorFactory(handle.name, str(handle.folder))
-            raise invalid("has changed while it was being loaded") from error_of(stamp)
-        with self._lock:
-            evicted = self._host.evict_until_fits(handle.description.host_bytes)
-            self._host.add(handle, adapter)
-            self._count(loads=1, host_evictions=evicted)
-
-    def _pack(self, handle: AdapterHandle, slot: int) -> None:
-        assert self._memory is not None
-        assert handle.run is not None
-        size = handle.run.count * self._memory.page_bytes
-        try:
-            self._slots.pack(slot, self._memory.address(handle.run.first), size)
-        except BaseException:
-            self._failed_packs.append((handle, slot))
-            raise
-        self._residents.add(slot, handle)
-        self._count(packs=1)
-
-    @property
-    def host_bytes(self) -> int:
-        """Size of the fp32 copies in host memory."""
-        return self._host.used_bytes
-
-    @property
-    def resident(self) -> Mapping[int, AdapterHandle]:
-        """Adapters that steps can use now, by slot."""
-        return self._residents.by_slot
-
-    def _count(self, **increments: int) -> None:
-        with self._lock:
-            counts = {name: getattr(self.counters, name) + n for name, n in increments.items()}
-            self.counters = replace(self.counters, **counts)
+            self._tiers.count(misses=1)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, host copies or runs disagree; call it while the workers
         are idle."""
-        self._residents.check_integrity()
-        for slot, handle in self.resident.items():
-            assert handle.adapter is self._slots.adapter(slot), "not the weights that are packed"
-        if self._pool is not None:
-            runs = [handle.run for handle in self.resident.values() if handle.run is not None]
-            pages = sum(run.count for run in runs)
-            assert pages == self._pool.adapter, "a run belongs to no resident adapter"
-        self._host.check_integrity()
+        self._tiers.check_integrity()

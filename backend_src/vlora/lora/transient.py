@@ -7,10 +7,17 @@ nothing about the files of an adapter: what failed for such a reason is tried ag
 from __future__ import annotations
 
 import errno
+import logging
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from safetensors import SafetensorError
+
+from vlora.errors import InvalidArgument
+from vlora.lora.peft_config import ErrorFactory, as_text
+
+log = logging.getLogger(__name__)
 
 CONTENT_ERRNOS = frozenset(
     {
@@ -57,6 +64,14 @@ def is_transient(error: BaseException) -> bool:
             return number is not None and is_transient_errno(int(number[1]))
         cause = cause.__cause__
     return False
+
+
+def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgument:
+    """Return `error` as one that names the adapter; log it with its traceback if it is untyped."""
+    if isinstance(error, InvalidArgument):
+        return error
+    log.error("adapter '%s' failed to load", as_text(name), exc_info=error)
+    return ErrorFactory(name, str(folder))(f"failed to load: {error!r}")
 
 
 @dataclass

@@ -1,52 +1,106 @@
-"""Two threads that load and pack adapters.
+"""Threads that load and pack adapters, and the queue by which results reach the engine's thread.
 
 One thread reads files and the other packs weights into pages, so that adapters in memory do not
-wait for the disk. This module knows no adapters.
+wait for the disk. A worker changes nothing that others see: what follows from its result is applied
+by the engine's thread, in the order in which results came. This module knows no adapters.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Results:
+    """Results of other threads. `post` may be called from any thread, `apply` from one only."""
+
+    def __init__(self, on_post: Callable[[], None]) -> None:
+        """Create an empty queue. on_post: called after each `post`, on its thread."""
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._on_post = on_post
+
+    def post(self, apply: Callable[[], None]) -> None:
+        """Add a function that applies a result; the engine's thread calls it."""
+        self._queue.put(apply)
+        self._on_post()
+
+    @property
+    def pending(self) -> bool:
+        """True if there are results to apply."""
+        return not self._queue.empty()
+
+    def apply(self) -> None:
+        """Apply all results that have come."""
+        while self.pending:
+            self._queue.get()()
+
+    def apply_next(self) -> None:
+        """Wait for a result and apply it."""
+        self._queue.get()()
 
 
 class Workers:
-    """The loader and the packer; each runs its jobs in the order of submission."""
+    """The loader and the packer; each runs its jobs in the order of submission.
 
-    def __init__(self) -> None:
+    A job is a function that returns a result. The engine's thread, which alone submits jobs, then
+    calls `done` with the result, or `failed` with the exception.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
         self._loader = ThreadPoolExecutor(1, "adapter-loader")
         self._packer = ThreadPoolExecutor(1, "adapter-packer")
-        self._lock = threading.Lock()
         self._unfinished = 0
 
-    def load(self, job: Callable[[], None]) -> None:
-        self._submit(self._loader, job)
+    def load(
+        self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]
+    ) -> None:
+        """Run a job on the loader's thread."""
+        self._submit(self._loader, job, done, failed)
 
-    def pack(self, job: Callable[[], None]) -> None:
-        self._submit(self._packer, job)
+    def pack(
+        self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]
+    ) -> None:
+        """Run a job on the packer's thread."""
+        self._submit(self._packer, job, done, failed)
 
-    def _submit(self, thread: Executor, job: Callable[[], None]) -> None:
-        with self._lock:
-            self._unfinished += 1
-        thread.submit(self._work, job)
+    def _submit(
+        self,
+        thread: Executor,
+        job: Callable[[], T],
+        done: Callable[[T], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        def run() -> None:
+            try:
+                apply = partial(done, job())
+            except Exception as error:
+                apply = partial(failed, error)
+            self._results.post(partial(self._finish_job, apply))
 
-    def _work(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        finally:
-            with self._lock:
-                self._unfinished -= 1
+        self._unfinished += 1
+        thread.submit(run)
+
+    def _finish_job(self, apply: Callable[[], None]) -> None:
+        self._unfinished -= 1
+        apply()
 
     @property
     def busy(self) -> bool:
+        """True if there are jobs whose results have not been applied."""
         return self._unfinished > 0
 
     def finish(self) -> None:
-        """Wait until both threads have done all jobs submitted so far."""
-        for thread in (self._loader, self._packer):
-            thread.submit(lambda: None).result()
+        """Wait for the results of all jobs submitted so far, and apply them."""
+        while self.busy:
+            self._results.apply_next()
 
     def close(self) -> None:
+        """Wait for the jobs; their results are not applied."""
         for thread in (self._loader, self._packer):
             thread.shutdown()

@@ -1,7 +1,7 @@
 """Order of eviction, for cached blocks, resident adapters and their copies in host memory.
 
-The page pool evicts cached blocks (`memory/prefix.py`) and resident adapters (`lora/store.py`); the
-host tier evicts fp32 copies (`lora/host.py`). All of them follow these rules:
+The page pool evicts cached blocks (`memory/prefix.py`) and resident adapters (`lora/residents.py`).
+The host tier evicts fp32 copies (`lora/host.py`). All of them follow these rules:
 
 1. Only an item that nothing uses is evicted. Its owner decides that: a block without a sequence; a
    resident adapter that is neither pinned nor protected, and that no older waiting request needs; a

@@ -1,0 +1,131 @@
+"""Reader of adapter folders as they are added, changed and removed.
+
+Belongs to the thread that watches the folders; what it finds is applied by the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from vlora.errors import InvalidArgument
+from vlora.lora.adapter import Adapter, AdapterFiles
+from vlora.lora.folders import stamp_of
+from vlora.lora.handle import AdapterHandle, Stamp
+from vlora.lora.model_shape import ModelShape
+from vlora.lora.peft_config import as_text
+from vlora.lora.transient import Backoff, as_adapter_error, is_transient
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FolderRead:
+    """A new version of an adapter. adapter: its weights, or None if they were not read."""
+
+    handle: AdapterHandle
+    adapter: Adapter | None
+
+
+@dataclass(frozen=True)
+class FolderFailed:
+    """A folder that cannot be read. transient: whether the reason is outside of its files."""
+
+    name: str
+    error: InvalidArgument
+    transient: bool
+
+
+@dataclass(frozen=True)
+class FolderRemoved:
+    """A folder that does not exist any more."""
+
+    name: str
+
+
+FolderResult = FolderRead | FolderFailed | FolderRemoved
+
+
+class FolderReader:
+    """Reads adapter folders and reports each result."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        max_bytes: int,
+        allowed_bytes: Callable[[], float],
+        report: Callable[[FolderResult], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Create a reader that has read no folder.
+
+        max_bytes: maximum size of one adapter's weights in fp32.
+        allowed_bytes: returns the maximum size of all weights read so far. Of further adapters,
+            only the declarations are read.
+        report: called with each result.
+        clock: returns seconds.
+        """
+        self._model = model
+        self._max_bytes = max_bytes
+        self._allowed_bytes = allowed_bytes
+        self._report = report
+        self._clock = clock
+        self._read_bytes = 0
+        self._retries: dict[str, Backoff] = {}
+        self._to_retry: SimpleQueue[tuple[str, float]] = SimpleQueue()
+        self.stamps: Mapping[str, tuple[Path, Stamp]] = {}
+        """Folder and stamp of each name, as last read; replaced as a whole."""
+
+    def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
+        """Read folders that are new or have changed, in order of name, and report those that are
+        missing here. Any failure is an error of that adapter only."""
+        before = self.stamps
+        for name in before.keys() - folders.keys():
+            log.info("adapter '%s' was removed", as_text(name))
+            self._retries.pop(name, None)
+            self._report(FolderRemoved(name))
+        for name, (folder, stamp) in sorted(folders.items()):
+            if before.get(name) != (folder, stamp):
+                self._read(name, folder, stamp)
+        self.stamps = dict(folders)
+
+    def read_again(self, name: str) -> None:
+        """Have `retry` read a folder that just could not be loaded for a reason outside of its
+        files. May be called from any thread."""
+        self._to_retry.put((name, self._clock()))
+
+    def retry(self) -> None:
+        """Read folders again whose last attempt failed for a reason outside of their files, once
+        their wait is over. A folder that has changed since is left to `update`."""
+        now = self._clock()
+        while not self._to_retry.empty():
+            name, failed_at = self._to_retry.get()
+            self._retries.setdefault(name, Backoff()).failed(failed_at)
+        for name in sorted(name for name, wait in self._retries.items() if wait.due <= now):
+            folder, stamp = self.stamps.get(name, (None, b""))
+            if folder is None:
+                del self._retries[name]
+            elif stamp_of(folder) == stamp:
+                self._read(name, folder, stamp)
+
+    def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
+        """Read a folder, with its weights while the budget lasts, and report the result."""
+        try:
+            files = AdapterFiles(name, folder, self._model, self._max_bytes)
+            size = files.description.host_bytes
+            fits = self._read_bytes + size <= self._allowed_bytes()
+            adapter = files.read() if fits else None
+        except Exception as error:
+            transient = is_transient(error)
+            if transient:
+                self._retries.setdefault(name, Backoff()).failed(self._clock())
+            else:
+                self._retries.pop(name, None)
+            self._report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
+            return
+        self._retries.pop(name, None)
+        self._read_bytes += 0 if adapter is None else size
+        self._report(FolderRead(AdapterHandle(name, folder, stamp, files.description), adapter))

@@ -1,0 +1,178 @@
+"""Loading and packing of the adapters that waiting requests need.
+
+Decides what is loaded and packed next. Two worker threads do the work, and the engine's thread,
+to which everything here belongs, applies their results to the tiers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from vlora.errors import InvalidArgument
+from vlora.lora.adapter import Adapter, read_adapter
+from vlora.lora.folders import error_of, stamp_of
+from vlora.lora.handle import AdapterHandle, State
+from vlora.lora.peft_config import ErrorFactory, as_text
+from vlora.lora.tiers import AdapterTiers
+from vlora.lora.transient import MAX_ATTEMPTS, as_adapter_error, is_transient
+from vlora.lora.workers import Results, Workers
+
+log = logging.getLogger(__name__)
+
+MAX_PREFETCHED = 8
+"""Maximum number of adapters, in the order of the requests that need them, that are on their way
+into the pool at the same time."""
+
+INLINE_PACK_BYTES = 4 << 20
+"""Bytes of adapters that `advance` packs on the engine's thread between two steps. The packer's
+thread takes the interpreter's lock once per group, which delays the waiting requests by some steps
+(decision 57)."""
+
+
+class AdapterLoads:
+    """Adapters on their way from their folders into the pool."""
+
+    def __init__(
+        self,
+        tiers: AdapterTiers,
+        results: Results,
+        hidden: int,
+        clock: Callable[[], float],
+        on_failure: Callable[[AdapterHandle, InvalidArgument, bool], None],
+    ) -> None:
+        """Start the workers.
+
+        hidden: width of the model.
+        clock: returns seconds.
+        on_failure: called with an adapter that cannot be loaded or packed, the error, and whether
+            the reason is outside of its files.
+        """
+        self._tiers = tiers
+        self._workers = Workers(results)
+        self._hidden = hidden
+        self._clock = clock
+        self._on_failure = on_failure
+        self._inline_bytes_left = 0
+
+    @property
+    def busy(self) -> bool:
+        """True if an adapter is being loaded or packed."""
+        return self._workers.busy
+
+    def finish(self) -> None:
+        """Wait until all requested adapters are loaded and packed."""
+        self._workers.finish()
+
+    def close(self) -> None:
+        """Wait for the workers, whose results are not applied."""
+        self._workers.close()
+
+    def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
+        """Load and pack the adapters that waiting requests need.
+
+        A resident adapter that an older request needs is not evicted for a newer one's.
+
+        wanted: adapters of waiting requests, in the order of arrival.
+        running: number of running requests, each of which will need one more page.
+
+        Returns the first adapter that is loaded but found too few pages, or None.
+        """
+        self._inline_bytes_left = INLINE_PACK_BYTES
+        blocked: AdapterHandle | None = None
+        missing, host_bytes_left, now = 0, 0.0, self._clock()
+        for handle in wanted:
+            if (
+                not handle.resident
+                and handle.state is not State.FAILED
+                and handle.backoff.due <= now
+            ):
+                if not missing:
+                    host_bytes_left = self._tiers.host.available_bytes
+                missing += 1
+                host_bytes_left -= handle.description.host_bytes
+                # Copies beyond the host's budget would evict each other before they are packed.
+                prefetch = missing == 1 or (missing <= MAX_PREFETCHED and host_bytes_left >= 0)
+                if handle.state is State.ON_DISK and prefetch:
+                    self._load(handle)
+                # A newer adapter must not take the pages that an older one waits for.
+                elif handle.state is State.IN_MEMORY and blocked is None:
+                    if self._tiers.reserve(handle, running):
+                        size = self._tiers.packed_bytes(handle)
+                        self.pack(handle, between_steps=size <= self._inline_bytes_left)
+                    else:
+                        blocked = handle
+            self._tiers.residents.needed.add(handle)
+        self._tiers.residents.needed.clear()
+        self._tiers.slots.sweep()
+        for handle in reversed(wanted):
+            handle.last_used = self._tiers.pool.tick()
+        return blocked
+
+    def _load(self, handle: AdapterHandle) -> None:
+        """Have the loader read the weights of an adapter on disk."""
+        handle.load()
+        self._workers.load(
+            partial(_read_weights, handle, self._hidden),
+            partial(self._keep, handle),
+            partial(self._fail, handle),
+        )
+
+    def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
+        """Keep weights that the loader has read."""
+        self._tiers.count(loads=1)
+        if handle.obsolete:
+            handle.load_later()
+        elif handle.info.digest not in ("", adapter.info.digest):
+            invalid = ErrorFactory(handle.name, str(handle.folder))
+            self._fail(handle, invalid("holds other weights than when it was first read"))
+        else:
+            self._tiers.keep(handle, adapter)
+
+    def pack(self, handle: AdapterHandle, *, between_steps: bool) -> None:
+        """Have an adapter packed that has its slot and pages.
+
+        between_steps: do it now, on the engine's thread.
+        """
+        assert handle.slot is not None
+        job = partial(self._tiers.write, handle.slot, handle.run)
+        if not between_steps:
+            done = partial(self._tiers.packed, handle)
+            self._workers.pack(job, lambda _: done(), partial(self._fail, handle))
+            return
+        self._inline_bytes_left -= self._tiers.packed_bytes(handle)
+        try:
+            job()
+        except Exception as error:
+            self._fail(handle, error)
+        else:
+            self._tiers.packed(handle)
+
+    def _fail(self, handle: AdapterHandle, error: Exception) -> None:
+        """Note that an adapter could not be loaded or packed.
+
+        A reason outside of its files delays the next attempt. Any other reason, and the last
+        attempt's, is the error of the handle.
+        """
+        transient = is_transient(error)
+        if transient:
+            handle.backoff.failed(self._clock())
+            if handle.backoff.attempts < MAX_ATTEMPTS:
+                log.warning("adapter '%s' is loaded again: %s", as_text(handle.name), error)
+                self._tiers.undo(handle)
+                return
+        reason = as_adapter_error(handle.name, handle.folder, error)
+        self._tiers.fail(handle, reason)
+        self._on_failure(handle, reason, transient)
+
+
+def _read_weights(handle: AdapterHandle, hidden: int) -> Adapter:
+    """Return the weights of a version, on the loader's thread. Raise InvalidArgument if the folder
+    holds another version by now, or as `read_adapter` does."""
+    adapter = read_adapter(handle.name, handle.folder, handle.description, hidden)
+    stamp = stamp_of(handle.folder)
+    if stamp != handle.stamp:
+        invalid = ErrorFactory(handle.name, str(handle.folder))
+        raise invalid("has changed while it was being loaded") from error_of(stamp)
+    return adapter

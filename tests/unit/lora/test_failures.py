@@ -1,0 +1,125 @@
+"""Adapters that cannot be read, loaded or packed, for now or for good."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from tests.support.adapter_store import no_free_descriptors, write_adapter
+from vlora.errors import InvalidArgument
+from vlora.lora import transient
+from vlora.lora.folders import stamp_of
+
+
+def test_a_failed_pack_releases_its_pages(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(1)
+
+    put = harness.group.put
+
+    def fails(slot: int, pairs: Any, *more: Any) -> None:
+        if any(pairs):
+            raise MemoryError("no memory for a copy")
+        put(slot, pairs, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.group, "put", fails)
+        handle = harness.handle(0)
+        for second in range(transient.MAX_ATTEMPTS):
+            harness.store.clock = lambda now=60.0 * second: now
+            assert handle.error is None
+            harness.store.advance([handle])
+            harness.store.finish()
+    with pytest.raises(InvalidArgument, match=r"adapter 'a0'.*no memory for a copy"):
+        harness.handle(0)
+    assert harness.request(1) is None
+    assert harness.resident() == {"a1"}
+
+
+def test_a_version_that_cannot_be_read_for_now_is_read_later_and_the_old_one_serves(
+    make_harness: Any, root: Path
+) -> None:
+    harness = make_harness(2)
+    now = 0.0
+    harness.store.clock = lambda: now
+    old = harness.handle(0)
+    write_adapter(root / "a0", 50)
+    write_adapter(root / "new", 51)
+    changed = {path.name: (path, stamp_of(path)) for path in root.iterdir()}
+    with no_free_descriptors():
+        harness.store.update(changed)
+    harness.store.apply()
+    assert harness.handle(0) is old
+    assert set(harness.store.broken) == {"new"}
+    harness.store.retry()
+    harness.store.apply()
+    assert harness.handle(0) is old, "it is not due yet"
+    now = 1.0
+    with no_free_descriptors():
+        harness.store.retry()
+    now = 1.0 + 2 * transient.FIRST_WAIT_SECONDS
+    harness.store.retry()
+    harness.store.apply()
+    assert harness.handle(0).info.digest not in ("", old.info.digest)
+    assert not harness.store.broken
+    newest = harness.handle(0)
+    now = 100.0
+    harness.store.retry()
+    harness.store.apply()
+    assert harness.handle(0) is newest, "nothing is left to read"
+
+
+@pytest.mark.parametrize("failures", [1, transient.MAX_ATTEMPTS])
+def test_a_load_without_free_descriptors_is_tried_again(make_harness: Any, failures: int) -> None:
+    harness = make_harness(2, 0)
+    now = 0.0
+    harness.store.clock = lambda: now
+    asked = harness.handle(0)
+    for _ in range(failures):
+        with no_free_descriptors():
+            harness.store.advance([asked])
+            harness.store.finish()
+        harness.store.advance([asked])
+        harness.store.finish()
+        assert not asked.resident, "the next attempt is not due yet"
+        now += transient.MAX_WAIT_SECONDS
+    if failures == transient.MAX_ATTEMPTS:
+        assert "Too many open files" in str(asked.error)
+        assert set(harness.store.broken) == {"a0"}
+        harness.store.retry()
+        harness.store.apply()
+        assert harness.handle(0) is not asked
+    harness.request(0)
+    assert harness.resident() == {"a0"}
+
+
+def test_errors_are_told_apart_by_their_number() -> None:
+    def read(cause: BaseException) -> InvalidArgument:
+        try:
+            raise InvalidArgument("os error 5") from cause
+        except InvalidArgument as error:
+            return error
+
+    for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EACCES):
+        assert transient.is_transient(read(OSError(number, "")))
+    assert transient.is_transient(MemoryError())
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert transient.is_transient(caught.value)
+    assert transient.is_transient(read(SafetensorError("Error: read failed (os error 5)")))
+    for cause in (
+        OSError(errno.ENOENT, ""),
+        OSError(errno.ELOOP, ""),
+        SafetensorError("InvalidHeader"),
+        SafetensorError("Error: no such file (os error 2)"),
+        ValueError("os error 5"),
+        EOFError(),
+    ):
+        assert not transient.is_transient(read(cause)), cause
+    assert not transient.is_transient(InvalidArgument("os error 5"))

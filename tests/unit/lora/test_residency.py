@@ -1,0 +1,173 @@
+"""Adapters between folders, host memory and pages: what is resident, and what is evicted."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.adapter_store import ADAPTER_BYTES, HIDDEN, MATRIX, BlockedReads, small_model
+from vlora.atmm import op
+from vlora.atmm.types import Segment
+from vlora.lora import loads
+from vlora.lora.adapter import AdapterFiles
+
+
+def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
+    make_harness: Any,
+) -> None:
+    harness = make_harness(2)
+    for indices in ((0, 1), (2,), (3, 0), (1, 5)):
+        harness.request(*indices)
+        for index in indices:
+            handle = harness.handle(index)
+            assert handle.slot is not None
+            pair = AdapterFiles(handle.name, handle.folder, small_model()).read().pairs[MATRIX]
+            x = torch.randn(3, HIDDEN)
+            y = torch.zeros(3, HIDDEN)
+            op.apply(y, x, [Segment(0, 3, handle.slot)], harness.group)
+            torch.testing.assert_close(y, x @ pair.a.T @ pair.b.T, rtol=1e-4, atol=1e-4)
+    assert len(harness.group) <= 2, "slots are used again"
+
+
+def test_pinned_adapters_stay_and_the_least_recently_used_is_evicted(make_harness: Any) -> None:
+    harness = make_harness(2)
+    harness.request(0)
+    harness.request(1)
+    harness.request(2)
+    assert harness.resident() == {"a1", "a2"}
+    harness.handle(1).pin()
+    harness.request(0)
+    assert harness.resident() == {"a0", "a1"}
+    harness.handle(0).pin()
+    assert harness.request(3) is harness.handle(3), "the blocked adapter is returned"
+    harness.handle(1).unpin()
+    harness.request(3)
+    assert harness.resident() == {"a0", "a3"}
+
+
+def test_the_merged_adapter_is_not_evicted(make_harness: Any) -> None:
+    harness = make_harness(1)
+    harness.request(0)
+    harness.store.protected_slot = harness.handle(0).slot
+    assert harness.request(1) is harness.handle(1)
+    harness.store.protected_slot = -1
+    assert harness.request(1) is None
+    assert harness.resident() == {"a1"}
+
+
+def test_a_newer_request_does_not_evict_an_older_ones_adapter(make_harness: Any) -> None:
+    harness = make_harness(2)
+    harness.request(0, 1)
+    assert harness.request(0, 1, 2, 3) is harness.handle(2)
+    assert harness.resident() == {"a0", "a1"}
+    assert harness.request(4, 0, 1) is harness.handle(1), "the newest of three is evicted"
+    assert harness.resident() == {"a0", "a4"}
+
+
+def test_host_copies_stay_within_the_budget_unless_they_are_in_use(make_harness: Any) -> None:
+    harness = make_harness(2, 3 * ADAPTER_BYTES)
+    assert harness.store.host_bytes == 3 * ADAPTER_BYTES
+    harness.request(3, 4)
+    assert harness.resident() == {"a3", "a4"}
+    for index in (0, 1, 2, 5):
+        harness.request(index)
+        assert harness.store.host_bytes <= 3 * ADAPTER_BYTES
+    counted = harness.store.counters
+    assert counted.loads >= 3
+    assert counted.host_evictions >= counted.loads
+    held = harness.handle(5)
+    held.hold()
+    harness.request(0, 1)
+    harness.request(2, 3)
+    assert held.adapter is not None
+    held.release()
+
+
+def test_one_load_serves_all_waiting_requests(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(4, 0)
+    blocked = BlockedReads(monkeypatch)
+    for _ in range(5):
+        assert harness.store.advance([harness.handle(0)] * 3) is None, (
+            "no adapter found too few pages"
+        )
+    blocked.allow.set()
+    harness.request(0)
+    assert harness.resident() == {"a0"}
+    assert blocked.reads == ["a0"]
+
+
+def test_prefetch_stays_within_the_host_budget_and_loads_nothing_twice(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(1, 3 * ADAPTER_BYTES)  # The host tier holds a0 to a2.
+    harness.request(0)
+    blocked = BlockedReads(monkeypatch)
+    harness.handle(0).pin()
+    for _ in range(4):
+        harness.store.advance([harness.handle(i) for i in (3, 4, 5, 1)])
+    blocked.allow.set()
+    harness.store.finish()
+    assert blocked.reads == ["a3", "a4"], "a0 is in use"
+    harness.handle(0).unpin()
+    for index in (3, 4):
+        assert harness.request(index) is None
+    assert blocked.reads == ["a3", "a4"]
+
+
+def test_adapters_in_host_memory_are_packed_while_the_disk_is_slow(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(2, 2 * ADAPTER_BYTES)
+    blocked = BlockedReads(monkeypatch)
+    monkeypatch.setattr(loads, "INLINE_PACK_BYTES", 0)
+    packed = threading.Event()
+    harness.store.on_change = packed.set
+    harness.store.advance([harness.handle(5), harness.handle(0)])
+    assert packed.wait(10)
+    harness.store.apply()
+    assert harness.resident() == {"a0"}
+    blocked.allow.set()
+    harness.request(5)
+    assert harness.resident() == {"a0", "a5"}
+
+
+def test_a_waiting_adapter_takes_no_page_that_a_running_request_will_need(
+    make_harness: Any,
+) -> None:
+    harness = make_harness(3)
+    harness.request(0)
+    harness.pool.allocate(1)
+    assert harness.store.advance([harness.handle(0), harness.handle(1)], 1) is harness.handle(1)
+    assert harness.request(0, 1) is None, "no request is running any more"
+
+
+def test_a_small_adapter_is_packed_between_two_steps(make_harness: Any) -> None:
+    harness = make_harness(2)
+    harness.request(0, 1)
+    assert harness.store.advance([harness.handle(2), harness.handle(1)]) is None
+    assert harness.resident() == {"a1", "a2"}, "already, without the packer"
+    harness.store.check_integrity()
+
+
+def test_a_large_adapter_is_packed_by_the_packer_thread(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(1)
+    monkeypatch.setattr(loads, "INLINE_PACK_BYTES", 0)
+    packed: list[str] = []
+    put = harness.group.put
+
+    def record_and_put(slot: int, pairs: Any, *more: Any) -> None:
+        if any(pairs):
+            packed.append(threading.current_thread().name)
+        put(slot, pairs, *more)
+
+    monkeypatch.setattr(harness.group, "put", record_and_put)
+    assert harness.request(3) is None
+    assert harness.resident() == {"a3"}
+    assert [name.partition("_")[0] for name in packed] == ["adapter-packer"]
