@@ -24,7 +24,8 @@ def body(isa: Isa) -> str:
     in_place_bf16 = "{pack_panels<PairsGemm>, gemm_by_vectors<PairsGemm, false>}" if pairs else NONE
     # Tiles of AVX-512 read fp32 in place at any stride.
     in_place_only = "avx512" in isa.registers
-    copied_fp32 = NONE if in_place_only else "{pack_panels<Fp32Gemm>, gemm_by_vectors<Fp32Gemm, true>}"
+    copied = "{pack_panels<Fp32Gemm>, gemm_by_vectors<Fp32Gemm, true>}"
+    copied_fp32 = NONE if in_place_only else copied
     return (
         "Kernels table() {\n"
         f"  return {{{{nullptr, pack_gemv<{gemv}>}}, {{gemv<Fp32Gemv>, gemv<{gemv}>}},\n"

@@ -11,17 +11,17 @@
 namespace vlora::gemm {
 namespace {
 
-// Bytes of W in a piece of a gemv: some microseconds of memory.
+// Bytes of W in a piece of a gemv. Reading them from memory takes about 5 µs.
 constexpr int64_t kPieceBytes = 64 << 10;
-// From this many rows on, copying blocks of W costs less than reading rows that share a stride
-// does.
+// Minimum rows of x for which blocks of W in fp32 are copied to scratch memory. For fewer, the copy
+// costs more than the cache misses of rows that are a power of two apart.
 constexpr int64_t kMinCopyRows = 65;
-// From this many rows on, a tile unit is used, by type of W. One row is read faster as one stream,
-// and for a few rows of fp32 splitting the factors into limbs takes longer than multiplying by
-// vectors.
+// Minimum rows of x for which the tile unit is used, by type of W. Memory limits a single row, so a
+// gemv serves it. In fp32, splitting the factors of fewer rows into limbs takes longer than
+// multiplying them with vectors.
 constexpr int64_t kMinAmxRows[kDtypes] = {49, 2};
-// Bytes of packed x that stay in L2 while all of W passes by, by type of W. Machines with a tile
-// unit have an L2 of 2 MiB; fp32 gets less of it, since more of W and more sums pass by.
+// Maximum bytes of packed x in a part, by type of W. The panels of a part stay in L2 while all of W
+// is read. Machines with a tile unit have an L2 of 2 MiB; in fp32, W and the sums take more of it.
 constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19};
 // Number of panels for which the depth of a slice is chosen, and the maximum in a part.
 constexpr int64_t kSlicePanels = 16, kMaxPartPanels = 32;
@@ -33,11 +33,11 @@ constexpr int64_t kMinSharedPackRows = 64;
 // Floats in a piece of a row-by-row operation: some ten microseconds, several times the cost of
 // waking a thread.
 constexpr int64_t kRowPieceFloats = 1 << 15;
-// A product of at most this many elements of W, and products with all rows, runs on the caller
-// alone: it takes some microseconds, less than waking another thread.
+// A product with at most this many elements of W, and at most this many multiply-adds, runs on the
+// caller's thread. It takes a few microseconds, less than waking another thread.
 constexpr int64_t kSerialElements = 1 << 14, kSerialProducts = 1 << 18;
 
-// For packed rows of x.
+// Returns this thread's memory for packed rows of x.
 float* row_scratch(int64_t floats) {
   static thread_local runtime::LargeScratch scratch;
   return scratch.get(floats);
@@ -48,15 +48,15 @@ float* block_scratch() {
   return scratch.get(kVectorScratch);
 }
 
-// Maps the order in which `threads` threads take pieces to pieces, so that each thread gets
-// neighbours: each reads one stream of W. It is a permutation of 0 … count - 1.
-int64_t spread(int64_t piece, int64_t count, int64_t threads) {
-  const int64_t thread = piece % threads, longer = count % threads;
-  return thread * (count / threads) + std::min(thread, longer) + piece / threads;
+// Returns the piece to compute when a thread has taken number `taken` of `count`. If all threads
+// take turns, each of them gets adjacent pieces and reads contiguous memory.
+int64_t spread(int64_t taken, int64_t count, int64_t threads) {
+  const int64_t thread = taken % threads, longer = count % threads;
+  return thread * (count / threads) + std::min(thread, longer) + taken / threads;
 }
 
-// Calls work(piece) for all pieces. A thread takes its next piece early, so that rows of W can be
-// prefetched for it. done() runs on each thread after its last piece.
+// Calls work(piece) for all pieces. A thread takes its next piece early, so that the rows of W of
+// that piece can be prefetched. done() runs on each thread after its last piece.
 template <class PieceOf, class Work, class Done>
 void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work, const Done& done) {
   runtime::Pieces pieces(count);

@@ -156,8 +156,8 @@ constexpr int64_t kCopyFloats = kBlockRows * (256 + 16);
 // Floats for the scratch of `VectorGemm::run`: two copies, and the sums of a block.
 constexpr int64_t kVectorScratch = 2 * kCopyFloats + int64_t(kMaxPiecePanels) * kBlockRows * kLanes;
 
-// Returns how many rows of a matrix, `stride` bytes apart, can be read side by side: in every set of
-// L1 their current lines leave a way free for x. At most kTallTile.
+// Returns how many rows of a matrix, `stride` bytes apart, can be read side by side, at most
+// kTallTile: in every set of L1, the lines being read leave a way free for x.
 int64_t rows_in_l1(const runtime::Machine& machine, int64_t stride);
 // Returns the rows of a tile that reads W in place, for its accumulators and its registers of x.
 constexpr int in_place_tile_rows(int accumulators, int registers, int64_t rows_in_l1) {

@@ -5,7 +5,7 @@
 
 namespace vlora::gemm::VLORA_ISA {
 
-// Some depth of a piece's rows of W, and its copy.
+// A part of the depth of a piece's rows of W, and its copy in scratch memory.
 template <class P>
 struct Block {
   const typename P::Stored* w;
@@ -13,7 +13,7 @@ struct Block {
   float* copy;
 };
 
-// The panels of a piece that are met at once.
+// Panels of a piece that a tile multiplies together.
 struct PanelGroup {
   int64_t first, count;
   int64_t of;  // number of panels in the piece
@@ -41,9 +41,9 @@ void multiply_in_place(const Product& p, int64_t rows, const Block<P>& now, cons
                                              first, {});
 }
 
-// Multiplies the rows of a block with N registers of one panel, or with N panels. While `next` is
-// not null, that is for the first panels of a block, each tile prepares the tiles that follow it,
-// in this block and then in `next`.
+// Multiplies the rows of a block with N registers of x, M rows in a tile. For the first panels of a
+// block, `next` is the block that follows: each tile then also copies the rows of the next tile
+// (kCopied), and prefetches those of the tile after it. For other panels `next` is null.
 template <class P, int M, int N, bool kCopied>
 void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>* next,
                     const typename P::X* panel, float* c, bool first) {

@@ -1,5 +1,5 @@
-// Gemv: a few rows of x with W. One row of W from each of four streams is multiplied at a time; each
-// lane sums a part of the depth.
+// Gemv: a few rows of x times W. One row of W from each of four streams is multiplied at a time, and
+// each lane sums a part of the depth.
 #pragma once
 
 #include "gemm/gemm.h"
@@ -10,15 +10,15 @@ using namespace vlora::runtime::VLORA_ISA;
 
 // Maximum number of rows of x in a register tile.
 constexpr int kGemvRows = 6;
-constexpr bool kManyRegisters = R::kWidth == 16;
+constexpr bool kManyRegisters = R::kWidth == 16;  // 32 registers instead of 16
 // Bytes that each stream is prefetched ahead, into L1. All streams together have 4 KiB on the way,
 // more than one core receives from memory within its latency.
 constexpr ptrdiff_t kPrefetchBytes = 1024;
 
-// The ways to multiply. W and X are the types of the factors in memory, kStep the values of depth
-// in a step. streams(rows) is the number of streams in a tile with this many rows of x; sixteen
-// registers hold the sums of two streams where there are many rows. kMaxRows: with more rows of x
-// panels are faster (decision 82).
+// Types of a gemv. W and X: of the factors in memory. kStep: values of depth in a step. kMaxRows:
+// maximum number of rows of x for which a gemv is faster than a gemm. streams(rows): number of
+// streams in a tile with this many rows of x, two where sixteen registers cannot hold the sums of
+// four.
 
 // Both factors are fp32; x is read in place.
 struct Fp32Gemv {
