@@ -92,10 +92,9 @@ class Figures:
     hostile: Phase
     outcomes: Counter[str]
 
-    @property
-    def ratio(self) -> float:
-        """p99 of the healthy requests in hostile phases over that in quiet ones."""
-        return self.hostile.percentile(99) / self.quiet.percentile(99)
+    def ratio(self, percent: float) -> float:
+        """Return a percentile of the healthy requests in hostile phases over that in quiet ones."""
+        return self.hostile.percentile(percent) / self.quiet.percentile(percent)
 
     def summary(self) -> dict[str, Any]:
         phases = {"quiet": self.quiet, "hostile": self.hostile}
@@ -106,7 +105,10 @@ class Figures:
                 **{f"p{p}_ms": round(1e3 * phase.percentile(p), 1) for p in (50, 90, 99)},
             }
             for name, phase in phases.items()
-        } | {"p99_ratio": round(self.ratio, 2), "outcomes": dict(sorted(self.outcomes.items()))}
+        } | {
+            **{f"p{p}_ratio": round(self.ratio(p), 2) for p in (50, 90, 99)},
+            "outcomes": dict(sorted(self.outcomes.items())),
+        }
 
 
 class HostileHour:
