@@ -26,8 +26,8 @@ struct Product {
 };
 
 // A gemv multiplies a few rows of x, and sums along the depth are kept in registers. It divides W
-// into this many parts of equally many rows and reads them side by side, each as a stream of its
-// own: one core receives more from several streams than from one.
+// into this many parts of equally many rows and reads one row of each part at a time. One core
+// receives more from several such streams than from one.
 //
 // A gemm multiplies more rows: x is packed in panels of kLanes rows, and values of W are broadcast
 // against them.
@@ -49,7 +49,7 @@ struct Piece {
   int64_t panel, panels;
   int64_t next = -1;       // first row of W of the piece that this thread does next, or -1
   bool streaming = false;  // whether y is too large for the caches, so that stores bypass them
-  int64_t rows_in_l1 = 0;  // of W, side by side; for a gemm that reads W in place
+  int64_t rows_in_l1 = 0;  // of W at the same time; for a gemm that reads W in place
 };
 
 // Depth [from, from + count) of a product. Every slice after the first one adds its sums to y.
@@ -156,7 +156,7 @@ constexpr int64_t kCopyFloats = kBlockRows * (256 + 16);
 // Floats for the scratch of `VectorGemm::run`: two copies, and the sums of a block.
 constexpr int64_t kVectorScratch = 2 * kCopyFloats + int64_t(kMaxPiecePanels) * kBlockRows * kLanes;
 
-// Returns how many rows of a matrix, `stride` bytes apart, can be read side by side, at most
+// Returns how many rows of a matrix, `stride` bytes apart, a tile can read at the same time, at most
 // kTallTile: in every set of L1, the lines being read leave a way free for x.
 int64_t rows_in_l1(const runtime::Machine& machine, int64_t stride);
 // Returns the rows of a tile that reads W in place, for its accumulators and its registers of x.
