@@ -16,11 +16,14 @@ def status_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def resident_bytes() -> int:
-    """Return the resident memory after everything that is not used has been given back."""
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Return the resident memory after everything that is not used has been given back.
+
+    field: `RssAnon` does not count the code of libraries, which becomes resident as it is used.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return status_bytes("VmRSS")
+    return status_bytes(field)
 
 
 def peak_growth(function: Callable[[], object]) -> int:
