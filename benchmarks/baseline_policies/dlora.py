@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from vlora.config import Options
-from vlora.engine.policies.base import Candidate, Choice, Costs
+from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 CREDIT = 10_000.0
@@ -29,57 +29,60 @@ class DLora:
     mergeable adapter is seen; until then the published times are used."""
 
     uses_costs = True
+    orders = (Order.ARRIVAL,)
 
     def __init__(self, max_batch: int, costs: Costs) -> None:
         self.max_batch = max_batch
         self._costs = costs
-        self._credit: defaultdict[int, float] = defaultdict(float)
-        self._known: set[int] = set()
-        self._by_credit: set[int] = set()
-        self._active: int | None = None
+        self._credit: defaultdict[str, float] = defaultdict(float)
+        self._known: set[str] = set()
+        self._by_credit: set[str] = set()
+        self._active: str | None = None
         self._merged_step, self._unmerged_step, self._switch = PUBLISHED_SECONDS
         self._profiled = False
         self._enter, self._leave = 1.0, self._speed
         self._steps = self._merged_served = self._unmerged_served = 0
-        self._would_switch, self._largest = 0, BASE
+        self._would_switch = 0
+        self._largest: str | None = None
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         self._note_new_adapters(ready)
         fcfs = list(ready[: self.max_batch])
-        counts = Counter(r.slot for r in ready if self._costs.mergeable(r.slot))
+        slots = {_name(r): r.slot for r in ready if self._costs.mergeable(r.slot)}
+        counts = Counter(_name(r) for r in ready if _name(r) in slots)
         credited = self._credited(ready)
         if credited:
             self._to_unmerged()
-            chosen = credited + [r for r in fcfs if r.slot not in self._by_credit]
+            chosen = credited + [r for r in fcfs if _name(r) not in self._by_credit]
             chosen = chosen[: self.max_batch]
             self._settle(fcfs, chosen, 1.0 / self.max_batch)
             return Choice(tuple(chosen), BASE)
         least = -CREDIT * (len(self._known) - 1)
-        counts = Counter({slot: n for slot, n in counts.items() if self._credit[slot] >= least})
+        counts = Counter({name: n for name, n in counts.items() if self._credit[name] >= least})
         if not counts:
             self._to_unmerged()
             return Choice(tuple(fcfs), BASE)
-        largest = max(sorted(counts), key=lambda slot: counts[slot])
-        slot = self._active
-        if slot is not None and counts[slot] >= self._leave * len(fcfs) and counts[slot]:
+        largest = max(sorted(counts), key=lambda name: counts[name])
+        active = self._active
+        if active is not None and counts[active] >= max(1, self._leave * len(fcfs)):
             self._steps += 1
         elif counts[largest] >= self._enter * len(fcfs):
             self._adjust()
-            slot, self._steps = largest, 1
+            active, self._steps = largest, 1
         else:
             if largest != self._largest:
                 self._would_switch, self._largest = self._would_switch + 1, largest
-            slot = None
-        batch = [r for r in ready if r.slot == (largest if slot is None else slot)]
-        batch = batch[: self.max_batch]
+            active = None
+        merged = largest if active is None else active
+        batch = [r for r in ready if _name(r) == merged][: self.max_batch]
         self._merged_served += len(batch)
         self._unmerged_served += len(fcfs)
-        if slot is None:
+        if active is None:
             self._to_unmerged()
             return Choice(tuple(fcfs), BASE)
-        self._active = slot
+        self._active = active
         self._settle(fcfs, batch, 1.0 / (self._speed * self.max_batch))
-        return Choice(tuple(batch), slot)
+        return Choice(tuple(batch), slots[active])
 
     @property
     def _speed(self) -> float:
@@ -88,28 +91,28 @@ class DLora:
 
     def _note_new_adapters(self, ready: Sequence[Candidate]) -> None:
         """Start the credit of new adapters, and take the profile when there is an adapter."""
-        for slot in {r.slot for r in ready} - self._known:
-            self._known.add(slot)
-            self._credit[slot] = 0.0
+        for name in {_name(r) for r in ready} - self._known:
+            self._known.add(name)
+            self._credit[name] = 0.0
         adapter = next((r for r in ready if self._costs.mergeable(r.slot) and r.slot != BASE), None)
         if not self._profiled and adapter is not None:
             self._profiled = True
             one_row = [adapter._replace(missing=1)]
-            self._merged_step = self._costs.step(one_row, adapter.slot)
-            self._unmerged_step = self._costs.step(one_row, BASE)
+            (self._merged_step,) = self._costs.steps(one_row, adapter.slot)
+            (self._unmerged_step,) = self._costs.steps(one_row, BASE)
             self._switch = self._costs.switch(BASE, adapter.slot)
             self._leave = self._speed
 
     def _credited(self, ready: Sequence[Candidate]) -> list[Candidate]:
         """Return requests of the adapters that are served by credit, highest credit first."""
         self._by_credit = {
-            slot
-            for slot in self._known
-            if self._credit[slot] >= CREDIT
-            or (slot in self._by_credit and self._credit[slot] >= CREDIT / 2)
+            name
+            for name in self._known
+            if self._credit[name] >= CREDIT
+            or (name in self._by_credit and self._credit[name] >= CREDIT / 2)
         }
-        order = sorted(self._by_credit, key=lambda slot: -self._credit[slot])
-        return [r for slot in order for r in ready if r.slot == slot][: self.max_batch]
+        order = sorted(self._by_credit, key=lambda name: -self._credit[name])
+        return [r for name in order for r in ready if _name(r) == name][: self.max_batch]
 
     def _settle(self, fcfs: Sequence[Candidate], chosen: Sequence[Candidate], price: float) -> None:
         """Move credit from requests served early to requests that were passed over."""
@@ -120,8 +123,8 @@ class DLora:
             early = [chosen[0]] * len(passed)
             price /= 2
         for payer, payee in zip(early, passed, strict=True):
-            self._credit[payer.slot] -= price
-            self._credit[payee.slot] += price
+            self._credit[_name(payer)] -= price
+            self._credit[_name(payee)] += price
 
     def _to_unmerged(self) -> None:
         """Leave merged mode if it is active, and count the step."""
@@ -157,7 +160,13 @@ class DLora:
             elif unmerged < merged:
                 self._leave /= MULTIPLICATIVE_STEP
         self._merged_served = self._unmerged_served = self._would_switch = 0
-        self._largest = BASE
+        self._largest = None
+
+
+def _name(r: Candidate) -> str:
+    """Return the adapter's name, "" for the base model. A slot passes to other adapters, and credit
+    must not."""
+    return r.adapter or ""
 
 
 def make(options: Options, costs: Costs) -> DLora:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vlora.config import Options
-from vlora.engine.policies.base import Candidate, Choice, Costs
+from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 
@@ -13,6 +13,7 @@ class MergeOnly:
     """Run all requests of the oldest request's adapter, with that adapter merged."""
 
     uses_costs = False
+    orders = (Order.ARRIVAL,)
 
     def __init__(self, max_batch: int, costs: Costs) -> None:
         self.max_batch = max_batch

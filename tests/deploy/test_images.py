@@ -135,12 +135,16 @@ def test_the_cpu_image_serves_read_only_as_a_user_and_has_no_compilers(
         def run_inside(words: list[str]) -> int:
             return subprocess.run([*enter, *final.inside(words)], capture_output=True).returncode
 
-        # The process becomes `vlora serve` after the mounts.
-        until(lambda: served.cmdline()[2:3] == ["serve"])
+        # The process becomes the entry point after the mounts.
+        until(lambda: served.cmdline() == entry)
         assert run_inside(["/usr/bin/test", "-w", "/tmp"]) == 0
         write = [*enter, "chroot", str(final.root), "/usr/bin/touch", "/written"]
         wrote = subprocess.run(write, capture_output=True, text=True)
         assert "Read-only file system" in wrote.stderr, wrote.stderr
+        assert run_inside(["/bin/sh", "-c", "sleep 3 >/dev/null 2>&1 &"]) == 0
+        # PID 1 adopts and reaps it; a zombie would keep its name.
+        until(lambda: "sleep" in [child.name() for child in served.children()])
+        until(lambda: "sleep" not in [child.name() for child in served.children()])
         health = last.last("HEALTHCHECK").words
 
         def exits_with(command: list[str], status: int) -> bool:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import random
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.baseline_policies import register
+from tests.support.calls import calls_of
 from tests.support.engine_client import answers, request
+from vlora.atmm import op
 from vlora.config import POLICIES, Options
 from vlora.engine.engine import Engine
 from vlora.engine.policies.registry import make_policy
+from vlora.ids import BASE
 from vlora.request import Request
 
 register()
@@ -124,3 +130,63 @@ def test_only_in_flight_requests_have_stored_deadlines(options: Options) -> None
     while not engine.idle:
         engine.step()
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ["unmerge_only", "credit"])
+def test_a_step_neither_copies_its_statistics_nor_predicts_what_no_policy_reads(
+    options: Options, policy: str
+) -> None:
+    engine = Engine(replace(options, policy=policy))
+    for item in batch(engine):
+        engine.add(engine.prepare(item), 0.0)
+    calls = calls_of(engine.step)
+    assert calls["replace"] == 0
+    assert calls["CostModel.record"] == (policy == "credit")
+    assert (engine.stats().predicted_seconds > 0) == (policy == "credit")
+
+
+@pytest.fixture
+def merges(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the list of the merges computed so far. Each of them takes a second, and nothing else
+    takes any time."""
+    done: list[float] = []
+    merge = op.merge
+
+    def merge_for_a_second(*arguments: Any) -> None:
+        merge(*arguments)
+        done.append(1.0)
+
+    monkeypatch.setattr(op, "merge", merge_for_a_second)
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(done))
+    return done
+
+
+@pytest.mark.parametrize("merging", ["out_of_place", "in_place"])
+def test_the_merges_of_a_switch_are_predicted(
+    options: Options, merges: list[float], merging: str
+) -> None:
+    engine = Engine(replace(options, merging=merging))
+    draw = random.Random(1)
+    for to in draw.choices([BASE, *engine.adapters.resident], k=60):
+        expected = engine.costs.merges(engine.switcher.live, to)
+        before = len(merges)
+        engine._switch(to)
+        assert len(merges) - before == len(expected)
+
+
+@pytest.mark.parametrize("names", [[HOT], [HOT, "attention-r4"]], ids=["one adapter", "two"])
+@pytest.mark.parametrize("merging", ["out_of_place", "in_place"])
+def test_the_calibrated_time_of_a_merge_is_that_of_one_merge(
+    options: Options,
+    adapters_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    merges: list[float],
+    merging: str,
+    names: list[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = {name: str(adapters_dir / name) for name in names}
+    engine = Engine(replace(options, merging=merging, adapters=None), folders)
+    engine.calibrate()
+    assert engine.costs.profile.merge == (1.0, 0.0)

@@ -21,8 +21,8 @@ class FixedCosts:
     overhead_seconds = 0.0
     lora_call_seconds = 0.0
 
-    def step(self, ready: Sequence[Candidate], live: int) -> float:
-        return STEP_SECONDS
+    def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
+        return [STEP_SECONDS] * len(ready)
 
     def switch(self, live: int, to: int) -> float:
         return 0.0 if to in (BASE, live) else SWITCH_SECONDS

@@ -208,6 +208,15 @@ def test_serve_reports_a_port_in_use(checkpoint: Path, adapters_dir: Path) -> No
     assert f"error: port {port} is already in use; choose another with --http-port N" in output
 
 
+def test_serve_warns_of_a_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLORA_CUDA_LIBRARY", "/opt/library.so")
+    output, _ = serve("--http-port", "-1").communicate(timeout=60)
+    expected = (
+        "warning: nothing reads the environment variable VLORA_CUDA_LIBRARY; known are VLORA_"
+    )
+    assert output.startswith(expected)
+
+
 def test_serve_reports_a_log_that_cannot_be_written(folders: list[str]) -> None:
     output, _ = serve(*folders, *FREE_PORTS, "--log", "/proc/none/log").communicate(timeout=60)
     assert "error: cannot write the log /proc/none/log: No such file or directory" in output

@@ -114,17 +114,20 @@ def test_a_waiting_request_ends_when_it_is_cancelled_or_its_client_disconnects(a
             assert call.exception() is None or "CANCELLED" in str(call.exception())
 
 
-def test_a_newer_request_of_a_stream_supersedes_the_waiting_one(ask: Asker) -> None:
+def test_a_newer_request_of_a_stream_supersedes_the_waiting_one(
+    small: TritonServer, ask: Asker
+) -> None:
+    """A stream belongs to the server: the newer requests come over a connection of their own."""
     question = {"text_input": "What?", "sampling_parameters": LONG}
     running = [uuid.uuid4().hex for _ in range(RUNNING)]
     keys = {**LONG, "max_tokens": 3, "stream_id": "camera", "supersede": True, "deadline_ms": 3e4}
     chunk = {"text_input": "What?", "sampling_parameters": keys}
-    with ThreadPoolExecutor(32) as pool:
+    with ThreadPoolExecutor(32) as pool, asking(small) as other:
         calls = [pool.submit(ask.once, "video_analytics", id=one, **question) for one in running]
         chunks = [pool.submit(ask.once, "video_analytics", **chunk)]
 
         def superseded() -> bool:
-            chunks.append(pool.submit(ask.once, "video_analytics", **chunk))
+            chunks.append(pool.submit(other.once, "video_analytics", **chunk))
             return chunks[0].done()
 
         until(superseded)

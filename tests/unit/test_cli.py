@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from tests.support.fakes import adapter
 from vlora import paths
+from vlora.cli import app
 from vlora.cli.adapters import table_of
 from vlora.cli.serve import first_question
 from vlora.config import Options
+from vlora.launcher.repository import write_repository
 
 
 def test_the_table_of_adapters_fits_into_80_columns() -> None:
@@ -48,3 +51,32 @@ def test_the_command_that_serve_prints_sends_a_request_with_a_picture(
     sent = subprocess.run(["sh", "-c", asks], capture_output=True, check=True).stdout
     picture = samples / "samples/vqa.png" if demo else own
     assert base64.b64decode(json.loads(sent)["image"]) == picture.read_bytes()
+
+
+@pytest.fixture
+def own(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> dict[str, Path]:
+    """Return a repository of its own with one adapter, and an options file with another one."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}-adapter").symlink_to(adapters_dir / "attention-r4")
+    options = tmp_path / "options.json"
+    options.write_text('{"adapters": "other", "block_size": 8}')
+    repository = write_repository(tmp_path / "repository", checkpoint, tmp_path / "one")
+    return {"--repository": repository, "--options": options}
+
+
+@pytest.mark.parametrize("command", [["adapters", "list"], ["adapters", "check"], ["capacity"]])
+def test_commands_read_the_given_repository_and_options(
+    command: list[str], own: dict[str, Path]
+) -> None:
+    words = [str(word) for option in own.items() for word in option]
+    by_repository = CliRunner().invoke(app, [*command, *words[:2]])
+    assert "one-adapter" in by_repository.output, by_repository
+    by_options = CliRunner().invoke(app, [*command, *words])
+    assert "other-adapter" in by_options.output, by_options
+    assert "one-adapter" not in by_options.output
+
+
+def test_a_model_alone_has_no_adapters(checkpoint: Path) -> None:
+    result = CliRunner().invoke(app, ["adapters", "check", "--model", str(checkpoint)])
+    assert (result.exit_code, result.output) == (0, "no adapters\n")

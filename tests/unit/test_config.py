@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from vlora.config import Limits, Options, load_adapter_names, load_options, parse_options
+from vlora.config import (
+    Limits,
+    Options,
+    load_adapter_names,
+    load_options,
+    load_replacing,
+    parse_options,
+)
 from vlora.config.vllm_keys import ACCEPTED, NO_EFFECT, REFUSED
 from vlora.errors import InvalidArgument
 
@@ -26,10 +33,37 @@ def test_relative_folders_start_at_the_files_folder() -> None:
 def test_the_environment_overrides_folders(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps({"model": "m", "adapters": "a", "max_num_seqs": 3}))
-    options = load_options(file, {"VLORA_MODEL": "/other", "VLORA_ADAPTERS": ""})
+    options = load_options(file, {"VLORA_MODEL": "/other", "VLORA_ADAPTERS": "/adapters"})
     assert options.model == Path("/other")
-    assert options.adapters == tmp_path / "a"
+    assert options.adapters == Path("/adapters")
     assert options.max_num_seqs == 3
+    options = load_options(file, {"VLORA_MODEL": "", "VLORA_ADAPTERS": "/adapters"})
+    assert (options.model, options.adapters) == (tmp_path / "m", Path("/adapters"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "replacing"),
+    [({"VLORA_MODEL": "/other"}, {}), ({}, {"model": "/other"})],
+    ids=["environment", "options"],
+)
+def test_another_model_does_not_get_the_adapters_and_the_tokenizer_of_the_files_model(
+    environment: dict[str, str], replacing: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps({"model": "m", "tokenizer": "m", "adapters": "a"}))
+    options = load_options(file, environment, replacing)
+    assert (options.model, options.adapters) == (Path("/other"), None)
+    named = load_options(file, environment, {**replacing, "adapters": "b"})
+    assert named.adapters == tmp_path / "b"
+
+
+def test_folders_of_an_options_file_start_at_its_folder(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"model": "../m", "tokenizer": "../m", "adapters": "/a"}))
+    model = str(tmp_path.parent / "m")
+    assert load_replacing(file) == {"model": model, "tokenizer": model, "adapters": "/a"}
+    file.write_text('{"model": 5, "block_size": 8}')
+    assert load_replacing(file) == {"model": 5, "block_size": 8}
 
 
 def test_an_unknown_key_is_rejected_with_the_nearest_known_one() -> None:

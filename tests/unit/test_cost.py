@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.policies.simulation import fork, without_adapters
+from vlora.atmm import tiles
+from vlora.backends import override
 from vlora.engine import calibration
 from vlora.engine.cost import AdapterSize, CostModel, Part, Profile, guess, rows_by_adapter
 from vlora.engine.policies.base import Candidate
@@ -75,6 +77,13 @@ def test_switching_to_merged_weights_or_to_the_base_costs_no_merge() -> None:
     costs = model(held=1)
     assert costs.switch(BASE, 0) == pytest.approx(3e-3)
     assert [costs.switch(0, BASE), costs.switch(0, 0), costs.switch(0, 1)] == [0.0, 0.0, 0.0]
+
+
+def test_going_back_in_place_costs_the_merge_that_is_undone() -> None:
+    costs = replace(model(held=1), in_place=True)
+    assert costs.switch(BASE, 0) == costs.switch(0, BASE) == pytest.approx(3e-3)
+    assert costs.switch(0, 1) == pytest.approx(3e-3 + 6e-3)
+    assert (costs.switch(1, 1), costs.switch(BASE, BASE)) == (0.0, 0.0)
 
 
 def test_predictions_converge_to_the_times_of_each_kind_of_step() -> None:
@@ -147,13 +156,22 @@ def test_predictions_of_merges_are_corrected() -> None:
     assert costs.switch(BASE, 1) == pytest.approx(12e-3, rel=1e-3)
 
 
-def test_the_cost_of_a_step_for_a_policy_includes_all_missing_rows() -> None:
-    costs = model()
-    ready = [Candidate("a", 0, missing=3, context=7), Candidate("b", BASE)]
-    parts = [Part(0, 3, 7, True), Part(BASE, 1, 0, True)]
-    assert costs.step(ready, BASE) == costs.predict(parts, BASE)
-    assert without_adapters(costs).step(ready, BASE) < costs.step(ready, BASE)
-    assert replace(costs, merged_slot=lambda: 0).switch(BASE, 0) == 0.0
+@pytest.mark.parametrize("live", [BASE, 0, 1])
+def test_the_predicted_steps_of_single_requests_are_those_of_their_parts(live: int) -> None:
+    costs = model(replace(PROFILE, lora_calls=3e-3))
+    for parts in ([Part(0, 3, 0, True)], [Part(BASE, 1, 10, True)] * 2):
+        costs.record(parts, live, 0.02, 1e-3)
+    ready = [
+        Candidate("a", 0, missing=3, context=7),
+        Candidate("b", BASE),
+        Candidate("c", 1, missing=9),
+        Candidate("d", 1, context=30),
+    ]
+    parts = [[Part(r.slot, r.missing, r.context, True)] for r in ready]
+    assert costs.steps(ready, live) == pytest.approx([costs.predict(p, live) for p in parts])
+    free = without_adapters(costs).steps(ready, live)
+    cheaper = [f < s for f, s in zip(free, costs.steps(ready, live), strict=True)]
+    assert cheaper == [r.slot != live for r in ready]
 
 
 def test_a_guessed_profile_gives_positive_increasing_predictions() -> None:
@@ -171,6 +189,17 @@ def test_a_profile_is_measured_once_and_loaded_the_next_time(tmp_path: Path) -> 
     assert calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path) == moved
     other = replace(PROFILE, answer=5.0)
     assert calibration.load_or_measure(("another",), lambda: other, tmp_path) == other
+
+
+def test_a_profile_belongs_to_the_kernels_it_was_measured_with(tmp_path: Path) -> None:
+    contexts = [override("atmm", "reference"), override("kernels", "reference")]
+    contexts += [tiles.isa(isa) for isa in tiles.isas() if "avx512" not in isa]
+    calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path)
+    for count, context in enumerate(contexts):
+        moved = replace(PROFILE, answer=float(count))
+        with context:
+            assert calibration.load_or_measure(("key",), lambda: moved, tmp_path) == moved  # noqa: B023
+    assert calibration.load_or_measure(("key",), lambda: moved, tmp_path) == PROFILE
 
 
 @pytest.mark.parametrize("broken", ["", "{}", "[1]", json.dumps(asdict(PROFILE) | {"head": "x"})])

@@ -24,7 +24,10 @@ from vlora.ids import BASE
 
 def requests(*groups: tuple[int, float]) -> list[Candidate]:
     """Return one candidate per (slot, wait), in order of arrival."""
-    return [Candidate(f"r{i}", slot, float(i), wait) for i, (slot, wait) in enumerate(groups)]
+    return [
+        Candidate(f"r{i}", slot, float(i), wait, adapter=None if slot == BASE else f"a{slot}")
+        for i, (slot, wait) in enumerate(groups)
+    ]
 
 
 def decision(choice: Choice) -> tuple[list[str], int]:
@@ -178,10 +181,21 @@ def test_dlora_merges_full_batches_and_moves_credit_to_requests_it_passed_over()
     policy.choose(same_adapter, BASE, 0.0)
     choice = policy.choose(mixed, 1, 0.0)
     assert decision(choice) == (["r0", "r1", "r2"], 1)
-    assert policy._credit[2] == -policy._credit[1] > 0
-    policy._credit[2] += 20_000
+    assert policy._credit["a2"] == -policy._credit["a1"] > 0
+    policy._credit["a2"] += 20_000
     order, live = decision(policy.choose(mixed, 1, 0.0))
     assert (order[0], live) == ("r3", BASE)
+
+
+def test_dlora_keeps_credit_with_the_adapter_when_its_slot_passes_to_another() -> None:
+    policy = DLora(4, FixedCosts())
+    before = requests((1, 0.0), (1, 0.0), (1, 0.0), (2, 0.0))
+    policy.choose(before, BASE, 0.0)
+    policy._credit["a2"] += 20_000
+    replaced = [*before[:3], before[3]._replace(adapter="another")]
+    assert decision(policy.choose(replaced, BASE, 0.0))[0] == ["r0", "r1", "r2", "r3"]
+    moved = [*before[:3], before[3]._replace(slot=5)]
+    assert decision(policy.choose(moved, BASE, 0.0))[0][0] == "r3"
 
 
 # -- predictive ------------------------------------------------------------------------------

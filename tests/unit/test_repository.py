@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from vlora.cli import app
 from vlora.config import load_options
 from vlora.errors import InvalidArgument
-from vlora.launcher.repository import write_repository
+from vlora.launcher.repository import copy_with_overrides, write_repository
 from vlora.paths import model_repository
 
 
@@ -33,6 +33,16 @@ def test_explicit_folders_are_written_unchanged(tmp_path: Path) -> None:
     written = write_repository(tmp_path, Path("/models/llava"), Path("/models/adapters"))
     keys = json.loads((written / "lmm" / "1" / "model.json").read_text())
     assert (keys["model"], keys["adapters"]) == ("/models/llava", "/models/adapters")
+
+
+def test_another_model_does_not_get_the_adapters_of_the_demo(tmp_path: Path) -> None:
+    written = write_repository(tmp_path / "mine", Path("/models/llava"))
+    options = load_options(written / "lmm" / "1" / "model.json", environment={})
+    assert (options.model, options.adapters) == (Path("/models/llava"), None)
+    copy = tmp_path / "copy"
+    copy_with_overrides(model_repository(), copy, {"model": "/models/llava"}, {})
+    options = load_options(copy / "lmm" / "1" / "model.json", environment={})
+    assert (options.model, options.adapters) == (Path("/models/llava"), None)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 from vlora import native
 from vlora.atmm import tiles
-from vlora.model.sampler import TokenSampler, draw, draw_rows, probabilities
+from vlora.model.sampler import TokenSampler, Uniforms, draw, draw_rows, probabilities
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import FloatArray
 from vlora.sampling import SamplingParams
@@ -290,3 +290,33 @@ def test_penalties_of_huge_logits_stay_finite(vocabulary: Vocabulary, temperatur
             assert 0 <= drawn.token < scores.size
             assert drawn.logprobs is not None
             assert not any(np.isnan(entry.logprob) for entry in drawn.logprobs)
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    runs=st.lists(st.tuples(st.integers(0, 2**32), st.integers(1, 5)), max_size=5),
+)
+def test_a_uniform_number_depends_on_seed_and_position_alone(
+    seed: int, runs: list[tuple[int, int]]
+) -> None:
+    """Read runs of consecutive positions, and compare each number with a new generator's."""
+    uniforms = Uniforms(seed)
+    for start, count in runs:
+        for position in range(start, start + count):
+            philox = np.random.Philox(key=seed, counter=[position, 0, 0, 0])
+            assert uniforms.at(position) == np.random.Generator(philox).random()
+
+
+def test_consecutive_draws_of_a_request_share_a_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    philox = np.random.Philox
+
+    def counted(**arguments: object) -> np.random.Philox:
+        made.append(arguments)
+        return philox(**arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(np.random, "Philox", counted)
+    sampler = TokenSampler(SamplingParams(seed=1), "id", (EOS,), None)  # type: ignore[arg-type]
+    for length in range(50):
+        sampler.draw(np.zeros(100, np.float32), [1, 2], [3] * length, budget=60)
+    assert len(made) == 1

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections import abc
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.baseline_policies import register
 from benchmarks.policies.simulation import resident_adapter
-from vlora.config import Options
+from tests.support.calls import calls_of
+from vlora.config import POLICIES, Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
-from vlora.engine.policies.base import Candidate, Choice
+from vlora.engine.policies.base import Candidate, Choice, Order
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
@@ -25,6 +29,8 @@ from vlora.model.inputs import Prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
+register()
+
 
 def make_sequence(
     pool: PagePool,
@@ -34,8 +40,10 @@ def make_sequence(
     slot: int = -1,
     arrival: float = 0.0,
     priority: int = 0,
+    deadline_ms: float | None = None,
 ) -> Sequence:
-    request = Request(id=name, prompt="", sampling=SamplingParams(priority=priority))
+    params = SamplingParams(priority=priority, deadline_ms=deadline_ms)
+    request = Request(id=name, prompt="", sampling=params)
     table = BlockTable(pool, block)
     sequence = Sequence(request, Prompt.of_text(range(prompt)), resident_adapter(slot), 100, table)
     sequence.arrival = arrival
@@ -59,9 +67,7 @@ def carry_out(scheduler: Scheduler, plan: StepPlan) -> None:
     rows=st.integers(6, 50),
     block=st.sampled_from([1, 4, 16]),
     slack=st.integers(0, 20),
-    policy=st.sampled_from(
-        ["unmerge_only", "merge_only", "dlora", "paper", "credit", "predictive"]
-    ),
+    policy=st.sampled_from(sorted(POLICIES)),
     adapters=st.integers(1, 4),
 )
 def test_every_sequence_finishes_within_the_budgets(
@@ -156,6 +162,7 @@ class Only:
     """A policy that runs the named requests, in this order."""
 
     uses_costs = False
+    orders = (Order.ARRIVAL,)
     max_batch = 1
 
     def __init__(self, *names: str, **credits: float) -> None:
@@ -232,6 +239,7 @@ class AlwaysMerge:
     """A policy that always wants the adapter in slot 3 merged."""
 
     uses_costs = False
+    orders = (Order.ARRIVAL,)
     max_batch = 4
 
     def choose(self, ready: abc.Sequence[Candidate], live: int, now: float) -> Choice:
@@ -298,22 +306,55 @@ def test_unmerge_only_chooses_from_the_first_candidates_what_it_would_choose_fro
     assert all_plans[0] == all_plans[1]
 
 
-def test_a_first_come_first_served_step_reads_only_a_batch_of_the_queue() -> None:
-    read: list[str] = []
+def busy_scheduler(policy: str, waiting: int, kinds: str) -> Scheduler:
+    """Return a scheduler with 64 running requests and a queue.
 
-    class Watched(Sequence):
-        @property
-        def ready(self) -> bool:
-            read.append(self.id)
-            return super().ready
-
-    scheduler = Scheduler(Budgets(8, 64, candidates=16), UnmergeOnly(8, 30.0))
-    pool = PagePool(64)
-    for i in range(2000):
-        added = make_sequence(pool, f"s{i}", 5, arrival=float(i))
-        added.__class__ = Watched
+    kinds: which of "priorities", "deadlines" and "unready" adapters the queue has, in one string.
+    """
+    draw, pool = random.Random(1), PagePool(2000)
+    costs = CostModel(guess(10**8, 4, 10**7), lambda slot: AdapterSize(10**6, 10**9))
+    scheduler = Scheduler(Budgets(64, 1024), make_policy(Options(policy=policy), costs))
+    unready = resident_adapter(0)
+    assert unready is not None
+    unready.state = State.ON_DISK
+    for i in range(64):
+        scheduler.add(make_sequence(pool, f"runs{i}", 4, slot=i % 8 - 1, arrival=i * 1e-6))
+    carry_out(scheduler, scheduler.schedule(0.1))
+    carry_out(scheduler, scheduler.schedule(0.2))
+    for i in range(waiting):
+        priority = draw.choice([-1, 0, 3]) if "priorities" in kinds else 0
+        deadline_ms = draw.uniform(1e5, 1e6) if "deadlines" in kinds else None
+        slot, words = draw.randrange(-1, 8), draw.randrange(2, 100)
+        arrival = 0.2 + i * 1e-5
+        added = make_sequence(
+            pool, f"s{i}", words, 4, slot, arrival, priority, deadline_ms=deadline_ms
+        )
+        if "unready" in kinds and i % 10:
+            added.adapter = unready
         scheduler.add(added)
-    for now in range(20):
-        carry_out(scheduler, scheduler.schedule(2000.0 + now))
-    assert len(set(read)) < 30
-    assert len(read) < 20 * 30
+    return scheduler
+
+
+@pytest.mark.parametrize("kinds", ["", "priorities", "deadlines", "priorities deadlines unready"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_work_of_a_step_does_not_grow_with_the_queue(name: str, kinds: str) -> None:
+    asked: list[int] = []
+    calls: list[int] = []
+    for waiting in (256, 1024):
+        scheduler = busy_scheduler(name, waiting, kinds)
+        choose, orders = scheduler.policy.choose, scheduler.policy.orders
+
+        def counted(
+            ready: abc.Sequence[Candidate],
+            live: int,
+            now: float,
+            choose: abc.Callable[..., Choice] = choose,
+        ) -> Choice:
+            asked.append(len(ready))
+            return choose(ready, live, now)
+
+        scheduler.policy.choose = counted  # type: ignore[method-assign]
+        calls.append(calls_of(partial(scheduler.schedule, 0.3)).total())
+        assert asked[-1] <= 64 + 16 * len(orders)
+    assert calls[1] <= 1.1 * calls[0], asked
+    assert calls[1] <= 64 * 45

@@ -1,10 +1,9 @@
-"""`vlora adapters`: the adapters that a server would load."""
+"""`vlora adapters`: list, check and generate adapters."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -14,39 +13,57 @@ from rich.table import Table
 
 from vlora.cli.common import (
     AdaptersOption,
+    Configuration,
     ModelOption,
+    OptionsFileOption,
+    RepositoryOption,
     console,
-    load_checked_options,
+    load_configuration,
     print_plain,
     report_errors,
 )
-from vlora.config import load_adapter_names
-from vlora.launcher.options import default_repository
+from vlora.cli.generate import generate
 
 if TYPE_CHECKING:
     from vlora.lora.adapter import AdapterInfo
     from vlora.lora.store import AdapterStore
 
 app = typer.Typer(
-    help="List and check the adapters that a server would load.", add_completion=False
+    help="List and check the adapters that a server would load; generate new ones.",
+    add_completion=False,
 )
 
 
+app.command("generate")(generate)
+
+
 @app.command("list")
-def list_adapters(model: ModelOption = None, adapters: AdaptersOption = None) -> None:
+def list_adapters(
+    model: ModelOption = None,
+    adapters: AdaptersOption = None,
+    repository: RepositoryOption = None,
+    options_file: OptionsFileOption = None,
+) -> None:
     """List all adapters with their ranks, targets, tasks, labels and digests."""
     with report_errors():
-        store = _load_store(model, adapters)
+        store = _load_store(load_configuration(model, adapters, repository, options_file))
     console.print(table_of([store.info(name) for name in store.names()]))
     for name in store.broken:
         print_plain(f"{name} failed to load; see `vlora adapters check`")
 
 
 @app.command("check")
-def check_adapters(model: ModelOption = None, adapters: AdaptersOption = None) -> None:
+def check_adapters(
+    model: ModelOption = None,
+    adapters: AdaptersOption = None,
+    repository: RepositoryOption = None,
+    options_file: OptionsFileOption = None,
+) -> None:
     """Load all adapters and print why any of them fails; the exit status is then 1."""
     with report_errors():
-        store = _load_store(model, adapters)
+        store = _load_store(load_configuration(model, adapters, repository, options_file))
+    if not store.names() and not store.broken:
+        print_plain("no adapters")
     for name in store.names():
         console.print(f"[green]ok[/]      {escape(name)}")
     for error in store.broken.values():
@@ -77,18 +94,17 @@ def table_of(adapters: Iterable[AdapterInfo]) -> Table:
     return table
 
 
-def _load_store(model: Path | None, adapters: Path | None) -> AdapterStore:
-    """Load all adapters of the repository with these overrides."""
+def _load_store(configured: Configuration) -> AdapterStore:
+    """Load all adapters that a server of this configuration would load."""
     from vlora.lora.folders import find_folders
     from vlora.lora.store import AdapterStore
     from vlora.model.decoder_config import load_config
     from vlora.model.loader import adapter_shape
 
-    options = load_checked_options(model, adapters)
+    options = configured.options
     # The commands print what failed; the log would repeat it.
     logging.getLogger("vlora").addHandler(logging.NullHandler())
     config = load_config(options.model)
     store = AdapterStore(adapter_shape(options.model, config), options.limits.max_adapter_bytes)
-    names = load_adapter_names(default_repository() / "lmm" / "1" / "multi_lora.json")
-    store.load(find_folders(options.adapters, names))
+    store.load(find_folders(options.adapters, configured.names))
     return store

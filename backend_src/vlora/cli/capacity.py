@@ -11,12 +11,12 @@ from rich.table import Table
 from vlora.cli.common import (
     AdaptersOption,
     ModelOption,
+    OptionsFileOption,
+    RepositoryOption,
     console,
-    load_checked_options,
+    load_configuration,
     report_errors,
 )
-from vlora.config import load_adapter_names
-from vlora.launcher.options import default_repository
 
 if TYPE_CHECKING:
     from vlora.capacity import Capacity
@@ -31,6 +31,8 @@ app = typer.Typer(add_completion=False)
 def capacity(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
+    repository: RepositoryOption = None,
+    options_file: OptionsFileOption = None,
     memory: Annotated[float, typer.Option(min=0.0, help="Memory in GiB.")] = 8.0,
 ) -> None:
     """Show what fits into an amount of memory: weights, adapters and sequences.
@@ -41,8 +43,8 @@ def capacity(
     from vlora.capacity import plan
 
     with report_errors():
-        names = load_adapter_names(default_repository() / "lmm" / "1" / "multi_lora.json")
-        result = plan(load_checked_options(model, adapters), names, int(memory * GIB))
+        configured = load_configuration(model, adapters, repository, options_file)
+        result = plan(configured.options, configured.names, int(memory * GIB))
         console.print(_parts_table(result))
         if not result.pages:
             raise typer.Exit(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +13,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE, Options, load_options
+from vlora.config import (
+    ADAPTERS_VARIABLE,
+    MODEL_VARIABLE,
+    Options,
+    load_adapter_names,
+    load_options,
+    load_replacing,
+)
 from vlora.errors import VLoraError
 from vlora.launcher.assembly import ServerError
 from vlora.launcher.options import default_repository
@@ -25,8 +34,34 @@ ModelOption = Annotated[
 ]
 AdaptersOption = Annotated[
     Path | None,
-    typer.Option("--adapters", help="Folder of the adapters. Default: the one in model.json."),
+    typer.Option(
+        "--adapters",
+        help="Folder of the adapters. Default: the one in model.json, none with --model.",
+    ),
 ]
+RepositoryOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--repository", help="Model repository with model.json. Default: the one of vlora."
+    ),
+]
+OptionsFileOption = Annotated[
+    Path | None,
+    typer.Option("--options", help="JSON file with keys that replace those of model.json."),
+]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The options that a server would have, and where they come from.
+
+    replacing: keys that replace those of `model.json`. names: adapter folders by name.
+    """
+
+    repository: Path
+    replacing: dict[str, Any]
+    options: Options
+    names: dict[str, str]
 
 
 def print_plain(text: str) -> None:
@@ -44,22 +79,25 @@ def report_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def load_checked_options(
+def load_configuration(
     model: Path | None,
     adapters: Path | None,
     repository: Path | None = None,
-    replacing: Mapping[str, Any] | None = None,
-) -> Options:
-    """Return the options of the repository with these overrides; their folders exist.
+    options_file: Path | None = None,
+) -> Configuration:
+    """Return the configuration of a repository with these overrides; its folders exist.
 
-    replacing: keys that replace those of `model.json`.
+    Raises InvalidArgument or ServerError.
     """
-    file = (repository or default_repository()) / "lmm" / "1" / "model.json"
+    repository = repository or default_repository()
+    version = repository / "lmm" / "1"
+    replacing = {} if options_file is None else load_replacing(options_file)
     overrides = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
-    environment = {name: str(path) for name, path in overrides.items() if path is not None}
-    options = load_options(file, environment, replacing)
+    given = {name: str(path) for name, path in overrides.items() if path is not None}
+    options = load_options(version / "model.json", os.environ | given, replacing)
     if not (options.model / "config.json").is_file():
         raise ServerError(f"no checkpoint at {options.model}; set its folder with --model DIR")
     if options.adapters is not None and not options.adapters.is_dir():
         raise ServerError(f"no adapters folder at {options.adapters}; set it with --adapters DIR")
-    return options
+    names = load_adapter_names(version / "multi_lora.json")
+    return Configuration(repository, replacing, options, names)

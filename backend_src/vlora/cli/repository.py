@@ -19,7 +19,10 @@ def repository(
     ] = None,
     adapters: Annotated[
         Path | None,
-        typer.Option(help="Adapters folder for its model.json, as the server will see it."),
+        typer.Option(
+            help="Adapters folder for its model.json, as the server will see it."
+            " Default: the demo's, none with --model."
+        ),
     ] = None,
 ) -> None:
     """Write a copy of the model repository, to change and to mount."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from functools import partial
 from pathlib import Path
@@ -13,15 +14,18 @@ from vlora import paths
 from vlora.cli.common import (
     AdaptersOption,
     ModelOption,
+    OptionsFileOption,
+    RepositoryOption,
     console,
-    load_checked_options,
+    load_configuration,
     print_plain,
     report_errors,
 )
-from vlora.config import Options, read_keys
+from vlora.config import Options
 from vlora.errors import MAX_NAMES
+from vlora.launcher.environment import unknown_variables
 from vlora.launcher.exposure import LOOPBACK
-from vlora.launcher.options import GRACE_SECONDS, ServerOptions, default_repository
+from vlora.launcher.options import GRACE_SECONDS, ServerOptions
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
@@ -32,10 +36,7 @@ app = typer.Typer(add_completion=False)
 def serve(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
-    repository: Annotated[
-        Path | None,
-        typer.Option(help="Model repository to serve. Default: the one that vlora includes."),
-    ] = None,
+    repository: RepositoryOption = None,
     host: Annotated[
         str, typer.Option(help="IP address to listen on; 0.0.0.0 opens all networks.")
     ] = LOOPBACK,
@@ -69,10 +70,7 @@ def serve(
     restart: Annotated[
         bool, typer.Option("--restart", help="Restart the server when it fails.")
     ] = False,
-    options_file: Annotated[
-        Path | None,
-        typer.Option("--options", help="JSON file with keys that replace those of model.json."),
-    ] = None,
+    options_file: OptionsFileOption = None,
     triton: Annotated[
         list[str] | None,
         typer.Argument(help="Arguments for tritonserver itself, after --.", show_default=False),
@@ -80,12 +78,13 @@ def serve(
 ) -> None:
     """Run a server in the foreground until Ctrl-C; by default with the demo model."""
     with report_errors():
-        served = repository or default_repository()
-        replacing = {} if options_file is None else read_keys(options_file)
-        options = load_checked_options(model, adapters, served, replacing)
+        for warning in unknown_variables(os.environ):
+            print_plain(f"warning: {warning}")
+        configured = load_configuration(model, adapters, repository, options_file)
+        options = configured.options
         server_options = ServerOptions(
-            repository=served,
-            model_json=replacing,
+            repository=configured.repository,
+            model_json=configured.replacing,
             triton_arguments=tuple(triton or ()),
             host=host,
             allow_shared_memory=allow_shared_memory,
@@ -108,7 +107,8 @@ def _announce(options: Options, server: TritonServer, seconds: float) -> None:
     models = ", ".join(server.names)
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
-    console.print(f"adapters  {options.adapters}", soft_wrap=True)
+    folder = options.adapters or "none; name a folder with --adapters"
+    console.print(f"adapters  {folder}", soft_wrap=True)
     if broken := server.broken_adapters():
         names = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
         print_plain(

@@ -15,8 +15,11 @@ from vlora.config.parsing import (
     check_policy,
     load_adapter_names,
     load_options,
+    load_replacing,
     parse_options,
     read_keys,
+    replace_keys,
+    resolve_folders,
 )
 
 __all__ = [
@@ -32,6 +35,9 @@ __all__ = [
     "check_policy",
     "load_adapter_names",
     "load_options",
+    "load_replacing",
     "parse_options",
     "read_keys",
+    "replace_keys",
+    "resolve_folders",
 ]

@@ -39,16 +39,47 @@ def load_options(
     environment: variables that override folders; default: those of the process.
     replacing: keys that replace those of the file.
 
+    The file's adapters belong to the file's model: if another model is named, they are not used.
+
     Raises InvalidArgument with the file, the key and its valid values.
     """
-    keys = read_keys(path) | dict(replacing or {})
+    replacing = replacing or {}
+    keys = replace_keys(read_keys(path), replacing)
     options = parse_options(keys, where=str(path), folder=path.parent)
     environment = os.environ if environment is None else environment
-    if environment.get(MODEL_VARIABLE):
-        options = replace(options, model=Path(environment[MODEL_VARIABLE]).resolve())
-    if environment.get(ADAPTERS_VARIABLE):
-        options = replace(options, adapters=Path(environment[ADAPTERS_VARIABLE]).resolve())
+    model, adapters = (environment.get(name) for name in (MODEL_VARIABLE, ADAPTERS_VARIABLE))
+    if model:
+        kept = options.adapters if "adapters" in replacing else None
+        options = replace(options, model=Path(model).resolve(), adapters=kept)
+    if adapters:
+        options = replace(options, adapters=Path(adapters).resolve())
     return options
+
+
+def replace_keys(keys: Mapping[str, Any], replacing: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a `model.json` with those of `replacing` in their place.
+
+    A replaced model takes what belongs to it along: its adapters, and vLLM's `tokenizer`.
+    """
+    dropped = {"adapters", *RENAMED} if "model" in replacing else set()
+    return {key: value for key, value in keys.items() if key not in dropped} | dict(replacing)
+
+
+def resolve_folders(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the keys of a `model.json` in `folder` with absolute folders."""
+    return dict(keys) | {
+        key: str((folder / keys[key]).resolve())
+        for key in ("model", "adapters", *RENAMED)
+        if isinstance(keys.get(key), str) and keys[key]
+    }
+
+
+def load_replacing(path: Path) -> dict[str, Any]:
+    """Read keys that replace those of a `model.json`; folders are relative to the file's own.
+
+    Raises InvalidArgument if the file is not a JSON object.
+    """
+    return resolve_folders(read_keys(path), path.parent)
 
 
 def load_adapter_names(path: Path) -> dict[str, str]:

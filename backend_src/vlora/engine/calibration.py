@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from vlora import backends, native
 from vlora.atmm.device import Device
+from vlora.atmm.tiles import DTYPE_NAMES
 from vlora.engine.cost import AdapterSize, CostModel, Profile
 from vlora.ids import BASE, order_of
 from vlora.lora.store import AdapterStore
@@ -63,12 +65,14 @@ def load_or_measure(
     *,
     force: bool = False,
 ) -> Profile:
-    """Return this machine's stored profile for `key`, or measure and store it.
+    """Return the stored profile for `key` on this machine with the present kernels, or measure and
+    store it.
 
     key: JSON values that identify model and adapters. force: measure even if one is stored.
     A cache that cannot be read or written is logged and otherwise ignored.
     """
-    described = json.dumps([VERSION, Device.here().name, torch.get_num_threads(), *key])
+    machine = (Device.here().name, torch.get_num_threads(), *_kernels())
+    described = json.dumps([VERSION, *machine, *key])
     name = hashlib.sha256(described.encode()).hexdigest()[:16]
     path = (root or cache_root()) / f"{name}.json"
     try:
@@ -87,6 +91,15 @@ def load_or_measure(
     except OSError as error:
         log.warning("the cost profile is not stored: %s", error)
     return profile
+
+
+def _kernels() -> list[str]:
+    """Return the backends of a step, and the instruction set of each storage type if compiled."""
+    served = [backends.backend_of("atmm"), backends.backend_of("kernels")]
+    if "cpu" not in served:
+        return [*served]
+    runtime = native.kernels().runtime
+    return [*served, runtime.isa(), *(runtime.isa(dtype) for dtype in DTYPE_NAMES)]
 
 
 def read_profile(value: Any) -> Profile:
@@ -160,19 +173,21 @@ class SyntheticSteps:
         return len(self._pages) // requests * self._block
 
     def merge(self, slot: int, other: int) -> float:
-        """Return the shortest measured time of merging a slot after another one, in seconds.
+        """Return the shortest measured time of merging a slot into the base, in seconds.
 
-        If the slots differ, what only the first merge of an adapter prepares is not counted.
+        other: slot that is merged and left before, so that the weights of `slot` are not merged
+            already. If it is the same slot, what the first merge of an adapter prepares is counted.
         """
         times = []
         for _ in range(REPEATS):
             self._switcher.switch(other)
+            self._switcher.switch(BASE)
+            if slot == other:
+                self._switcher.forget(slot)
             started = time.perf_counter()
             self._switcher.switch(slot)
             times.append(time.perf_counter() - started)
             self._switcher.switch(BASE)
-            if slot == other:
-                break
         return min(times)
 
     def _chunks(self, slots: Sequence[int], rows: int, context: int) -> list[Chunk]:

@@ -56,7 +56,7 @@ class Profile:
     lora_calls: fixed time of a step with any adapter: one call per group of matrices.
     adapter_element: time per element of an adapter that a step reads.
     adapter_element_row: time per element of an adapter and row that it is applied to.
-    merge: (fixed time of a merge, time per multiplication of B·A).
+    merge: (fixed time of a merge, time per multiplication of B·A), also of subtracting one.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -77,18 +77,23 @@ class CostModel:
     sizes: returns the size of the adapter in a slot.
     merged_slot: returns the slot whose merged weights exist already, live or not; BASE for none.
     can_merge: returns whether the adapter in a slot may be merged.
+    in_place: whether merging changes the base weights, so that each merge must be undone.
+    calibrated: whether the profile was measured on this machine.
     """
 
     profile: Profile
     sizes: Callable[[int], AdapterSize]
     merged_slot: Callable[[], int] = lambda: BASE
     can_merge: Callable[[int], bool] = lambda slot: True
+    in_place: bool = False
+    calibrated: bool = False
     corrections: Corrections = field(default_factory=Corrections)
     _product_seconds: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     def use(self, profile: Profile) -> None:
-        """Predict from this profile from now on."""
+        """Predict from this measured profile from now on."""
         self.profile = profile
+        self.calibrated = True
         self._product_seconds.clear()
 
     # -- steps and switches ------------------------------------------------------------------
@@ -105,17 +110,17 @@ class CostModel:
 
         forward: measured time of the forward pass. overhead: measured rest of the step's time.
         """
-        uncorrected = self._uncorrected(parts, live)
-        factor = self.corrections.factor(_kind(parts, live))
+        uncorrected, kind = self._uncorrected(parts, live), _kind(parts, live)
+        factor = self.corrections.factor(kind)
         predicted = uncorrected * factor + self.corrections.overhead.seconds(len(parts))
         if uncorrected > 0.0 and forward > 0.0:
             self.corrections.errors.append(abs(predicted / (forward + overhead) - 1.0))
-            self.corrections.learn_forward(_kind(parts, live), forward / uncorrected)
+            self.corrections.learn_forward(kind, forward / uncorrected)
             self.corrections.overhead.learn(len(parts), overhead)
         return predicted
 
     def record_switch(self, predicted: float, seconds: float) -> None:
-        """Learn from a measured switch that had to merge."""
+        """Learn from a measured switch that had to merge; `predicted` is its predicted time."""
         if predicted > 0.0 and seconds > 0.0:
             merges = self.corrections.merges
             merges.learn(seconds / predicted * merges.factor)
@@ -128,14 +133,47 @@ class CostModel:
 
     # -- the protocols of the policies (`policies.base.Costs`, `predictive.StepCosts`) ----------
 
-    def step(self, ready: Sequence[Candidate], live: int) -> float:
-        return self.predict([Part(r.slot, r.missing, r.context, True) for r in ready], live)
+    def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
+        overhead = self.corrections.overhead.seconds(1)
+        factors: dict[StepKind, float] = {}
+        adapters: dict[int, tuple[float, float]] = {}
+        """Seconds of a step and of each of its rows for the adapters of a slot's rows."""
+        seconds = []
+        for r in ready:
+            slot, rows = r.slot, r.missing
+            kind = (rows.bit_length(), rows > 1, slot != live)
+            if kind not in factors:
+                factors[kind] = self.corrections.factor(kind)
+            if slot not in adapters:
+                applied = applied_adapters(slot, live)
+                calls = self.profile.lora_calls if applied else 0.0
+                adapters[slot] = (
+                    calls + sum(map(self.read_adapter, applied)),
+                    sum(self.apply_adapter(adapter, 1) for adapter in applied),
+                )
+            fixed, per_row = adapters[slot]
+            forward = self.products(rows, 1) + self.attention(rows, r.context)
+            seconds.append((forward + fixed + per_row * rows) * factors[kind] + overhead)
+        return seconds
 
     def switch(self, live: int, to: int) -> float:
-        if to in (BASE, live, self.merged_slot()):
-            return 0.0
         fixed, per_product = self.profile.merge
-        return (fixed + per_product * self.sizes(to).product) * self.corrections.merges.factor
+        factor = self.corrections.merges.factor
+        return sum(
+            (fixed + per_product * self.sizes(slot).product) * factor
+            for slot in self.merges(live, to)
+        )
+
+    def merges(self, live: int, to: int) -> set[int]:
+        """Return the adapters whose products a switch adds to the weights or subtracts from them.
+
+        Out of place, going back to the base or to the weights that are merged already takes none.
+        In place, the live adapter is subtracted first.
+        """
+        if to == live:
+            return set()
+        changed = {live, to} if self.in_place else {to} - {self.merged_slot()}
+        return changed - {BASE}
 
     def mergeable(self, slot: int) -> bool:
         return slot == BASE or self.can_merge(slot)
@@ -191,16 +229,18 @@ class CostModel:
         return seconds
 
 
-def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
-    """Return the number of rows that each adapter is applied to.
+def applied_adapters(slot: int, live: int) -> set[int]:
+    """Return the adapters that are applied to rows of a slot: its own, and the live one to be
+    subtracted, unless they are the same."""
+    return set() if slot == live else {slot, live} - {BASE}
 
-    An adapter is applied to its own rows, and the live one is also subtracted from all others.
-    """
+
+def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
+    """Return the number of rows that each adapter is applied to."""
     rows: dict[int, int] = {}
     for part in parts:
-        if part.slot != live:
-            for slot in {part.slot, live} - {BASE}:
-                rows[slot] = rows.get(slot, 0) + part.rows
+        for slot in applied_adapters(part.slot, live):
+            rows[slot] = rows.get(slot, 0) + part.rows
     return rows
 
 

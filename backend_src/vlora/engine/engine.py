@@ -86,7 +86,7 @@ class Engine:
             self.costs.profile.head,
             self.max_model_len,
         )
-        model = (self.config, self.slab.dtype, block)
+        model = (self.config, self.slab.dtype, block, self.costs.in_place)
         self.costs.use(calibration.load_or_measure(model, force=force))
         self.pool.release(pages)
 
@@ -193,7 +193,7 @@ class Engine:
         """Put adapter `live` (or BASE) into the active weights; return the seconds it took."""
         if live == self.switcher.live:
             return 0.0
-        merges = live not in (BASE, self.switcher.merged)
+        merges = bool(self.costs.merges(self.switcher.live, live))
         predicted = self.costs.switch(self.switcher.live, live)
         started = self._clock()
         self.switcher.switch(live)
@@ -205,12 +205,12 @@ class Engine:
 
     def _forward(self, plan: StepPlan) -> tuple[StepResult, float]:
         """Compute the plan; return its result and the seconds it took."""
-        started = self._clock()
+        started, mode = self._clock(), plan.mode
         for chunk in plan.chunks:
-            self._requests[chunk.sequence_id].scheduled(plan.mode, started)
+            self._requests[chunk.sequence_id].scheduled(mode, started)
         result = self._runner.forward(plan.chunks)
         seconds = self._clock() - started
-        self._statistics.count_mode(plan.mode, seconds)
+        self._statistics.count_mode(mode, seconds)
         return result, seconds
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
@@ -238,12 +238,18 @@ class Engine:
         return outputs
 
     def _record(self, plan: StepPlan, started: float, forward_seconds: float) -> None:
-        """Record the time of a step: its forward pass, and the rest since `started`."""
+        """Record the time of a step: its forward pass, and the rest since `started`.
+
+        The cost model learns from it only if its predictions are read: an uncalibrated model under
+        a policy without costs predicts nothing of use.
+        """
         now = self._clock()
         if not self.idle:
             self._busy_since = now
         overhead = now - started - forward_seconds
-        predicted = self.costs.record(plan.parts, plan.live, forward_seconds, overhead)
+        predicted = 0.0
+        if self.scheduler.policy.uses_costs or self.costs.calibrated:
+            predicted = self.costs.record(plan.parts, plan.live, forward_seconds, overhead)
         self._statistics.count(step_seconds=forward_seconds + overhead, predicted_seconds=predicted)
 
     def _fail(self, plan: StepPlan) -> list[Output]:

@@ -123,11 +123,11 @@ class EngineMemory:
         """
         self._adapters.protected_slot = BASE
         self._adapters.apply()
-        failed = list(self._resolve(waiting))
-        first_of: dict[AdapterHandle, Sequence] = {}
-        for sequence in waiting:
-            if sequence.adapter is not None:
-                first_of.setdefault(sequence.adapter, sequence)
+        failed: list[tuple[str, VLoraError]] = []
+        first_of = _first_of_each_adapter(waiting)
+        if any(handle.retired or handle.error is not None for handle in first_of):
+            failed = list(self._resolve(waiting))
+            first_of = _first_of_each_adapter(waiting)
         stuck = self._adapters.advance(list(first_of), running)
         self._update_cutoff(waiting, None if stuck is None else first_of[stuck], now)
         return failed
@@ -190,3 +190,13 @@ class EngineMemory:
         held = {page for sequence in running for page in sequence.table.pages}
         assert all(self.pool.is_held(page) for page in held)
         assert len(held) == self.pool.kv, (len(held), self.pool.kv)
+
+
+def _first_of_each_adapter(waiting: Iterable[Sequence]) -> dict[AdapterHandle, Sequence]:
+    """Return the first of these requests for each adapter, in their order."""
+    first_of: dict[AdapterHandle, Sequence] = {}
+    for sequence in waiting:
+        adapter = sequence.adapter
+        if adapter is not None and adapter not in first_of:
+            first_of[adapter] = sequence
+    return first_of

@@ -94,6 +94,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         sizes,
         merged_slot=lambda: switcher.merged,
         can_merge=lambda slot: not options.deterministic and switcher.can_merge(slot),
+        in_place=options.merging == "in_place",
     )
     scheduler = Scheduler(
         Budgets(options.max_num_seqs, options.max_num_batched_tokens),

@@ -23,13 +23,14 @@ log = logging.getLogger(__name__)
 class LogitsRow(NamedTuple):
     """Logits of one row.
 
-    logits: [V] float32. finite: whether all of them are finite.
+    finite: whether all of them are finite.
     token: the token drawn from them, None if the request's sampler must draw it alone.
+    logits: [V] float32 if so, else None.
     """
 
-    logits: torch.Tensor
-    token: int | None
     finite: bool
+    token: int | None = None
+    logits: torch.Tensor | None = None
 
 
 def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]:
@@ -55,7 +56,10 @@ def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]
                 tokens[row] = token
         except Exception:
             log.exception("drawing %d rows together failed; each is drawn alone", len(together))
-    return [LogitsRow(*row) for row in zip(logits, tokens, all_finite, strict=True)]
+    return [
+        LogitsRow(finite, token, logits[row] if token is None else None)
+        for row, (finite, token) in enumerate(zip(all_finite, tokens, strict=True))
+    ]
 
 
 class RequestState:
@@ -104,6 +108,7 @@ class RequestState:
         logprobs = None
         token = row.token
         if token is None:
+            assert row.logits is not None
             draw = sampler.draw(
                 row.logits.numpy(),
                 sequence.tokens[: sequence.prompt_length],

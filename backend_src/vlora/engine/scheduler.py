@@ -11,13 +11,13 @@ import bisect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
 
 from vlora.engine.plan import StepPlan
-from vlora.engine.policies.base import Candidate, Choice, Policy
+from vlora.engine.policies.base import Choice, Policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.sequence import Sequence
 from vlora.engine.step_builder import StepBuilder, chunks_of
+from vlora.engine.waiting_queue import WaitingQueue
 from vlora.ids import BASE
 
 
@@ -27,13 +27,13 @@ class Budgets:
 
     sequences: maximum number of sequences that hold pages at once.
     rows: maximum number of tokens computed in one step.
-    candidates: maximum number of waiting sequences that the policy is asked about in a step, by
-        arrival, by priority and by deadline each; at least `sequences`.
+    candidates: number of waiting sequences that the policy is asked about in a step, in each of its
+        orders; the number of free slots if that is larger.
     """
 
     sequences: int
     rows: int
-    candidates: int = 64
+    candidates: int = 16
 
 
 class Scheduler:
@@ -62,22 +62,18 @@ class Scheduler:
         self._protect = protect
         self._budgets = budgets
         self.policy = policy or UnmergeOnly(budgets.sequences)
-        self.waiting: list[Sequence] = []
-        """Sequences without pages, in order of arrival."""
+        self._queue = WaitingQueue()
         self.running: list[Sequence] = []
         """Sequences that hold pages, in order of arrival."""
-        self._by_priority: list[Sequence] = []
-        """Waiting sequences in order of priority, then arrival."""
-        self._by_deadline: list[Sequence] = []
-        """Waiting sequences that have a deadline, in its order."""
         self._last_step: Mapping[Sequence, int] = {}
         """Number of rows of each sequence of the last step."""
-        self._preempted: dict[Sequence, None] = {}
-        """Waiting sequences that ran before: their wait is shorter than their arrival suggests."""
-        self._with_priority = 0
-        """Number of sequences whose priority is not 0."""
         self.choice = Choice((), BASE)
         """The policy's last choice."""
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Sequences without pages, in order of arrival; to be read only."""
+        return self._queue.by_arrival
 
     @property
     def idle(self) -> bool:
@@ -91,30 +87,15 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self._enqueue(sequence)
-        self._with_priority += sequence.priority != 0
+        self._queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """End a waiting or running sequence and release its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
-            self._dequeue(sequence)
-        self._with_priority -= sequence.priority != 0
+            self._queue.remove(sequence)
         sequence.end()
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=_arrival)
-        bisect.insort(self._by_priority, sequence, key=_priority)
-        if sequence.deadline < math.inf:
-            bisect.insort(self._by_deadline, sequence, key=_deadline)
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
-        self._by_priority.remove(sequence)
-        if sequence.deadline < math.inf:
-            self._by_deadline.remove(sequence)
-        self._preempted.pop(sequence, None)
 
     def schedule(
         self, now: float = 0.0, live: int = BASE, arrival_cutoff: float = math.inf
@@ -131,7 +112,7 @@ class Scheduler:
         eligible = self._eligible(arrival_cutoff)
         if not eligible:
             return StepPlan(())
-        self.choice = self.policy.choose([_candidate(s, now) for s in eligible], live, now)
+        self.choice = self.policy.choose([s.candidate(now) for s in eligible], live, now)
         by_id = {s.id: s for s in eligible}
         chosen = [by_id[r.id] for r in self.choice.order]
         self._protect(self.choice.live)
@@ -154,23 +135,13 @@ class Scheduler:
     def _eligible(self, arrival_cutoff: float) -> list[Sequence]:
         """Return the sequences that the policy is asked about, in order of arrival.
 
-        These are all that have run, and the first waiting ones by arrival (which have waited
-        longest), by priority and by deadline, so that a step's work does not grow with the queue.
+        These are all that run, and the first waiting ones in each of the policy's orders, so that
+        a step's work does not grow with the queue. No more of them than there are free slots can
+        begin, except in the slots of newer ones that are preempted.
         """
-
-        def can_run(s: Sequence) -> bool:
-            return bool(s.table.pages) or (s.ready and s.arrival <= arrival_cutoff)
-
-        started = chain(self.running, self._preempted)
-        eligible = dict.fromkeys(s for s in started if can_run(s))
-        size = max(self._budgets.candidates, self._budgets.sequences)
-        orders = [self.waiting, self._by_deadline]
-        if self._with_priority:
-            orders.append(self._by_priority)
-        for order in orders:
-            new = (s for s in order if s not in eligible and can_run(s))
-            eligible.update(dict.fromkeys([*islice(new, size)]))
-        return sorted(eligible, key=_arrival)
+        count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
+        waiting = self._queue.candidates(self.policy.orders, count, arrival_cutoff)
+        return sorted([*self.running, *waiting], key=_arrival)
 
     def _allocate(self, chosen: list[Sequence], choice: Choice) -> StepBuilder:
         """Give rows to decoding sequences first, so that no prompt delays them, then to prompts."""
@@ -223,8 +194,8 @@ class Scheduler:
         paused = [s for s in self.running if s.id not in chosen_ids]
         if not paused:
             return []
-        oldest_waiting = islice((s for s in self.waiting if s.ready), 1)
-        oldest = min((self.running[0], *oldest_waiting), key=_arrival)
+        oldest_waiting = next((s for s in self.waiting if s.ready), self.running[0])
+        oldest = min(self.running[0], oldest_waiting, key=_arrival)
         credits = choice.credits or {}
         preemptible = (s for s in paused if s is not oldest)
         return sorted(preemptible, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
@@ -247,7 +218,7 @@ class Scheduler:
             if not (fits and self._preempt_newer(sequence, step)):
                 sequence.leave()
                 return False
-        self._dequeue(sequence)
+        self._queue.remove(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
         step.cached += sequence.cached
         return True
@@ -281,32 +252,8 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.leave()
         sequence.preemptions += 1
-        self._enqueue(sequence)
-        self._preempted[sequence] = None
+        self._queue.add(sequence)
 
 
 def _arrival(sequence: Sequence) -> float:
     return sequence.arrival
-
-
-def _priority(sequence: Sequence) -> tuple[int, float]:
-    return sequence.priority, sequence.arrival
-
-
-def _deadline(sequence: Sequence) -> float:
-    return sequence.deadline
-
-
-def _candidate(sequence: Sequence, now: float) -> Candidate:
-    return Candidate(
-        sequence.id,
-        sequence.slot,
-        sequence.arrival,
-        sequence.wait(now),
-        len(sequence.tokens) - sequence.computed,
-        sequence.computed,
-        sequence.remaining,
-        bool(sequence.table.pages),
-        sequence.deadline,
-        sequence.priority,
-    )

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from vlora.engine.plan import Mode
+from vlora.engine.policies.base import Candidate
 from vlora.ids import BASE
 from vlora.memory.prefix import BlockKey
 
@@ -34,7 +35,7 @@ class Sequence:
     computed: number of tokens whose keys and values are in `table`.
     cached: how many of these came from the prefix cache when the sequence last began.
     arrival: on the engine's clock in seconds; set when the request is queued.
-    waited: seconds ready but not scheduled, up to the last time it was scheduled.
+    started: whether it has ever been scheduled.
     preemptions: how often the sequence has lost its pages.
     """
 
@@ -59,6 +60,10 @@ class Sequence:
         self.request = request
         self.id = request.id
         self.priority = request.sampling.priority
+        deadline_ms = request.sampling.deadline_ms
+        self._patience = math.inf if deadline_ms is None else deadline_ms / 1e3
+        """Seconds from the arrival to the deadline."""
+        self._asked_tokens = None if request.use_head else request.sampling.max_tokens
         self.prompt = prompt
         self.prompt_length = len(prompt.ids)
         self.tokens = list(prompt.ids)
@@ -76,8 +81,11 @@ class Sequence:
         self.computed = 0
         self.cached = 0
         self.preemptions = 0
-        self.waited = 0.0
-        self._last_scheduled: float | None = None
+        self.started = False
+        self._waited = 0.0
+        """Seconds waited up to the last time that it was scheduled."""
+        self._waiting_since: float | None = None
+        """See `waiting_since`; None before it is first scheduled."""
 
     # -- adapter and pages -------------------------------------------------------------------
 
@@ -86,8 +94,9 @@ class Sequence:
         """Slot of its adapter, which must be resident; BASE without an adapter."""
         if self.adapter is None:
             return BASE
-        assert self.adapter.slot is not None, f"adapter {self.adapter.name!r} is not resident"
-        return self.adapter.slot
+        slot = self.adapter.slot
+        assert slot is not None, f"adapter {self.adapter.name!r} is not resident"
+        return slot
 
     @property
     def ready(self) -> bool:
@@ -155,7 +164,7 @@ class Sequence:
     @property
     def missing(self) -> int:
         """Number of known tokens whose keys and values are still to be computed."""
-        return self.known - self.computed
+        return len(self.tokens) - self.computed
 
     @property
     def output(self) -> list[int]:
@@ -164,43 +173,58 @@ class Sequence:
 
     @property
     def output_length(self) -> int:
-        return self.known - self.prompt_length
+        return len(self.tokens) - self.prompt_length
 
-    @property
-    def remaining(self) -> int:
-        """Maximum number of tokens that the answer may still get, by the request's own limit."""
-        asked = self.request.sampling.max_tokens
-        limit = self.max_tokens if asked is None or self.request.use_head else asked
-        return max(0, limit - self.output_length)
+    def candidate(self, now: float) -> Candidate:
+        """Return what a policy sees of the sequence, whose adapter must be resident.
+
+        Every step asks this of each candidate, so it reads fields instead of properties.
+        """
+        adapter, arrival, since = self.adapter, self.arrival, self._waiting_since
+        tokens, computed = len(self.tokens), self.computed
+        limit = self.max_tokens if self._asked_tokens is None else self._asked_tokens
+        remaining = limit - tokens + self.prompt_length
+        return Candidate(
+            self.id,
+            BASE if adapter is None else self.slot,
+            arrival,
+            now - (arrival if since is None else since),
+            tokens - computed,
+            computed,
+            remaining if remaining > 0 else 0,
+            bool(self.table.pages),
+            arrival + self._patience,
+            self.priority,
+            self.request.adapter,
+        )
 
     # -- time --------------------------------------------------------------------------------
 
     @property
-    def started(self) -> bool:
-        """True if it has ever been scheduled."""
-        return self._last_scheduled is not None
-
-    @property
     def deadline(self) -> float:
         """Deadline on the engine's clock in seconds; infinity without a deadline."""
-        deadline_ms = self.request.sampling.deadline_ms
-        return math.inf if deadline_ms is None else self.arrival + deadline_ms / 1e3
+        return self.arrival + self._patience
+
+    @property
+    def waiting_since(self) -> float:
+        """Time from which it would have waited as long without a break; constant while it waits."""
+        return self.arrival if self._waiting_since is None else self._waiting_since
 
     def wait(self, now: float) -> float:
         """Return the total seconds ready but not scheduled.
 
         The wait does not grow while the sequence runs, and never resets.
         """
-        since = self.arrival if self._last_scheduled is None else self._last_scheduled
-        return self.waited + now - since
+        return now - self.waiting_since
 
     def scheduled(self, now: float) -> None:
         """Note that the sequence is part of the step that begins now."""
-        self.waited, self._last_scheduled = self.wait(now), now
+        self.started = True
+        self._waited = self.wait(now)
 
     def ran(self, now: float) -> None:
         """Note that the sequence's step has ended."""
-        self._last_scheduled = now
+        self._waiting_since = now - self._waited
 
 
 def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 from vlora.engine.cost import CostModel
 from vlora.engine.plan import Mode, StepPlan
@@ -18,27 +18,31 @@ from vlora.request import Output
 class EngineStatistics:
     """Owner of the totals. Updated on the engine's thread; `snapshot` may be called from any.
 
-    Each update replaces the totals by a new immutable value, so that readers need no lock.
+    Each update and each copy of a dictionary is one operation of the interpreter, so that readers
+    need no lock.
     """
 
     def __init__(self, pages_total: int, page_tokens: int) -> None:
-        self._totals = EngineStats(pages_total=pages_total, page_tokens=page_tokens)
+        self._constants = {"pages_total": pages_total, "page_tokens": page_tokens}
+        self._totals: defaultdict[str, Any] = defaultdict(int)
+        self._mode = ""
+        self._mode_steps: Counter[str] = Counter()
+        self._mode_seconds: defaultdict[str, float] = defaultdict(float)
 
     def count(self, **increments: float) -> None:
         """Add to totals, by the names of the fields of `EngineStats`."""
         totals = self._totals
-        self._totals = replace(
-            totals, **{name: getattr(totals, name) + n for name, n in increments.items()}
-        )
+        totals.update({name: totals[name] + n for name, n in increments.items()})
 
     def count_step(self, plan: StepPlan, generated: int, outputs: Sequence[Output]) -> None:
         """Count a computed step. generated: tokens drawn in it."""
+        rows, decode_rows = plan.rows, plan.decode_rows
         self.count(
             steps=1,
-            rows=plan.rows,
-            decode_steps=plan.decode_rows > 0,
-            decode_rows=plan.decode_rows,
-            prompt_tokens=plan.rows - plan.decode_rows,
+            rows=rows,
+            decode_steps=decode_rows > 0,
+            decode_rows=decode_rows,
+            prompt_tokens=rows - decode_rows,
             generated_tokens=generated,
             finished=sum(output.finish_reason is not None for output in outputs),
             failed=sum(output.error is not None for output in outputs),
@@ -48,14 +52,9 @@ class EngineStatistics:
 
     def count_mode(self, mode: Mode, seconds: float) -> None:
         """Count the forward pass of a step in this mode."""
-        name, totals = mode.value, self._totals
-        steps, time = totals.mode_steps, totals.mode_seconds
-        self._totals = replace(
-            totals,
-            mode=name,
-            mode_steps={**steps, name: steps.get(name, 0) + 1},
-            mode_seconds={**time, name: time.get(name, 0.0) + seconds},
-        )
+        self._mode = mode.value
+        self._mode_steps[mode.value] += 1
+        self._mode_seconds[mode.value] += seconds
 
     def snapshot(
         self, scheduler: Scheduler, adapters: AdapterStore, pool: PagePool, costs: CostModel
@@ -64,8 +63,12 @@ class EngineStatistics:
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         credits = sorted((scheduler.choice.credits or {}).values())
         tiers = adapters.counters
-        return replace(
-            self._totals,
+        return EngineStats(
+            **self._constants,
+            **dict(self._totals),
+            mode=self._mode,
+            mode_steps=dict(self._mode_steps),
+            mode_seconds=dict(self._mode_seconds),
             paused=scheduler.paused,
             highest_credit=credits[-1] if credits else 0.0,
             median_credit=credits[len(credits) // 2] if credits else 0.0,

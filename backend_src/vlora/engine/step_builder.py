@@ -27,8 +27,8 @@ class StepBuilder:
 
     def add(self, sequence: Sequence) -> None:
         """Add the missing rows of a sequence, as far as the policy and the budget allow."""
-        allowed = self._max_rows.get(sequence.id, sequence.missing)
-        rows = min(sequence.missing, allowed, self.free_rows)
+        missing = sequence.missing
+        rows = min(missing, self._max_rows.get(sequence.id, missing), self.free_rows)
         if rows:
             self.rows[sequence] = rows
             self.free_rows -= rows

@@ -32,7 +32,7 @@ class ServerOptions:
 
     host: IP address on which the server listens.
     allow_shared_memory: whether clients may register shared memory.
-    model, adapters: folders that override those of `model.json`.
+    model, adapters: folders that override those of `model.json`. A model alone has no adapters.
     model_json: keys that replace those of `model.json`, in a copy of the repository.
     multi_lora: entries that are added to `multi_lora.json`, in a copy of the repository.
     environment: variables that are added to the server's environment.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlora.config import load_adapter_names
+from vlora.config import load_adapter_names, read_keys, replace_keys, resolve_folders
 from vlora.errors import InvalidArgument
 from vlora.paths import model_repository
 
@@ -19,7 +19,7 @@ def write_repository(folder: Path, model: Path | None = None, adapters: Path | N
     """Copy the model repository to `folder`, which must be new or empty, and return it.
 
     model, adapters: paths for its `model.json`, written as they are: a container's paths need not
-        exist here. Default: absolute paths of the demo's.
+        exist here. Default: absolute paths of the demo's, but no adapters for another model.
 
     Raises InvalidArgument if `folder` is a file or not empty.
     """
@@ -30,9 +30,8 @@ def write_repository(folder: Path, model: Path | None = None, adapters: Path | N
     source = model_repository()
     shutil.copytree(source, folder, ignore=IGNORED, dirs_exist_ok=True)
     original = source / "lmm" / "1" / "model.json"
-    options = json.loads(original.read_text())
-    for key, path in (("model", model), ("adapters", adapters)):
-        options[key] = str(path or (original.parent / options[key]).resolve())
+    given = {key: str(path) for key, path in (("model", model), ("adapters", adapters)) if path}
+    options = replace_keys(resolve_folders(read_keys(original), original.parent), given)
     (folder / "lmm" / "1" / "model.json").write_text(json.dumps(options, indent=2) + "\n")
     return folder
 
@@ -47,11 +46,8 @@ def copy_with_overrides(
     """
     shutil.copytree(source, copy, ignore=IGNORED)
     original = source / "lmm" / "1" / "model.json"
-    keys = json.loads(original.read_text())
-    for key in ("model", "adapters"):
-        if keys.get(key):
-            keys[key] = str((original.parent / keys[key]).resolve())
+    keys = resolve_folders(read_keys(original), original.parent)
     version = copy / "lmm" / "1"
-    (version / "model.json").write_text(json.dumps(keys | dict(model_json)))
+    (version / "model.json").write_text(json.dumps(replace_keys(keys, model_json)))
     names = load_adapter_names(version / "multi_lora.json") | dict(multi_lora)
     (version / "multi_lora.json").write_text(json.dumps(names))

@@ -8,7 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import NamedTuple, Protocol
+
+
+class Order(Enum):
+    """An order of the waiting requests."""
+
+    ARRIVAL = auto()
+    """First come, first served."""
+    WAIT = auto()
+    """Longest wait first."""
+    PRIORITY = auto()
+    """Lowest value of the priority first, then first come, first served."""
+    DEADLINE = auto()
+    """Earliest deadline first; requests without a deadline are left out."""
 
 
 class Candidate(NamedTuple):
@@ -21,6 +35,7 @@ class Candidate(NamedTuple):
     holds_pages: whether the request holds KV pages.
     deadline: on the engine's clock, in seconds.
     priority: lower values go first.
+    adapter: name of the adapter, or None. Unlike the slot, it never passes to another adapter.
     """
 
     id: str
@@ -33,6 +48,7 @@ class Candidate(NamedTuple):
     holds_pages: bool = False
     deadline: float = math.inf
     priority: int = 0
+    adapter: str | None = None
 
 
 class Choice(NamedTuple):
@@ -53,8 +69,8 @@ class Choice(NamedTuple):
 class Costs(Protocol):
     """Predicted times that policies ask for, in seconds."""
 
-    def step(self, ready: Sequence[Candidate], live: int) -> float:
-        """Return the time of a step that computes everything `ready` is missing.
+    def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
+        """Return, for each request, the time of a step that computes only what it is missing.
 
         live: slot of the adapter merged into the weights, or BASE.
         """
@@ -76,11 +92,14 @@ class Policy(Protocol):
     """Maximum number of requests of a step."""
     uses_costs: bool
     """True if the policy uses predicted times, so that the engine has to be calibrated first."""
+    orders: tuple[Order, ...]
+    """Orders of the waiting requests whose first ones the policy needs to see."""
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         """Choose the requests of the next step.
 
-        ready: candidates in order of arrival; at least one.
+        ready: candidates in order of arrival, at least one: all that hold pages, and the first
+            waiting ones in each of `orders`.
         live: slot of the adapter merged into the weights now, or BASE.
         now: seconds on the engine's clock.
         """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vlora.config import Options
-from vlora.engine.policies.base import Candidate, Choice, Costs, ordered_union
+from vlora.engine.policies.base import Candidate, Choice, Costs, Order, ordered_union
 from vlora.ids import BASE
 
 
@@ -68,6 +68,7 @@ class CreditPolicy:
     """
 
     uses_costs = True
+    orders = (Order.WAIT,)
 
     def __init__(self, config: CreditConfig, costs: Costs) -> None:
         self._config = config
@@ -104,16 +105,11 @@ class CreditPolicy:
 
     def _credits(self, ready: Sequence[Candidate], live: int) -> dict[str, float]:
         """Return the credit of each request by id."""
-        # Requests with the same adapter and number of rows share one prediction.
-        predicted: dict[tuple[int, int], float] = {}
-        credits = {}
-        for r in ready:
-            key = (r.slot, r.missing)
-            if key not in predicted:
-                step = self._costs.step([r], live)
-                predicted[key] = step + self._costs.switch(live, r.slot)
-            credits[r.id] = r.wait + predicted[key]
-        return credits
+        switches = {slot: self._costs.switch(live, slot) for slot in {r.slot for r in ready}}
+        steps = self._costs.steps(ready, live)
+        return {
+            r.id: r.wait + step + switches[r.slot] for r, step in zip(ready, steps, strict=True)
+        }
 
     def _candidate(self, ready: Sequence[Candidate], live: int) -> int:
         """Return the mergeable adapter with the largest number of requests, or BASE."""

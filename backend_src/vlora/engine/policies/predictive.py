@@ -11,12 +11,14 @@ requests that would use it share.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from vlora.config import Options
-from vlora.engine.policies.base import Candidate, Choice, Costs
+from vlora.engine.cost import applied_adapters
+from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 URGENT_FACTOR = 2.0
@@ -81,6 +83,7 @@ class Predictive:
     """
 
     uses_costs = True
+    orders = (Order.WAIT, Order.PRIORITY, Order.DEADLINE)
 
     def __init__(self, max_batch: int, max_rows: int, max_wait: float, costs: StepCosts) -> None:
         self.max_batch = max_batch
@@ -90,37 +93,41 @@ class Predictive:
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         next_live = self._best_live(ready, live)
-        overdue = sorted((r for r in ready if r.wait > self._max_wait), key=lambda r: -r.wait)
-        forced = {r.id for r in overdue}
-        with_deadline = [r for r in ready if r.deadline < math.inf and r.id not in forced]
-        urgent = [r for r in with_deadline if r.deadline - now <= URGENT_FACTOR * self._work(r)]
+        work = _WorkLeft(self._costs)
+        overdue: list[Candidate] = []
+        urgent: list[Candidate] = []
+        decoding: list[Candidate] = []
+        prompts: list[Candidate] = []
+        for r in ready:
+            if r.wait > self._max_wait:
+                overdue.append(r)
+            elif r.deadline < math.inf and r.deadline - now <= URGENT_FACTOR * work.seconds(r):
+                urgent.append(r)
+            else:
+                (decoding if r.missing == 1 else prompts).append(r)
+        overdue.sort(key=lambda r: -r.wait)
         urgent.sort(key=lambda r: r.deadline)
-        forced |= {r.id for r in urgent}
-        requests_by_slot = Counter(r.slot for r in ready)
-        bundle = _Bundle(self._costs, next_live, self._max_rows, requests_by_slot)
+        bundle = _Bundle(self._costs, next_live, self._max_rows, Counter(r.slot for r in ready))
         for r in [*overdue, *urgent][: self.max_batch]:
             bundle.take(r, r.missing)
-        rest = [r for r in ready if r.id not in forced] if forced else ready
-        decoding = (r for r in rest if r.missing == 1)
-        for r in sorted(decoding, key=lambda r: (r.priority, r.remaining)):
+        decoding.sort(key=lambda r: (r.priority, r.remaining))
+        for r in decoding:
             if len(bundle.order) == self.max_batch:
                 break
             if not bundle.take_decode_row(r):
                 bundle.consider(r)
-        prompts = [(r.priority, self._work(r), i) for i, r in enumerate(rest) if r.missing > 1]
-        refused = 0
-        for _, _, i in sorted(prompts):
-            if len(bundle.order) == self.max_batch or refused == MAX_REFUSALS:
-                break
-            refused += not bundle.consider(rest[i])
+        if len(bundle.order) < self.max_batch:
+            self._add_prompts(prompts, work, bundle)
         return Choice(tuple(bundle.order), next_live, bundle.rows)
 
-    def _work(self, r: Candidate) -> float:
-        """Return the remaining time of the request in steps that are full."""
-        costs = self._costs
-        rows = r.missing + r.remaining
-        per_row = costs.products(FULL_ROWS, 1) / FULL_ROWS
-        return rows * per_row + costs.attention(rows, r.context) + costs.apply_adapter(r.slot, rows)
+    def _add_prompts(self, prompts: list[Candidate], work: _WorkLeft, bundle: _Bundle) -> None:
+        """Add the prompts that pay, by priority and then by the least work left."""
+        prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
+        refused = 0
+        for r in prompts:
+            if len(bundle.order) == self.max_batch or refused == MAX_REFUSALS:
+                break
+            refused += not bundle.consider(r)
 
     def _best_live(self, ready: Sequence[Candidate], live: int) -> int:
         """Return the adapter whose merge saves the most time over the present work, or BASE.
@@ -134,11 +141,12 @@ class Predictive:
             rows[r.slot] += r.missing + r.remaining
             steps[r.slot] = max(steps[r.slot], 1 + r.remaining)
         total = sum(rows.values())
+        second, longest = sorted([0, 0, *steps.values()])[-2:]
         best, best_gain = BASE, 0.0
         for slot in sorted({*rows, live} - {BASE}, key=lambda slot: slot != live):
             if not self._costs.mergeable(slot):
                 continue
-            other_steps = max((n for other, n in steps.items() if other != slot), default=0)
+            other_steps = second if steps[slot] == longest else longest
             saved = self._costs.apply_adapter(slot, 2 * rows[slot] - total)
             per_step = self._costs.read_adapter(slot) + self._costs.lora_calls()
             saved += per_step * (steps[slot] - other_steps)
@@ -146,6 +154,25 @@ class Predictive:
             if gain > best_gain:
                 best, best_gain = slot, gain
         return best
+
+
+class _WorkLeft:
+    """The remaining time of requests in steps that are full, for one choice."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._row_seconds = costs.products(FULL_ROWS, 1) / FULL_ROWS
+        self._adapted_row_seconds: dict[int, float] = {}
+        """Seconds of a row by slot, with its adapter."""
+
+    def seconds(self, r: Candidate) -> float:
+        """Return the remaining time of a request."""
+        rows = r.missing + r.remaining
+        per_row = self._adapted_row_seconds.get(r.slot)
+        if per_row is None:
+            per_row = self._row_seconds + self._costs.apply_adapter(r.slot, 1)
+            self._adapted_row_seconds[r.slot] = per_row
+        return rows * per_row + self._costs.attention(rows, r.context)
 
 
 class _Bundle:
@@ -195,7 +222,7 @@ class _Bundle:
         if available == 0:
             return False
         now = self._value / self._seconds() if self.order else 0.0
-        chunks = (*(rows for rows in CHUNK_ROWS if rows < available), available)
+        chunks = (*CHUNK_ROWS[: bisect_left(CHUNK_ROWS, available)], available)
         fixed, per_row = self._adapter_seconds(r.slot, shared=True)
         earnings = [(self._earns(r, rows, fixed + per_row * rows, now), rows) for rows in chunks]
         best = max(earned for earned, _ in earnings)
@@ -275,9 +302,11 @@ class _Bundle:
         """Return the adapters applied to rows of a slot: (adapter, read seconds, row seconds)."""
         applied = self._applied.get(slot)
         if applied is None:
-            adapters = {slot, self._live} - {BASE} if slot != self._live else set()
             costs = self._costs
-            applied = tuple((a, costs.read_adapter(a), costs.apply_adapter(a, 1)) for a in adapters)
+            applied = tuple(
+                (adapter, costs.read_adapter(adapter), costs.apply_adapter(adapter, 1))
+                for adapter in applied_adapters(slot, self._live)
+            )
             self._applied[slot] = applied
         return applied
 

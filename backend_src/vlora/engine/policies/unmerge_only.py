@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from vlora.config import Options
-from vlora.engine.policies.base import Candidate, Choice, Costs
+from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 
@@ -22,6 +22,7 @@ class UnmergeOnly:
     """
 
     uses_costs = False
+    orders = (Order.WAIT, Order.PRIORITY)
 
     def __init__(self, max_batch: int, max_wait: float = math.inf) -> None:
         self.max_batch = max_batch

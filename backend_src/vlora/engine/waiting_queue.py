@@ -1,0 +1,105 @@
+"""The waiting sequences of a scheduler, in each order that a policy reads."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from vlora.engine.policies.base import Order
+from vlora.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from vlora.lora.handle import AdapterHandle
+
+
+class _SortedSequences:
+    """Sequences in ascending order of a key that does not change while they wait."""
+
+    def __init__(self, key: Callable[[Sequence], Any]) -> None:
+        self._key = key
+        self._keys: list[Any] = []
+        self.items: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        key = self._key(sequence)
+        index = bisect.bisect_right(self._keys, key)
+        self._keys.insert(index, key)
+        self.items.insert(index, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence; raise ValueError if it is not there."""
+        first = bisect.bisect_left(self._keys, self._key(sequence))
+        index = self.items.index(sequence, first)
+        del self._keys[index], self.items[index]
+
+    def first_ready(
+        self, count: int, arrival_cutoff: float, resident: dict[AdapterHandle, bool]
+    ) -> list[Sequence]:
+        """Return the first `count` ready sequences that arrived by `arrival_cutoff`.
+
+        resident: whether each adapter is resident, as far as known; it is extended. This is read
+            for the whole queue where few adapters are resident.
+        """
+        found: list[Sequence] = []
+        for sequence in self.items:
+            adapter = sequence.adapter
+            if adapter is not None:
+                ready = resident.get(adapter)
+                if ready is None:
+                    ready = resident[adapter] = adapter.resident
+                if not ready:
+                    continue
+            if sequence.arrival <= arrival_cutoff:
+                found.append(sequence)
+                if len(found) == count:
+                    break
+        return found
+
+
+class WaitingQueue:
+    """Sequences without pages, in every `Order`."""
+
+    def __init__(self) -> None:
+        self._orders = {
+            Order.ARRIVAL: _SortedSequences(lambda s: s.arrival),
+            Order.WAIT: _SortedSequences(lambda s: s.waiting_since),
+            Order.PRIORITY: _SortedSequences(lambda s: (s.priority, s.arrival)),
+            Order.DEADLINE: _SortedSequences(lambda s: s.deadline),
+        }
+
+    @property
+    def by_arrival(self) -> list[Sequence]:
+        """All sequences in order of arrival; to be read only."""
+        return self._orders[Order.ARRIVAL].items
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        for order in self._orders_of(sequence):
+            order.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence; raise ValueError if it does not wait."""
+        for order in self._orders_of(sequence):
+            order.remove(sequence)
+
+    def candidates(
+        self, orders: Iterable[Order], count: int, arrival_cutoff: float
+    ) -> Iterable[Sequence]:
+        """Return the ready sequences that are among the first `count` of any of these orders.
+
+        arrival_cutoff: sequences that arrived later are left out.
+        """
+        found: dict[Sequence, None] = {}
+        resident: dict[AdapterHandle, bool] = {}
+        for order in orders:
+            first = self._orders[order].first_ready(count, arrival_cutoff, resident)
+            found.update(dict.fromkeys(first))
+        return found
+
+    def _orders_of(self, sequence: Sequence) -> list[_SortedSequences]:
+        """Return the orders that hold this sequence."""
+        has_deadline = sequence.deadline < math.inf
+        orders = self._orders.items()
+        return [held for order, held in orders if has_deadline or order is not Order.DEADLINE]
