@@ -112,6 +112,13 @@ class Capacity:
         """Return how many sequences of maximum length fit in addition to adapters of some pages."""
         return max(0, self.pages - adapter_pages) // self.sequence_pages
 
+    def sequences_beside(self, count: int, cost: AdapterCost) -> int:
+        """Return how many sequences of maximum length fit if a number of equal adapters, instead of
+        the known ones, are resident."""
+        fixed = self.fixed_bytes - self.host_bytes + count * cost.host_bytes
+        pages = max(0, self.memory_bytes - fixed) // self.page_bytes
+        return max(0, pages - count * cost.pages) // self.sequence_pages
+
 
 def plan(
     options: Options, names: Mapping[str, str], memory_bytes: int, process_bytes: int = 0

@@ -25,7 +25,7 @@ ROWS, WORDS = 2048, 900
 
 
 def use_all(engine: Engine) -> None:
-    """Fill the page pool , but for 2 %, by long prompts of all adapters, in steps of ROWS rows, and merge."""
+    """Fill all but 2 % of the pool by prompts of all adapters, in steps of ROWS rows, and merge."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     names, count = engine.adapters.names(), 0
     while engine.pool.free > engine.pool.total // 50:
