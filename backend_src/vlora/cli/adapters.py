@@ -1,4 +1,4 @@
-"""`vlora adapters`: the adapters that a server would load."""
+"""`vlora adapters`: list, check and generate adapters."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from vlora.cli.common import (
     print_plain,
     report_errors,
 )
+from vlora.cli.generate import generate
 
 if TYPE_CHECKING:
     from vlora.lora.adapter import AdapterInfo
     from vlora.lora.store import AdapterStore
 
 app = typer.Typer(
-    help="List and check the adapters that a server would load.", add_completion=False
+    help="List and check the adapters that a server would load; generate new ones.",
+    add_completion=False,
 )
+
+
+app.command("generate")(generate)
 
 
 @app.command("list")
