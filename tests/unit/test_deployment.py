@@ -15,7 +15,6 @@ from jsonschema import Draft7Validator
 from tests.support.dockerfile import read, settings
 from tests.support.fakes import FakeRegistry
 from vlora.cli import app
-from vlora.launcher.environment import KNOWN
 from vlora.launcher.probe import ENSEMBLE, QUESTION, SAMPLING
 from vlora.metrics import EngineStats
 from vlora.serving.error_counts import ErrorCounts, ErrorExporter
@@ -80,16 +79,6 @@ def test_the_images_use_commands_and_options_that_exist(file: str) -> None:
     assert {"--alive", "--deadline", "--metrics-port"} <= options_of("probe")
     assert {"--host", "--log"} <= options_of("serve")
     assert re.search(r"apt-get install .*\btini\b", text.rpartition("FROM")[2])
-
-
-def test_the_variables_that_the_images_set_are_read_by_the_package() -> None:
-    names = {
-        name
-        for file in ("Dockerfile", "Dockerfile.cpu")
-        for name in re.findall(r"\b(VLORA_\w+)=", (DOCKER / file).read_text())
-    }
-    assert names == {"VLORA_ATMM_CUDA"}
-    assert names <= KNOWN.keys()
 
 
 def test_foreign_images_are_pinned_by_their_digests() -> None:
