@@ -12,11 +12,12 @@ ACCURACY ?=
 CUDA ?=
 GPU ?=
 DIST ?=
+LOCK ?=
 DEPLOY ?=
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo accuracy bench cuda gpu dist deploy-check sanitize lint types clean
+.PHONY: help serve test demo accuracy bench cuda gpu dist lock deploy-check sanitize lint types clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +45,9 @@ gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minut
 
 dist: $(READY) ## Build wheel and sdist, check them, have each serve from a fresh environment (DIST="--no-trial")
 	@$(BIN)/python -m tools.dist $(DIST)
+
+lock: $(READY) ## Write the images' lock files from constraints.txt (torch from a folder: LOCK="--torch-wheels DIR")
+	@$(BIN)/python -m tools.dist.lock $(LOCK)
 
 deploy-check: $(READY) ## Check images, compose, chart, rules and Envoy with their own programs (a part: DEPLOY="-k envoy")
 	@$(BIN)/pytest -m deploy tests/deploy $(DEPLOY)

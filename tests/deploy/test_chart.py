@@ -62,9 +62,118 @@ def test_the_validation_rejects_an_unknown_key_and_an_unknown_kind(
         assert len(rendered["faults"]) == len(VERSIONS), rendered
 
 
+def selects(selector: dict[str, Any] | None, labels: dict[str, str]) -> bool:
+    """Return whether a label selector without expressions selects an object; an empty one does."""
+    wanted = (selector or {}).get("matchLabels", {})
+    return all(labels.get(key) == value for key, value in wanted.items())
+
+
+def admits(policy: dict[str, Any], port: str, pod: dict[str, str], same_namespace: bool) -> bool:
+    """Return whether a NetworkPolicy lets a pod connect to this port.
+
+    Without `from` a rule admits everyone. A podSelector alone means pods of the policy's namespace;
+    a namespaceSelector alone means all pods of the namespaces that it selects, here none or all.
+    """
+    for rule in policy["spec"]["ingress"]:
+        if port not in [one["port"] for one in rule["ports"]]:
+            continue
+        if not rule.get("from"):
+            return True
+        for peer in rule["from"]:
+            near = same_namespace or peer.get("namespaceSelector") == {}
+            if near and "ipBlock" not in peer and selects(peer.get("podSelector"), pod):
+                return True
+    return False
+
+
+FRIEND = {"app": "friend"}
+FRIENDS = [{"podSelector": {"matchLabels": FRIEND}}]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize(
+    ("peers", "near", "far", "friend"),
+    [
+        ([], True, False, True),
+        ([{"namespaceSelector": {}}], True, True, True),
+        (FRIENDS, False, False, True),
+    ],
+)
+def test_the_network_policies_admit_the_peers_that_the_values_name_and_envoy(
+    tools: Path, enabled: bool, peers: list[Any], near: bool, far: bool, friend: bool
+) -> None:
+    values = {"networkPolicy": {"from": peers}, "envoy": {"enabled": enabled}}
+    resources = render(tools, values)["resources"]
+    policies = {one["metadata"]["name"]: one for one in resources if one["kind"] == "NetworkPolicy"}
+    pods = {
+        one["metadata"]["name"]: one["spec"]["template"]
+        for one in resources
+        if one["kind"] == "Deployment"
+    }
+    assert policies.keys() == pods.keys()
+    for name, pod in pods.items():
+        (own,) = [
+            other
+            for other, policy in policies.items()
+            if selects(policy["spec"]["podSelector"], pod["metadata"]["labels"])
+        ]
+        assert own == name
+        named = {one["name"] for one in pod["spec"]["containers"][0]["ports"]}
+        for port in named - {"metrics", "health"}:
+            assert admits(policies[name], port, {}, same_namespace=True) == near
+            assert admits(policies[name], port, {}, same_namespace=False) == far
+            assert admits(policies[name], port, FRIEND, same_namespace=True) == friend
+        assert not admits(policies[name], "health", {}, same_namespace=True)
+    assert admits(policies["vision"], "metrics", {}, same_namespace=False)
+    if enabled:
+        labels = pods["vision-envoy"]["metadata"]["labels"]
+        for port in ("http", "grpc"):
+            assert admits(policies["vision"], port, labels, same_namespace=True)
+        (to,) = policies["vision-envoy"]["spec"]["egress"][0]["to"]
+        assert selects(to["podSelector"], pods["vision"]["metadata"]["labels"])
+
+
+def test_kserves_runtime_has_the_deployments_options_probes_and_security(tools: Path) -> None:
+    values = {"kserve": {"enabled": True}, "gpu": {"enabled": True}, "engine": {"max_num_seqs": 3}}
+    resources = render(tools, values)["resources"]
+    (runtime,) = [one["spec"] for one in resources if one["kind"] == "ServingRuntime"]
+    (deployed,) = [
+        one["spec"]["template"]["spec"] for one in resources if one["kind"] == "Deployment"
+    ]
+    (container,), (reference,) = runtime["containers"], deployed["containers"]
+    assert {one["name"]: one["containerPort"] for one in container["ports"]} == {
+        "http1": 8080,
+        "h2c": 9000,
+    }
+    assert {"--options=/etc/vlora/model.json", "--http-port=8080", "--grpc-port=9000"} <= set(
+        container["args"]
+    )
+    for name in ("startupProbe", "readinessProbe"):
+        assert {**container[name], "httpGet": None} == {**reference[name], "httpGet": None}
+        assert container[name]["httpGet"] == {"path": "/v2/health/ready", "port": 8080}
+    command = reference["livenessProbe"]["exec"]["command"]
+    assert container["livenessProbe"]["exec"]["command"] == [
+        "localhost:9000" if word == "localhost:8001" else word for word in command
+    ]
+    pod = {key: value for key, value in deployed["securityContext"].items() if key != "fsGroup"}
+    assert container["securityContext"] == {**reference["securityContext"], **pod}
+    for key in ("resources", "volumeMounts"):
+        assert container[key] == reference[key]
+    assert runtime["volumes"] == deployed["volumes"]
+
+
+def test_a_digest_decides_the_image(tools: Path) -> None:
+    digest = "sha256:" + "0" * 64
+    resources = render(tools, {"image": {"digest": digest}})["resources"]
+    (pod,) = [one["spec"]["template"]["spec"] for one in resources if one["kind"] == "Deployment"]
+    assert pod["containers"][0]["image"].endswith(f"@{digest}")
+
+
 @pytest.mark.parametrize(
     "values",
     [
+        {"image": {"digest": "latest"}},
+        {"kserve": {"ports": ["http"]}},
         {"replica": 2},
         {"probes": {"liveness": {"deadline": 3}}},
         {"tls": {"cert": "x"}},

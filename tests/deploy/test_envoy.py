@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 import yaml
@@ -37,27 +42,36 @@ def configuration(tools: Path, values: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError("the chart renders no configuration for Envoy")
 
 
-def adapted_to(servers: list[TritonServer], config: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Ports:
+    """Ports of a server behind Envoy."""
+
+    http_port: int
+    grpc_port: int
+
+
+def adapted_to(servers: list[Ports], config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration for these servers.
 
     It has their addresses instead of one name in the cluster's DNS, and health checks every second
     instead of every ten. The rest is the chart's.
     """
     for cluster in config["static_resources"]["clusters"]:
+        if cluster["name"] == "admin":
+            continue
         protocol = cluster["name"].removeprefix("servers_")
         cluster["type"] = "STATIC"
         cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
             {
                 "endpoint": {
-                    "address": _socket(getattr(server.options, f"{protocol}_port")),
-                    "health_check_config": {"port_value": server.options.http_port},
+                    "address": _socket(getattr(server, f"{protocol}_port")),
+                    "health_check_config": {"port_value": server.http_port},
                 }
             }
             for server in servers
         ]
         for check in cluster["health_checks"]:
             check["interval"] = check["no_traffic_interval"] = "1s"
-    config["admin"]["address"]["socket_address"]["address"] = "127.0.0.1"
     return config
 
 
@@ -71,23 +85,38 @@ class Proxy:
 
     port: int
     admin_port: int
+    health_port: int
+    pid: int
 
     def admin(self, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/{path}") as answer:
             return str(answer.read().decode())
 
     def is_healthy(self, server: TritonServer) -> bool:
-        """Return whether Envoy sends requests to this server."""
-        return self._read(server, "health_flags") == "healthy"
+        """Return whether Envoy sends streams to this server."""
+        return self.read("grpc", server.options.grpc_port, "health_flags") == "healthy"
 
     def streams_to(self, server: TritonServer) -> int:
         """Return the number of streams that Envoy sent to it, without health checks."""
-        return int(self._read(server, "rq_total"))
+        return int(self.read("grpc", server.options.grpc_port, "rq_total"))
 
-    def _read(self, server: TritonServer, what: str) -> str:
-        name = f"servers_grpc::127.0.0.1:{server.options.grpc_port}::{what}::"
+    def read(self, protocol: str, port: int, what: str) -> str:
+        name = f"servers_{protocol}::127.0.0.1:{port}::{what}::"
         (line,) = (line for line in self.admin("clusters").splitlines() if line.startswith(name))
         return line.removeprefix(name)
+
+    def post(self, path: str, body: bytes) -> int:
+        """Return the status of a request over HTTP."""
+        return status_of(f"http://127.0.0.1:{self.port}/{path}", body)
+
+
+def status_of(url: str, body: bytes | None = None) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 class Stream:
@@ -145,24 +174,66 @@ def servers(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> Iterator[li
             server.kill()
 
 
-@pytest.fixture
-def proxy(tools: Path, servers: list[TritonServer], tmp_path: Path) -> Iterator[Proxy]:
-    port, admin = kit.free_ports("http_port", "grpc_port").values()
-    values = {"envoy": {"enabled": True, "port": port, "adminPort": admin, "hashHeader": HEADER}}
-    file = tmp_path / "envoy.yaml"
+@contextmanager
+def envoy_before(tools: Path, servers: list[Ports], folder: Path) -> Iterator[Proxy]:
+    """Run Envoy with the chart's configuration for these servers; yield it when all are healthy."""
+    ports = kit.free_ports("port", "adminPort", "healthPort")
+    values = {"envoy": {"enabled": True, "hashHeader": HEADER, **ports}}
+    file = folder / "envoy.yaml"
     file.write_text(yaml.safe_dump(adapted_to(servers, configuration(tools, values))))
     command = [tools / "envoy", "-c", file, "--concurrency", "1", "--use-dynamic-base-id"]
-    with kit.running(command, tmp_path / "envoy.log") as process:
-        envoy = Proxy(port, admin)
+    with kit.running(command, folder / "envoy.log") as process:
+        envoy = Proxy(ports["port"], ports["adminPort"], ports["healthPort"], process.pid)
 
         def is_up() -> bool:
-            assert process.poll() is None, (tmp_path / "envoy.log").read_text()[-3000:]
+            assert process.poll() is None, (folder / "envoy.log").read_text()[-3000:]
             try:
-                return all(envoy.is_healthy(server) for server in servers)
+                flags = [envoy.read("grpc", one.grpc_port, "health_flags") for one in servers]
             except (OSError, ValueError):
                 return False
+            return set(flags) == {"healthy"}
 
         until(is_up)
+        yield envoy
+
+
+@pytest.fixture
+def proxy(tools: Path, servers: list[TritonServer], tmp_path: Path) -> Iterator[Proxy]:
+    ports = [Ports(one.options.http_port, one.options.grpc_port) for one in servers]
+    with envoy_before(tools, ports, tmp_path) as envoy:
+        yield envoy
+
+
+@pytest.fixture
+def failing() -> Iterator[list[ThreadingHTTPServer]]:
+    """Yield two servers whose health checks pass; other requests get the status in their path."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            status = self.path.rpartition("/")[2]
+            self.send_response(int(status) if status.isdigit() else 200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with ExitStack() as stack:
+        servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+        for server in servers:
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            threading.Thread(target=server.serve_forever).start()
+        yield servers
+
+
+@pytest.fixture
+def proxy_of_failing(
+    tools: Path, failing: list[ThreadingHTTPServer], tmp_path: Path
+) -> Iterator[Proxy]:
+    ports = [server.server_port for server in failing]
+    with envoy_before(tools, [Ports(port, port) for port in ports], tmp_path) as envoy:
         yield envoy
 
 
@@ -180,6 +251,46 @@ def test_envoy_accepts_the_charts_configuration(
     text = yaml.safe_dump(configuration(tools, values)).replace("/tls/", f"{tmp_path}/")
     (tmp_path / "envoy.yaml").write_text(text)
     kit.output_of([tools / "envoy", "--mode", "validate", "-c", tmp_path / "envoy.yaml"])
+
+
+def test_only_the_probes_paths_of_the_admin_interface_leave_the_pod(
+    proxy_of_failing: Proxy,
+) -> None:
+    listening = {
+        one.laddr.port: one.laddr.ip
+        for one in psutil.Process(proxy_of_failing.pid).net_connections(kind="tcp")
+        if one.status == psutil.CONN_LISTEN
+    }
+    assert listening == {
+        proxy_of_failing.port: "0.0.0.0",
+        proxy_of_failing.health_port: "0.0.0.0",
+        proxy_of_failing.admin_port: "127.0.0.1",
+    }
+    url = f"http://127.0.0.1:{proxy_of_failing.health_port}/"
+    assert [status_of(url + path) for path in ("ready", "alive")] == [200, 200]
+    for path in ("", "config_dump", "ready/../config_dump", "alive/quitquitquit", "quitquitquit"):
+        assert status_of(url + path, b"") == 404, path
+
+
+def test_unavailable_servers_are_ejected_and_those_with_internal_errors_are_not(
+    proxy_of_failing: Proxy, failing: list[ThreadingHTTPServer]
+) -> None:
+    def flags() -> list[str]:
+        return sorted(
+            proxy_of_failing.read("http", server.server_port, "health_flags") for server in failing
+        )
+
+    assert [proxy_of_failing.post("500", b"") for _ in range(20)] == [500] * 20
+    assert flags() == ["healthy", "healthy"]
+    assert [proxy_of_failing.post("503", b"") for _ in range(5)] == [503] * 5
+    until(lambda: flags() == ["/failed_outlier_check", "healthy"])
+
+
+def test_malformed_requests_eject_no_server(proxy: Proxy, servers: list[TritonServer]) -> None:
+    path = "v2/models/video_analytics/infer"
+    assert {proxy.post(path, b"{") for _ in range(20)} == {500}, "Triton's answer"
+    for server in servers:
+        assert proxy.read("http", server.options.http_port, "health_flags") == "healthy"
 
 
 def test_an_adapter_stays_on_its_server_until_that_ends(

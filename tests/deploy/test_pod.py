@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +95,10 @@ def test_the_pod_serves_its_probes_pass_and_the_monitor_finds_its_metrics(
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             with pytest.raises(grpc.RpcError, match="protocol is restricted"):
                 stub.RepositoryIndex(service_pb2.RepositoryIndexRequest())
+        http = f"http://127.0.0.1:{container['ports']['http']}/v2/repository/index"
+        with pytest.raises(urllib.error.HTTPError, match="403") as raised:
+            urllib.request.urlopen(http, data=b"")
+        raised.value.close()
     assert "SIGKILL" not in (tmp_path / "serve.log").read_text()
 
 

@@ -31,7 +31,7 @@ LAYERS = [
     {"memory", "request", "sampling", "config", "cores", "openmp_env"},
     {"lora"},
     {"model"},
-    {"engine", "vision", "capacity"},
+    {"engine", "vision", "capacity", "generation"},
     {"launcher"},
     {"serving"},
     {"cli"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.launcher.processes import is_alive
-from vlora.vision.decoder import ImageDecoder, PixelPool
+from vlora.vision.decoder import SLOW_NICENESS, ImageDecoder, PixelPool
 from vlora.vision.images import DecodedImage, check_images
 from vlora.vision.pictures import ByteArray
 
@@ -104,7 +105,7 @@ def test_an_image_that_needs_too_much_memory_is_refused(decoder: ImageDecoder) -
 def test_other_requests_are_decoded_while_slow_ones_run() -> None:
     """Slow requests give up their places, so more of them than there are places do no harm."""
     decoder = ImageDecoder(LIMITS, places=1)
-    slow, done = threading.Semaphore(0), threading.Semaphore(0)
+    done = threading.Semaphore(0)
     results: list[object] = []
 
     def finished(result: object) -> None:
@@ -113,9 +114,7 @@ def test_other_requests_are_decoded_while_slow_ones_run() -> None:
 
     endless = check_images([ENDLESS], [], None, LIMITS)
     for _ in range(2):
-        decoder.submit(endless, slow.release, finished)
-    for _ in range(2):
-        assert slow.acquire(timeout=30)
+        decoder.submit(endless, finished)
     for seed in range(5):
         check_that_it_works(decoder, seed)
     assert results == []
@@ -123,6 +122,29 @@ def test_other_requests_are_decoded_while_slow_ones_run() -> None:
     for _ in range(2):
         assert done.acquire(timeout=10)
     assert all(isinstance(result, Unavailable) for result in results)
+
+
+def test_a_long_request_leaves_its_place_before_its_priority_is_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clip takes long, too, and does not deserve a lower priority at once."""
+    monkeypatch.setattr("vlora.vision.decoder.SLOW_SECONDS", math.inf)
+    decoder = ImageDecoder(LIMITS, places=1)
+    decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)
+    check_that_it_works(decoder)
+    (server,) = fork_servers()
+    assert {process.nice() for process in server.children()} == {server.nice()}
+    decoder.close()
+
+
+def test_a_slow_request_gets_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.vision.decoder.SLOW_SECONDS", 0.2)
+    decoder = ImageDecoder(LIMITS, places=1)
+    decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)
+    (server,) = fork_servers()
+    lowered = min(server.nice() + SLOW_NICENESS, 19)
+    until(lambda: [process.nice() for process in server.children()] == [lowered])
+    decoder.close()
 
 
 def test_parallel_requests_get_their_own_pixels(decoder: ImageDecoder) -> None:
@@ -133,9 +155,12 @@ def test_parallel_requests_get_their_own_pixels(decoder: ImageDecoder) -> None:
 def test_a_decoder_or_a_fork_server_that_was_killed_is_replaced(decoder: ImageDecoder) -> None:
     check_that_it_works(decoder)
     (server,) = fork_servers()
-    for victims in (server.children(), [server, *server.children()]):
+    for whole in (False, True):
+        victims = [server] * whole + server.children()
         victims[0].kill()
         until(lambda: not any(is_alive(process) for process in victims))  # noqa: B023
+        # A process can count as ended before its connections are closed.
+        until(lambda: all(idle.has_reply() for idle in decoder._idle))
         check_that_it_works(decoder)
 
 
@@ -177,7 +202,8 @@ from vlora.vision.decoder import ImageDecoder
 from vlora.vision.images import check_images
 decoder = ImageDecoder(Limits())
 request = check_images([jpeg_with_scans(2000, 3000)], [], None, Limits())
-decoder.submit(request, lambda: print("slow", flush=True), print)
+decoder.submit(request, print)
+print("decoding", flush=True)
 threading.Event().wait()
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -185,9 +211,10 @@ threading.Event().wait()
         [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE
     ) as parent:
         assert parent.stdout is not None
-        assert parent.stdout.readline() == b"slow\n"
-        children = psutil.Process(parent.pid).children(recursive=True)
-        assert len(children) == 2
+        assert parent.stdout.readline() == b"decoding\n"
+        started = psutil.Process(parent.pid)
+        until(lambda: len(started.children(recursive=True)) == 2)
+        children = started.children(recursive=True)
         parent.kill()
     _, alive = psutil.wait_procs(children, timeout=5)
     assert alive == []

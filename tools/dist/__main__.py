@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,25 +21,10 @@ from rich.console import Console
 from clients.common import run_main
 from tools.dist import trial
 from tools.dist.contents import faults_of_sdist, faults_of_wheel, read_sdist, read_wheel
-from tools.dist.trial import TrialError
+from tools.dist.trial import ROOT, WORK, TrialError, tools_of
 
-ROOT = Path(__file__).resolve().parents[2]
 DIST = ROOT / "dist"
-WORK = ROOT / "build" / "dist"
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 MEGABYTE = 1e6
-
-
-def tools_of(work: Path, log: Path) -> Path:
-    """Return the `bin` folder of an environment with the build tools. It is created once."""
-    folder = work / "tools"
-    ready = folder / REQUIREMENTS.name
-    if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
-        shutil.rmtree(folder, ignore_errors=True)
-        trial.run([sys.executable, "-m", "venv", folder], log)
-        trial.run([folder / "bin" / "pip", "install", "--quiet", "-r", REQUIREMENTS], log)
-        shutil.copy(REQUIREMENTS, ready)
-    return folder / "bin"
 
 
 def build(kind: str, tools: Path, log: Path) -> Path:
@@ -48,7 +32,9 @@ def build(kind: str, tools: Path, log: Path) -> Path:
     pattern = {"wheel": "vlora-*.whl", "sdist": "vlora-*.tar.gz"}[kind]
     for old in DIST.glob(pattern):
         old.unlink()
-    for stale in (ROOT / "build").glob("lib*"):  # setuptools keeps files in it that were deleted from the source tree.
+    for stale in (ROOT / "build").glob(
+        "lib*"
+    ):  # setuptools keeps files in it that were deleted from the source tree.
         shutil.rmtree(stale)
     command = [tools / "python", "-m", "build", f"--{kind}", "--outdir", DIST, ROOT]
     trial.run(command, log, cwd=WORK)
@@ -115,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(made, kind, tools, log)
         console.print("  contents and metadata are correct")
         if not options.no_trial:
-            console.print("  installing and serving it in a fresh environment; this takes some minutes")
+            console.print(
+                "  installing and serving it in a fresh environment; this takes some minutes"
+            )
             console.print(f"  {try_out(made, log, console)}")
     return 0
 

@@ -58,7 +58,11 @@ def faults_of_wheel(wheel: Contents, tree: Contents) -> list[str]:
     expected = expected_in_wheel(tree)
     info = {name for name in wheel if name.partition("/")[0].endswith(".dist-info")}
     kernels = {name for name in wheel if name.startswith("vlora/_kernels.")}
-    faults = [] if len(kernels) == 1 else [f"it must have exactly one compiled module, but has {sorted(kernels)}"]
+    faults = (
+        []
+        if len(kernels) == 1
+        else [f"it must have exactly one compiled module, but has {sorted(kernels)}"]
+    )
     faults += _differences(wheel, {name: tree[of] for name, of in expected.items()})
     surplus = sorted(set(wheel) - set(expected) - info - kernels)
     faults += [f"{name} must not be in it" for name in surplus]
@@ -78,7 +82,9 @@ def faults_of_sdist(sdist: Contents, tree: Contents) -> list[str]:
 def _differences(archive: Contents, due: Contents) -> list[str]:
     faults = [f"{name} is missing" for name in sorted(set(due) - set(archive))]
     both = sorted(set(due) & set(archive))
-    return faults + [f"{name} differs from the tree's" for name in both if _other(archive, due, name)]
+    return faults + [
+        f"{name} differs from the tree's" for name in both if _other(archive, due, name)
+    ]
 
 
 def _other(one: Contents, two: Contents, name: str) -> bool:

@@ -20,6 +20,9 @@ from clients.common import ClientError, connect
 from tools.demo.show import SAMPLES, ask, is_right, load_samples
 from vlora.launcher.ports import choose_ports
 
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "build" / "dist"
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "SSL_CERT_FILE")
@@ -45,7 +48,21 @@ def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, **given)  # type: ignore[call-overload]
     if done.returncode != 0:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-        raise TrialError(f"{Path(command[0]).name} ended with {done.returncode}; {log} ends:\n{end}")
+        raise TrialError(
+            f"{Path(command[0]).name} ended with {done.returncode}; {log} ends:\n{end}"
+        )
+
+
+def tools_of(work: Path, log: Path) -> Path:
+    """Return the `bin` folder of an environment with the build tools. It is created once."""
+    folder = work / "tools"
+    ready = folder / REQUIREMENTS.name
+    if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
+        shutil.rmtree(folder, ignore_errors=True)
+        run([sys.executable, "-m", "venv", folder], log)
+        run([folder / "bin" / "pip", "install", "--quiet", "-r", REQUIREMENTS], log)
+        shutil.copy(REQUIREMENTS, ready)
+    return folder / "bin"
 
 
 def install(distribution: Path, folder: Path, constraints: Path, log: Path) -> Path:

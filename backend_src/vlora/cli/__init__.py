@@ -1,4 +1,5 @@
-"""The command line: `vlora serve`, `probe`, `repository`, `adapters`, `capacity`, `tile-search`.
+"""The command line: `vlora serve`, `probe`, `repository`, `adapters`, `capacity`,
+`premerge`, `tile-search`.
 
 Every command is one module, loaded when it is called: `vlora probe` runs every few seconds where
 Kubernetes checks a server, and should not pay for the others' imports.
@@ -21,6 +22,7 @@ COMMANDS = {
     "repository": "vlora.cli.repository",
     "adapters": "vlora.cli.adapters",
     "capacity": "vlora.cli.capacity",
+    "premerge": "vlora.cli.premerge",
 }
 """Modules of the commands, in the order of `vlora --help`. Each has the command in `app`."""
 

@@ -68,7 +68,7 @@ def load_weights(
     Raises InvalidArgument naming the file and the tensor that is missing or does not fit.
     """
     names = config.names
-    stored = _find_weights(folder, config)
+    stored = find_weights(folder, config)
     slab = WeightSlab(config.layers, config.target_shapes, dtype)
     tensors = {
         names.matrix(layer, target): slab.region(layer, target).view(slab.base)
@@ -86,7 +86,7 @@ def load_weights(
     for name, (file, key) in stored.items():
         by_file[file].append((name, key))
     for file, entries in by_file.items():
-        with _open(file) as opened:
+        with open_weights(file) as opened:
             for name, key in entries:
                 if name in tensors:
                     _copy_into(tensors[name], _read(opened, file, key), f"{file} holds '{key}'")
@@ -115,8 +115,8 @@ def load_weights(
 
 def check_files(folder: Path) -> None:
     """Raise InvalidArgument naming the first weights file that is missing, truncated or corrupt."""
-    for file in _weight_files(folder)[0]:
-        _open(file)
+    for file in weight_files(folder):
+        open_weights(file)
 
 
 def adapter_shape(
@@ -141,16 +141,16 @@ def adapter_shape(
 def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:
     """Read the LM head alone, [vocabulary, hidden] fp32. Raises as `load_weights` does."""
     names = config.names
-    file, key = _find_weights(folder, config)[names.embedding if config.tied else names.lm_head]
+    file, key = find_weights(folder, config)[names.embedding if config.tied else names.lm_head]
     head = torch.empty(config.vocabulary, config.hidden, dtype=torch.float32)
-    with _open(file) as opened:
+    with open_weights(file) as opened:
         _copy_into(head, _read(opened, file, key), f"{file} holds '{key}'")
     return head
 
 
 def _module_paths(folder: Path) -> frozenset[str]:
     """Return the paths of all modules with weights, as the folder's files name them."""
-    keys = (key for file in _weight_files(folder)[0] for key in _open(file).keys())  # noqa: SIM118
+    keys = (key for file in weight_files(folder) for key in open_weights(file).keys())  # noqa: SIM118
     return frozenset(key.rpartition(".")[0] for key in keys)
 
 
@@ -175,7 +175,7 @@ def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
 
     config.json decides: a head stored in spite of tied embeddings is not used (decision 20).
     """
-    with _open(file) as opened:
+    with open_weights(file) as opened:
         head = _read(opened, file, key)
     if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
         log.warning(
@@ -186,7 +186,7 @@ def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
         )
 
 
-def _find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, str]]:
+def find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, str]]:
     """Return the file and the key of every decoder weight in the folder, by name without prefix.
 
     As in transformers, tied embeddings may be stored as the LM head. Raises InvalidArgument for a
@@ -194,9 +194,9 @@ def _find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, 
     """
     names = config.names
     locations: dict[str, tuple[Path, str]] = {}
-    files, index = _weight_files(folder)
+    files, index = _indexed_weight_files(folder)
     for file in files:
-        with _open(file) as opened:
+        with open_weights(file) as opened:
             keys = list(opened.keys())
         for key in keys:
             if (name := names.without_prefix(key)) is None:
@@ -218,7 +218,15 @@ def _find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, 
     return locations
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the folder's weight files, chosen as transformers does.
+
+    Raises InvalidArgument if there are none, or if their index cannot be read.
+    """
+    return _indexed_weight_files(folder)[0]
+
+
+def _indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the folder's weight files, chosen as transformers does, and the index: key → file."""
     index = folder / INDEX
     if (folder / "model.safetensors").is_file():
@@ -238,7 +246,8 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     return sorted(set(listed.values())), listed
 
 
-def _open(file: Path) -> Any:
+def open_weights(file: Path) -> Any:
+    """Return an open safetensors file. Raises InvalidArgument if it cannot be read."""
     # Read, not mapped: a mapped file would count as memory in addition to the slab, and a file
     # truncated while it is read would end the process.
     try:

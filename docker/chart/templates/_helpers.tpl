@@ -16,7 +16,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- define "vlora.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ with .Values.image.digest }}@{{ . }}{{ end }}
 {{- end }}
 
 {{- define "vlora.serviceAccount" -}}
@@ -37,19 +37,112 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ .Values.tls.name | default (printf "%s.%s.svc" (include "vlora.name" .) .Release.Namespace) }}
 {{- end }}
 
-{{- /* What is allowed to no container of the chart. */ -}}
+{{- /* Arguments of `vlora serve` in a pod: call with (dict "root" $ "http" PORT "grpc" PORT "grace" SECONDS). */ -}}
+{{- define "vlora.serve" -}}
+- serve
+- --host=0.0.0.0
+- --http-port={{ .http }}
+- --grpc-port={{ .grpc }}
+- --metrics-port={{ .root.Values.ports.metrics }}
+- --options=/etc/vlora/model.json
+- --grace={{ .grace }}
+- --log=-
+{{- if ne .root.Values.adapters.source "image" }}
+- --adapters=/adapters
+{{- end }}
+{{- end }}
+
+{{- /* Startup and readiness probes on HTTP: call with (dict "root" $ "http" PORT). */ -}}
+{{- define "vlora.httpProbes" -}}
+startupProbe:
+  httpGet: {path: /v2/health/ready, port: {{ .http }}}
+  {{- toYaml .root.Values.probes.startup | nindent 2 }}
+readinessProbe:
+  httpGet: {path: /v2/health/ready, port: {{ .http }}}
+  {{- toYaml .root.Values.probes.readiness | nindent 2 }}
+{{- end }}
+
+{{- /* The liveness probe, without TLS's options: call with (dict "root" $ "grpc" PORT "options" LIST). */ -}}
+{{- define "vlora.livenessProbe" -}}
+{{- with .root.Values.probes.liveness -}}
+livenessProbe:
+  exec:
+    command:
+      - vlora
+      - probe
+      - localhost:{{ $.grpc }}
+      - --alive
+      - --deadline={{ .deadlineSeconds }}
+      - --metrics-port={{ $.root.Values.ports.metrics }}
+      {{- range $.options }}
+      - {{ . }}
+      {{- end }}
+  periodSeconds: {{ .periodSeconds }}
+  failureThreshold: {{ .failureThreshold }}
+  timeoutSeconds: {{ add .deadlineSeconds 5 }}
+{{- end }}
+{{- end }}
+
+{{- define "vlora.resources" -}}
+requests: {{- toYaml .Values.resources.requests | nindent 2 }}
+limits:
+  {{- toYaml .Values.resources.limits | nindent 2 }}
+  {{- if .Values.gpu.enabled }}
+  {{ .Values.gpu.resource }}: {{ .Values.gpu.count }}
+  {{- end }}
+{{- end }}
+
+{{- /* Mounts and volumes that every server has. */ -}}
+{{- define "vlora.mounts" -}}
+- {name: shm, mountPath: /dev/shm}
+- {name: scratch, mountPath: /tmp}
+- {name: options, mountPath: /etc/vlora, readOnly: true}
+{{- if ne .Values.adapters.source "image" }}
+- {name: adapters, mountPath: /adapters, readOnly: true{{ with .Values.adapters.subPath }}, subPath: {{ . }}{{ end }}}
+{{- end }}
+{{- end }}
+
+{{- define "vlora.volumes" -}}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .Values.sharedMemory }}}
+- name: scratch
+  emptyDir: {sizeLimit: {{ .Values.scratch }}}
+- name: options
+  configMap: {name: {{ include "vlora.name" . }}-options}
+{{- if ne .Values.adapters.source "image" }}
+{{ include "vlora.source" (dict "name" "adapters" "of" .Values.adapters) }}
+{{- end }}
+{{- end }}
+
+{{- /* The security context of every container of the chart. */ -}}
 {{- define "vlora.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{- define "vlora.podSecurity" -}}
+{{- /* Fields that a pod and a container have; KServe's runtimes have no context of the pod. */ -}}
+{{- define "vlora.userSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
 runAsGroup: 10001
-fsGroup: 10001
 seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "vlora.podSecurity" -}}
+{{ include "vlora.userSecurity" . }}
+fsGroup: 10001
+{{- end }}
+
+{{- /* Peers of the serving ports, besides the chart's own Envoy. */ -}}
+{{- define "vlora.clients" -}}
+{{ toYaml (.Values.networkPolicy.from | default (list (dict "podSelector" dict))) }}
+{{- end }}
+
+{{- define "vlora.envoySelector" -}}
+app.kubernetes.io/name: vlora
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: envoy
 {{- end }}
 
 {{- /* A volume for `checkpoint` or `adapters`: call with (dict "name" … "of" …). */ -}}

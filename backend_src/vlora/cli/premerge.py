@@ -1,0 +1,184 @@
+"""`vlora premerge`: merge the most requested adapter into the base, offline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from vlora.cli.common import console, error_console, print_plain, report_errors
+from vlora.errors import InvalidArgument, known_names
+
+if TYPE_CHECKING:
+    from vlora.generation.premerge import Report
+    from vlora.lora.adapter import Adapter, AdapterFiles
+    from vlora.lora.model_shape import ModelShape
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def premerge(
+    model: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
+    adapters: Annotated[Path, typer.Option(help="Folder of the adapters.")],
+    out: Annotated[Path, typer.Option(help="New folder for the results.")],
+    hot: Annotated[str | None, typer.Option(help="Name of the adapter to merge.")] = None,
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            help="Log of requests: JSON lines with the key lora_name, or one adapter name per"
+            " line. The adapter whose merge saves most is chosen."
+        ),
+    ] = None,
+    max_rank: Annotated[
+        int, typer.Option(min=1, help="Warn about delta adapters of a higher rank.")
+    ] = 64,
+    float32: Annotated[
+        bool,
+        typer.Option(
+            "--float32",
+            help="Store fused weights in fp32 instead of rounding them to the"
+            " checkpoint's type; OUT/model is then served in fp32.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the choice and the ranks; write nothing.")
+    ] = False,
+) -> None:
+    """Merge one hot adapter into the checkpoint and rewrite all others to match.
+
+    Writes OUT/model, a Hugging Face checkpoint with the hot adapter in its weights, and
+    OUT/adapters, PEFT folders that give on OUT/model what they gave on the old base: each other
+    adapter minus the hot one, `base` for the old base itself, and the hot adapter's name for
+    clients that still send it. Requests that name no adapter get the hot one.
+    """
+    # Imported here because they import torch.
+    from vlora.generation.premerge import premerge as run
+    from vlora.model.decoder_config import load_config
+    from vlora.model.loader import adapter_shape
+
+    with report_errors():
+        if (hot is None) == (requests is None):
+            raise InvalidArgument("give either --hot NAME or --requests FILE")
+        config = load_config(model)
+        shape = adapter_shape(model, config)
+        folders, files, broken = _check_adapters(adapters, shape)
+        name = hot if requests is None else _choose(requests, files, shape)
+        if name in broken:
+            raise broken[name]
+        if name is None or name not in files:
+            known = known_names(str(name), sorted(files))
+            raise InvalidArgument(f"no adapter '{name}' in {adapters}{known}")
+        for error in broken.values():
+            error_console.print(f"[yellow]left out:[/] {escape(str(error))}", soft_wrap=True)
+        if dry_run:
+            _print_ranks(_planned_ranks(files, name), max_rank)
+            return
+        readers = {
+            other: partial(_read, folders[other], one)
+            for other, one in files.items()
+            if other != name
+        }
+        started = time.monotonic()
+        with console.status("starting") as status:
+            report = run(
+                model,
+                config,
+                shape,
+                _read(folders[name], files[name]),
+                readers,
+                out,
+                max_rank,
+                float32,
+                lambda part: status.update(f"{escape(part)} ({time.monotonic() - started:.0f} s)"),
+            )
+        _print_report(report, out)
+        if broken or report.failed:
+            raise typer.Exit(1)
+
+
+def _check_adapters(
+    root: Path, shape: ModelShape
+) -> tuple[dict[str, Path], dict[str, AdapterFiles], dict[str, InvalidArgument]]:
+    """Return the folders under `root`, the files of those that can be read, and the others'
+    errors."""
+    from vlora.lora.adapter import AdapterFiles
+    from vlora.lora.folders import find_folders
+
+    if not root.is_dir():
+        raise InvalidArgument(f"no adapters folder at {root}")
+    folders = find_folders(root, {})
+    files: dict[str, AdapterFiles] = {}
+    broken: dict[str, InvalidArgument] = {}
+    for name, folder in folders.items():
+        try:
+            files[name] = AdapterFiles(name, folder, shape)
+        except InvalidArgument as error:
+            broken[name] = error
+    return folders, files, broken
+
+
+def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape) -> str:
+    """Return the adapter whose merge saves most for these requests, and say how much."""
+    from vlora.generation.hot_adapter import choose_hot, lora_work, read_request_log
+
+    work = {name: lora_work(one.description.ranks, shape) for name, one in files.items()}
+    counts = read_request_log(requests)
+    choice = choose_hot(counts, work)
+    if choice.hot is None:
+        raise InvalidArgument(
+            f"by {requests}, merging any adapter would add work to the mean request;"
+            " to merge one nevertheless, name it with --hot"
+        )
+    print_plain(
+        f"{choice.hot}: {counts[choice.hot] / counts.total():.0%} of {counts.total()} requests;"
+        f" merging it saves {1 - choice.work_after / choice.work_before:.0%} of the work of LoRA"
+    )
+    return choice.hot
+
+
+def _read(folder: Path, files: AdapterFiles) -> tuple[Path, Adapter]:
+    return folder, files.read()
+
+
+def _planned_ranks(files: Mapping[str, AdapterFiles], hot: str) -> dict[str, int]:
+    """Return the rank that each delta adapter will have, without reading weights."""
+    from vlora.generation.premerge import BASE_ADAPTER
+
+    merged = files[hot].description.ranks
+    ranks = {BASE_ADAPTER: max(merged.values())}
+    for name, one in files.items():
+        own = one.description.ranks
+        if name != hot:
+            ranks[name] = max(own.get(m, 0) + merged.get(m, 0) for m in own.keys() | merged.keys())
+    return ranks
+
+
+def _print_ranks(ranks: Mapping[str, int], max_rank: int) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("delta adapter")
+    table.add_column("rank", justify="right")
+    for name, rank in ranks.items():
+        style = "yellow" if rank > max_rank else ""
+        table.add_row(escape(name), str(rank), style=style)
+    console.print(table)
+
+
+def _print_report(report: Report, out: Path) -> None:
+    _print_ranks({delta.name: delta.rank for delta in report.deltas}, report.max_rank)
+    for warning in report.warnings:
+        error_console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+    for error in report.failed.values():
+        error_console.print(f"[yellow]left out:[/] {escape(error)}", soft_wrap=True)
+    print_plain(
+        f"merged '{report.hot}' into {report.matrices} matrices; rounding to the stored type is"
+        f" {report.rounding:.1e} of the adapter's largest change"
+    )
+    print_plain(f"serve it with: vlora serve --model {out / 'model'} --adapters {out / 'adapters'}")

@@ -1,0 +1,153 @@
+"""Examples of knowledge items: reading them, and splitting them by image."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vlora.errors import InvalidArgument
+from vlora.generation.spec import Item
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+PLACEHOLDER = "<image>"
+MAX_LINE_BYTES = 1 << 20
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question about an image or a clip, with its answer.
+
+    images: files; several are the frames of a clip.
+    """
+
+    images: tuple[Path, ...]
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Examples of one item. No image is in two splits."""
+
+    train: tuple[Example, ...]
+    validation: tuple[Example, ...]
+    test: tuple[Example, ...]
+
+
+def read_examples(item: Item, label: Callable[[Path], str | None] | None = None) -> list[Example]:
+    """Return all examples of an item, in a fixed order.
+
+    label: the teacher, which returns the answer for an image, or None to leave it out.
+
+    Raises InvalidArgument naming the item and the file that is wrong.
+    """
+    if item.conversations is not None:
+        return list(_read_conversations(item, item.conversations))
+    if label is not None:
+        answers = ((path, label(path)) for path in _images_in(item.images))
+        return [Example((path,), item.question, a) for path, a in answers if a is not None]
+    folders = sorted(path for path in item.images.iterdir() if path.is_dir())
+    examples = [
+        Example((path,), item.question, folder.name)
+        for folder in folders
+        for path in _images_in(folder)
+    ]
+    if not examples:
+        raise InvalidArgument(
+            f"item '{item.name}': {item.images} has no images in folders named by their labels"
+        )
+    return examples
+
+
+def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed: int) -> Splits:
+    """Split examples by a hash of the images' contents and the seed.
+
+    shares: of train, validation and test.
+
+    Raises InvalidArgument if a split would be empty.
+    """
+    ranked = sorted(examples, key=lambda example: _position(example, seed))
+    parts: dict[str, list[Example]] = {TRAIN: [], VALIDATION: [], TEST: []}
+    for example in ranked[: item.max_examples]:
+        position = _position(example, seed + 1)
+        name = TRAIN if position < shares[0] else TEST
+        if shares[0] <= position < shares[0] + shares[1]:
+            name = VALIDATION
+        parts[name].append(example)
+    for name, part in parts.items():
+        if not part:
+            raise InvalidArgument(
+                f"item '{item.name}' has {len(examples)} examples, none of them for {name}"
+            )
+    return Splits(*(tuple(parts[name]) for name in (TRAIN, VALIDATION, TEST)))
+
+
+def _position(example: Example, seed: int) -> float:
+    """Return a number from 0 to 1 that depends on the first image's content and the seed."""
+    digest = hashlib.sha256(f"{seed}:{_digest(example.images[0])}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+@cache
+def _digest(path: Path) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _read_conversations(item: Item, file: Path) -> Iterator[Example]:
+    """Yield one example per question of a file of LLaVA conversations."""
+    for number, record in _records(item, file):
+        where = f"item '{item.name}': {file.name}: record {number}"
+        images = record.get("image", record.get("images"))
+        names = [images] if isinstance(images, str) else images
+        turns = record.get("conversations")
+        if not names or not isinstance(names, list) or not isinstance(turns, list):
+            raise InvalidArgument(f"{where} needs 'image' and 'conversations'")
+        paths = tuple(_image(item, where, name) for name in names)
+        for human, answer in zip(turns[::2], turns[1::2], strict=False):
+            try:
+                speakers = human["from"], answer["from"]
+                question, text = str(human["value"]), str(answer["value"])
+            except (TypeError, KeyError) as error:
+                raise InvalidArgument(f"{where} has a turn without {error}") from None
+            if speakers != ("human", "gpt"):
+                raise InvalidArgument(f"{where} has turns of {speakers}, not of human and gpt")
+            yield Example(paths, question.replace(PLACEHOLDER, "").strip(), text.strip())
+
+
+def _image(item: Item, where: str, name: Any) -> Path:
+    path = (item.images / str(name)).resolve()
+    if not path.is_relative_to(item.images.resolve()):
+        raise InvalidArgument(f"{where} names '{name}', outside {item.images}")
+    if not path.is_file():
+        raise InvalidArgument(f"{where} names '{name}', which is not in {item.images}")
+    return path
+
+
+def _records(item: Item, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the numbered records of a JSON list or of JSON lines."""
+    where = f"item '{item.name}': {file}"
+    try:
+        if file.suffix == ".json":
+            records = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            lines = file.read_text(encoding="utf-8").splitlines()
+            records = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{where} cannot be read: {error}") from error
+    if not isinstance(records, list):
+        raise InvalidArgument(f"{where} must hold a list of conversations")
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict):
+            raise InvalidArgument(f"{where}: record {number} is no object")
+        yield number, record

@@ -1,0 +1,123 @@
+"""Choice of the adapter that is merged into the base, from the requests that a server received.
+
+The work of LoRA for one request is proportional to the sum of rank · (d_in + d_out) over the
+matrices that the adapter changes. Merging the hot adapter saves its own work and adds as much to
+every other request, since a delta adapter subtracts the hot one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlora.errors import InvalidArgument
+from vlora.ids import MatrixId
+from vlora.lora.model_shape import ModelShape
+
+NAME_KEYS = ("lora_name", "adapter", "model")
+"""Keys of a request log's objects that name the adapter; the first one present counts."""
+BASE_NAME = ""
+"""Name under which requests without an adapter are counted."""
+MAX_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Outcome of a choice.
+
+    hot: name of the adapter; None if merging none is cheapest.
+    work_before, work_after: mean multiplications of LoRA per row of a request, unmerged and with
+        `hot` merged.
+    """
+
+    hot: str | None
+    work_before: float
+    work_after: float
+
+
+def lora_work(ranks: Mapping[MatrixId, int], shape: ModelShape) -> int:
+    """Return the multiplications of LoRA per row: the sum of rank · (d_in + d_out)."""
+    return sum(rank * sum(shape.shape_of(matrix)) for matrix, rank in ranks.items())
+
+
+def work_after_merge(requests: Mapping[str, int], work: Mapping[str, int], hot: str) -> float:
+    """Return the mean work per request once `hot` is merged into the base.
+
+    requests: number of requests by adapter; `BASE_NAME` counts those without.
+    work: `lora_work` of each adapter.
+    """
+    total = sum(requests.values())
+    others = (count * (work.get(name, 0) + work[hot]) for name, count in requests.items())
+    return (sum(others) - requests.get(hot, 0) * 2 * work[hot]) / total
+
+
+def choose_hot(requests: Mapping[str, int], work: Mapping[str, int]) -> Choice:
+    """Return the adapter whose merge makes the mean request cheapest.
+
+    Requests for names that are not in `work` count as requests for the base.
+
+    Raises InvalidArgument if there are no requests.
+    """
+    total = sum(requests.values())
+    if not total:
+        raise InvalidArgument("the request log holds no request")
+    before = sum(count * work.get(name, 0) for name, count in requests.items()) / total
+    costs = {name: work_after_merge(requests, work, name) for name in sorted(work)}
+    hot = min(costs, key=costs.__getitem__, default=None)
+    if hot is None or costs[hot] >= before:
+        return Choice(None, before, before)
+    return Choice(hot, before, costs[hot])
+
+
+def read_request_log(path: Path) -> Counter[str]:
+    """Return the number of requests by adapter.
+
+    A line is either a JSON object with one of `NAME_KEYS` or the adapter's name alone. A null or
+    empty name is a request for the base. Empty lines are skipped.
+
+    Raises InvalidArgument naming the file and the line that cannot be read.
+    """
+    counts: Counter[str] = Counter()
+    try:
+        with path.open("rb") as opened:
+            for number, line in enumerate(
+                iter(lambda: opened.readline(MAX_LINE_BYTES + 1), b""), 1
+            ):
+                if len(line) > MAX_LINE_BYTES:
+                    raise InvalidArgument(
+                        f"{path}: line {number} has more than {MAX_LINE_BYTES} bytes"
+                    )
+                if text := _decode(line, path, number).strip():
+                    counts[_name_in(text, path, number)] += 1
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
+    return counts
+
+
+def _decode(line: bytes, path: Path, number: int) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{path}: line {number} is no UTF-8 text") from None
+
+
+def _name_in(text: str, path: Path, number: int) -> str:
+    """Return the adapter's name in one line of a request log."""
+    if not text.startswith("{"):
+        return text
+    try:
+        request = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path}: line {number} is no JSON object: {error}") from error
+    for key in NAME_KEYS:
+        if key in request:
+            name = request[key]
+            if name is not None and not isinstance(name, str):
+                raise InvalidArgument(
+                    f"{path}: line {number} has {key} = {name!r}, which is no name"
+                )
+            return name or BASE_NAME
+    raise InvalidArgument(f"{path}: line {number} names no adapter; use the key '{NAME_KEYS[0]}'")

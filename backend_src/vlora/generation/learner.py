@@ -1,0 +1,307 @@
+"""The model that is trained: a frozen base with one LoRA adapter and, for some, a task head.
+
+Tower and connector are frozen, so image features are computed once per image and cached.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from cachetools import LRUCache
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
+
+from vlora.generation.examples import Example
+from vlora.generation.spec import Item, Training
+from vlora.vision.encoder import PROCESSOR_BACKEND
+from vlora.vision.prompts import TASKS, ChatTemplate, render
+
+IGNORED = -100
+HEAD_STATE = "head.json"
+WEIGHTS = "adapter_model.safetensors"
+MERGE_DENSITY = 0.5
+"""Share of the weights that TIES and DARE keep."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example as tokens. label: class of the head that answers it, None for the LM head."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    images: tuple[Path, ...]
+    label: int | None = None
+
+
+@dataclass
+class Batch:
+    """Rows of one training step, padded on the right.
+
+    tokens, targets: [rows, length]; targets are IGNORED except for answers of the LM head.
+    mask: [rows, length], 1 for tokens and 0 for padding.
+    ends: [rows], position of each prompt's last token.
+    labels: [rows], classes of the head; IGNORED for rows of the LM head.
+    features: [image tokens of all rows, hidden].
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    mask: torch.Tensor
+    ends: torch.Tensor
+    labels: torch.Tensor
+    features: torch.Tensor
+
+
+class Base:
+    """The frozen base of a run: tokenizer, prompts, image features."""
+
+    def __init__(self, checkpoint: Path, cache_mib: int, device: torch.device) -> None:
+        self.checkpoint = checkpoint
+        self.device = device
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+        self._template = ChatTemplate.from_checkpoint(checkpoint)
+        self._processor: Any = AutoImageProcessor.from_pretrained(
+            checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True
+        )
+        self.model: Any = LlavaForConditionalGeneration.from_pretrained(
+            checkpoint, dtype=torch.float32, local_files_only=True
+        ).to(device)
+        self.model.eval().requires_grad_(False)
+        self._features: LRUCache[Path, torch.Tensor] = LRUCache(
+            max(1, cache_mib) << 20, getsizeof=lambda value: value.nbytes
+        )
+
+    @property
+    def hidden(self) -> int:
+        """Width of the decoder."""
+        return int(self.model.config.text_config.hidden_size)
+
+    def row(self, item: Item, example: Example, labels: Sequence[str]) -> Row:
+        """Return an example as tokens.
+
+        labels: of the head that answers the item; empty for an item of the LM head.
+        """
+        images, frames = len(example.images), 0
+        if item.task == "video":
+            images, frames = frames, images
+        text = render(item.task, example.question, images, frames, self._template)
+        answer = (*self._ids(example.answer), self.tokenizer.eos_token_id)
+        label = labels.index(example.answer) if labels else None
+        return Row(tuple(self._prompt_ids(text)), answer, example.images, label)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _prompt_ids(self, text: str) -> Iterable[int]:
+        """Yield the tokens of a prompt, each placeholder expanded to the image's tokens."""
+        config = self.model.config
+        for token in self._ids(text):
+            yield from [token] * (config.image_seq_length if token == config.image_token_id else 1)
+
+    @torch.inference_mode()
+    def features(self, paths: Iterable[Path]) -> torch.Tensor:
+        """Return the features of images, [tokens of all images, hidden]; from the cache if there.
+
+        Features are cached in bf16 on a GPU and in fp32 on a CPU.
+        """
+        paths = list(paths)
+        found = {
+            path: self._features[path] for path in dict.fromkeys(paths) if path in self._features
+        }
+        missing = [path for path in dict.fromkeys(paths) if path not in found]
+        if missing:
+            pictures = [Image.open(path).convert("RGB") for path in missing]
+            pixels = self._processor(pictures, return_tensors="pt")["pixel_values"].to(self.device)
+            output = self.model.get_image_features(pixel_values=pixels)
+            parts = getattr(output, "pooler_output", output)
+            for path, part in zip(missing, parts, strict=True):
+                found[path] = part.reshape(-1, part.shape[-1]).cpu()
+                if found[path].nbytes <= self._features.maxsize:
+                    self._features[path] = found[path]
+        if not paths:
+            return torch.zeros(0, self.hidden, device=self.device)
+        return torch.cat([found[path] for path in paths]).to(self.device)
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """Return training rows as one batch."""
+        length = max(len(row.prompt) + len(row.answer) for row in rows)
+        tokens = torch.zeros(len(rows), length, dtype=torch.long)
+        targets = torch.full_like(tokens, IGNORED)
+        mask = torch.zeros_like(tokens)
+        for index, row in enumerate(rows):
+            start, end = len(row.prompt), len(row.prompt) + len(row.answer)
+            tokens[index, :end] = torch.tensor([*row.prompt, *row.answer])
+            mask[index, :end] = 1
+            if row.label is None:
+                targets[index, start:end] = torch.tensor(row.answer)
+        labels = [IGNORED if row.label is None else row.label for row in rows]
+        return Batch(
+            tokens.to(self.device),
+            targets.to(self.device),
+            mask.to(self.device),
+            torch.tensor([len(row.prompt) - 1 for row in rows], device=self.device),
+            torch.tensor(labels, device=self.device),
+            self.features(path for row in rows for path in row.images),
+        )
+
+
+class Learner(nn.Module):
+    """The base with one adapter, and a head over `labels` if there are any."""
+
+    def __init__(self, base: Base, training: Training, labels: Sequence[str], seed: int) -> None:
+        super().__init__()
+        self.base = base
+        self.labels = list(labels)
+        torch.manual_seed(seed)
+        names = "|".join(training.targets)
+        config = LoraConfig(
+            r=training.rank,
+            lora_alpha=training.alpha or 2 * training.rank,
+            target_modules=rf".*language_model\.layers\.\d+\.(self_attn|mlp)\.({names})",
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        self.adapted: PeftModel = get_peft_model(base.model, config)
+        self.head = nn.Linear(base.hidden, len(labels)).to(base.device) if labels else None
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+
+    def release(self) -> None:
+        """Remove the adapter from the shared base."""
+        self.adapted.unload()
+
+    def load(self, folder: Path) -> None:
+        """Load weights of an earlier adapter; the rows of labels that it knows keep theirs."""
+        set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
+        self._load_head(folder)
+
+    def load_merged(self, folders: Sequence[Path], method: str) -> None:
+        """Load the merge of several adapters by PEFT's `add_weighted_adapter`, with weight 1 each.
+
+        method: its `combination_type`, one that keeps the rank.
+        """
+        config = self.adapted.peft_config["default"]
+        names = [f"part{number}" for number in range(len(folders))]
+        for name, folder in zip(names, folders, strict=True):
+            self.adapted.add_adapter(name, config)
+            set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS), adapter_name=name)
+            self._load_head(folder)
+        self.adapted.add_weighted_adapter(
+            names,
+            [1.0] * len(names),
+            "merged",
+            combination_type=method,
+            svd_rank=config.r,
+            density=MERGE_DENSITY if method != "svd" else None,
+        )
+        state = get_peft_model_state_dict(self.adapted, adapter_name="merged")
+        # PEFT gives the merged adapter the scale 1; ours keeps its own.
+        scale = config.lora_alpha / config.r
+        state = {key: t / scale if ".lora_B." in key else t for key, t in state.items()}
+        for name in (*names, "merged"):
+            self.adapted.delete_adapter(name)
+        self.adapted.set_adapter("default")
+        set_peft_model_state_dict(self.adapted, state)
+
+    def _load_head(self, folder: Path) -> None:
+        if (folder / HEAD_STATE).is_file() and self.head is not None:
+            known = json.loads((folder / HEAD_STATE).read_text())
+            head = load_file(folder / "head.safetensors")
+            with torch.no_grad():
+                for row, label in enumerate(known):
+                    target = self.labels.index(label)
+                    self.head.weight[target] = head["weight"][row].to(self.base.device)
+                    self.head.bias[target] = head["bias"][row].to(self.base.device)
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter as PEFT does, in fp32, and the head with its labels."""
+        self.adapted.save_pretrained(folder, save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)
+        if self.head is not None:
+            tensors = {"weight": self.head.weight, "bias": self.head.bias}
+            save_file(
+                {name: tensor.detach().float().cpu() for name, tensor in tensors.items()},
+                folder / "head.safetensors",
+            )
+            (folder / HEAD_STATE).write_text(json.dumps(self.labels))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return the mean cross entropy of a batch (§4.2.1, L = CE(y, ŷ)).
+
+        Every row has the same weight, whatever the number of its answer's tokens.
+        """
+        hidden = self._hidden(batch.tokens, batch.mask, batch.features)
+        shifted = batch.targets[:, 1:]
+        asked = shifted != IGNORED
+        losses = []
+        if asked.any():
+            logits = self.base.model.lm_head(hidden[:, :-1][asked])
+            token = nn.functional.cross_entropy(logits.float(), shifted[asked], reduction="none")
+            weight = (1 / asked.sum(1).clamp(min=1))[:, None].expand_as(asked)[asked]
+            losses.append((token * weight).sum())
+        of_head = batch.labels != IGNORED
+        if self.head is not None and of_head.any():
+            last = hidden[of_head, batch.ends[of_head]]
+            losses.append(
+                nn.functional.cross_entropy(
+                    self.head(last.to(self.head.weight.dtype)).float(),
+                    batch.labels[of_head],
+                    reduction="sum",
+                )
+            )
+        return torch.stack(losses).sum() / len(batch.tokens)
+
+    def _embedded(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.base.model.get_input_embeddings()(tokens)
+        places = (tokens == self.base.model.config.image_token_id)[..., None].expand_as(embedded)
+        return embedded.masked_scatter(places, features.to(embedded.dtype))
+
+    def _hidden(
+        self, tokens: torch.Tensor, mask: torch.Tensor, features: torch.Tensor
+    ) -> torch.Tensor:
+        """Return final-norm hidden states, [rows, length, hidden]."""
+        output = self.base.model.model.language_model(
+            inputs_embeds=self._embedded(tokens, features), attention_mask=mask, use_cache=False
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    @torch.inference_mode()
+    def answer(self, rows: Sequence[Row], task: str) -> list[str]:
+        """Return greedy answers, up to the task's token limit, or the head's top labels."""
+        length = max(len(row.prompt) for row in rows)
+        tokens = torch.zeros(len(rows), length, dtype=torch.long, device=self.base.device)
+        mask = torch.zeros_like(tokens)
+        for index, row in enumerate(rows):  # Padded on the left, so that all prompts end together.
+            tokens[index, length - len(row.prompt) :] = torch.tensor(row.prompt)
+            mask[index, length - len(row.prompt) :] = 1
+        features = self.base.features(path for row in rows for path in row.images)
+        if rows[0].label is not None:
+            assert self.head is not None
+            last = self._hidden(tokens, mask, features)[:, -1]
+            return [self.labels[index] for index in self.head(last).argmax(-1).tolist()]
+        generated = self.base.model.generate(
+            inputs_embeds=self._embedded(tokens, features),
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=TASKS[task].max_tokens,
+        )
+        texts: list[str] = self.base.tokenizer.batch_decode(generated, skip_special_tokens=True)
+        return texts

@@ -1,0 +1,94 @@
+"""Accuracy metrics, from 0 to 1, of answers against held-out references."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from vlora.vision.results import TextBox, parse_boxes
+
+Metric = Callable[[Sequence[str], Sequence[str]], float]
+"""Takes answers and their references, in the same order, and returns the accuracy."""
+
+ENOUGH_OVERLAP = 0.5
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = re.compile(r"[^\w\s]")
+_NUMBER_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+]
+_NUMBERS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUMBER_WORDS)}}
+
+
+def top1(answers: Sequence[str], references: Sequence[str]) -> float:
+    """Return the share of answers that equal their label, apart from outer spaces."""
+    pairs = zip(answers, references, strict=True)
+    return sum(answer.strip() == label.strip() for answer, label in pairs) / len(references)
+
+
+def vqa_score(answers: Sequence[str], references: Sequence[str]) -> float:
+    """Return the VQA accuracy (Antol et al., 2015) for one reference per question.
+
+    Answers are compared in lower case, without articles and punctuation, numbers as digits. With
+    one reference, the official min(matches / 3, 1) is 1 for an equal answer and 0 for another.
+    """
+    pairs = zip(answers, references, strict=True)
+    return sum(_normal(answer) == _normal(wanted) for answer, wanted in pairs) / len(references)
+
+
+def _normal(text: str) -> str:
+    words = _ARTICLES.sub(" ", _PUNCTUATION.sub(" ", text.lower())).split()
+    return " ".join(_NUMBERS.get(word, word) for word in words)
+
+
+def f1_iou50(answers: Sequence[str], references: Sequence[str]) -> float:
+    """Return the F1 score of all boxes: one matches at an IoU of 0.5 or more with the same label.
+
+    Answers and references have the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>`.
+    Each reference box matches one answered box at most. Without any box on both sides it is 1.
+    """
+    matched = total = 0
+    for answer, reference in zip(answers, references, strict=True):
+        left, wanted = parse_boxes(answer)[0], parse_boxes(reference)[0]
+        total += len(left) + len(wanted)
+        for box in wanted:
+            same = [other for other in left if other.label == box.label]
+            best = max(same, key=lambda other: _iou(box, other), default=None)
+            if best is not None and _iou(box, best) >= ENOUGH_OVERLAP:
+                left.remove(best)
+                matched += 1
+    return 2 * matched / total if total else 1.0
+
+
+def _iou(a: TextBox, b: TextBox) -> float:
+    """Return the intersection over union of two boxes."""
+    (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a.grid, b.grid
+    width, height = min(ax2, bx2) - max(ax1, bx1), min(ay2, by2) - max(ay1, by1)
+    shared = max(0, width) * max(0, height)
+    union = (ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - shared
+    return shared / union if union else 0.0
+
+
+def chrf(answers: Sequence[str], references: Sequence[str]) -> float:
+    """Return chrF (Popović, 2015) of captions, by sacrebleu, divided by 100."""
+    from sacrebleu import corpus_chrf
+
+    return float(corpus_chrf(list(answers), [list(references)]).score) / 100
+
+
+METRICS: Mapping[str, Metric] = {
+    "top1": top1,
+    "vqa_score": vqa_score,
+    "f1_iou50": f1_iou50,
+    "chrf": chrf,
+}
+"""Metrics by the names that a specification uses."""

@@ -1,0 +1,81 @@
+"""Writer of adapter folders as PEFT saves them.
+
+Scales are folded into B, so every matrix has alpha equal to its rank and PEFT's scale is 1. Servers
+that ignore `rank_pattern` and `alpha_pattern` then compute the same result. `target_modules` lists
+whole paths: a vision tower may have modules of the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from vlora.atmm.types import LoraPair
+from vlora.ids import MatrixId
+from vlora.lora.adapter import WEIGHTS
+from vlora.lora.model_shape import ModelShape, paths_of
+
+HEAD_FILES = ("vlora.json", "head.safetensors")
+"""Files of an adapter folder that describe its tasks and hold its task head."""
+
+
+def write_adapter(
+    folder: Path,
+    pairs: Mapping[MatrixId, LoraPair],
+    shape: ModelShape,
+    base: str,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write `adapter_config.json` and the weights of one adapter into a new folder.
+
+    pairs: A [rank, d_in] and B [d_out, rank] of each matrix, with the scale folded into B.
+    base: stored as `base_model_name_or_path`.
+    dtype: of the stored weights.
+    """
+    if not pairs:
+        raise ValueError("an adapter needs at least one matrix")
+    folder.mkdir(parents=True)
+    paths = {matrix: _module_path(matrix, shape) for matrix in pairs}
+    ranks = {paths[matrix]: pair.a.shape[0] for matrix, pair in pairs.items()}
+    (common_rank, _), *_ = Counter(ranks.values()).most_common()
+    other_ranks = {path: rank for path, rank in ranks.items() if rank != common_rank}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "r": common_rank,
+        "lora_alpha": common_rank,
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "rank_pattern": other_ranks,
+        "alpha_pattern": other_ranks,
+        "target_modules": sorted(paths.values()),
+    }
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+    tensors = {}
+    for matrix, pair in pairs.items():
+        prefix = f"base_model.model.{paths[matrix]}"
+        tensors[f"{prefix}.lora_A.weight"] = pair.a.to(dtype).contiguous()
+        tensors[f"{prefix}.lora_B.weight"] = pair.b.to(dtype).contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def copy_head(source: Path, target: Path) -> None:
+    """Copy the task head and `vlora.json` of one adapter folder to another, where they exist."""
+    for name in HEAD_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _module_path(matrix: MatrixId, shape: ModelShape) -> str:
+    """Return the path of a module in transformers' model."""
+    return paths_of(matrix, shape, "")[-1]

@@ -1,0 +1,252 @@
+"""Premerge: one hot adapter becomes part of the base checkpoint, all others become delta adapters.
+
+The plug-and-play multi-LoRA layer, equations 1 to 5: W_fused = W + B_hot A_hot, and a cold adapter
+becomes B = [B_cold, -B_hot], A = [A_cold; A_hot]. A matrix that only the cold adapter changes keeps
+its factors; one that only the hot adapter changes gets -B_hot A_hot. The results are a standard
+Hugging Face checkpoint and standard PEFT folders, so any server can use them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from vlora.atmm.types import LoraPair
+from vlora.errors import InvalidArgument
+from vlora.generation.peft_folder import copy_head, write_adapter
+from vlora.ids import MatrixId
+from vlora.lora.adapter import Adapter
+from vlora.lora.model_shape import LM_HEAD, ModelShape
+from vlora.model.decoder_config import DecoderConfig
+from vlora.model.loader import find_weights, open_weights, weight_files
+
+BASE_ADAPTER = "base"
+"""Name of the delta adapter that gives back the base without the hot adapter."""
+REPORT = "premerge.json"
+DEFAULT_MAX_RANK = 64
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Delta adapter that was written. rank: the largest of any matrix; source: "" for the base."""
+
+    name: str
+    source: str
+    rank: int
+
+
+@dataclass
+class Report:
+    """Outcome of a premerge.
+
+    rounding: largest error of a fused weight that its stored type causes, relative to the largest
+        change of a weight by the hot adapter; 0 if the stored type holds every result.
+    failed: reason by name of each adapter that could not be rewritten.
+    """
+
+    hot: str
+    matrices: int = 0
+    rounding: float = 0.0
+    max_rank: int = DEFAULT_MAX_RANK
+    deltas: list[Delta] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about delta adapters above the maximum rank."""
+        return [
+            f"the delta adapter '{delta.name}' has rank {delta.rank}, above {self.max_rank}:"
+            " a server may refuse it, and each of its rows costs as much as the two adapters"
+            for delta in self.deltas
+            if delta.rank > self.max_rank
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the contents of `premerge.json`."""
+        return {
+            "hot": self.hot,
+            "fused_matrices": self.matrices,
+            "relative_rounding": self.rounding,
+            "deltas": {delta.name: {"rank": delta.rank} for delta in self.deltas},
+            "failed": self.failed,
+            "warnings": self.warnings,
+        }
+
+
+def delta_pairs(
+    cold: Mapping[MatrixId, LoraPair], hot: Mapping[MatrixId, LoraPair]
+) -> dict[MatrixId, LoraPair]:
+    """Return the factors of cold minus hot, by matrix.
+
+    cold, hot: A [rank, d_in] and B [d_out, rank], with the scale folded into B.
+    """
+    pairs: dict[MatrixId, LoraPair] = {}
+    for matrix in sorted(cold.keys() | hot.keys()):
+        factors = [cold[matrix]] if matrix in cold else []
+        if matrix in hot:
+            factors.append(LoraPair(hot[matrix].a, -hot[matrix].b))
+        pairs[matrix] = LoraPair(
+            torch.cat([pair.a for pair in factors]), torch.cat([pair.b for pair in factors], dim=1)
+        )
+    return pairs
+
+
+def no_change(hot: Mapping[MatrixId, LoraPair]) -> dict[MatrixId, LoraPair]:
+    """Return an adapter of rank 1 that changes nothing, for requests that name the hot adapter."""
+    matrix, pair = next(iter(sorted(hot.items())))
+    return {matrix: LoraPair(torch.zeros(1, pair.a.shape[1]), torch.zeros(pair.b.shape[0], 1))}
+
+
+def check_hot(hot: Adapter, config: DecoderConfig) -> None:
+    """Raise InvalidArgument if an adapter cannot be merged into this checkpoint."""
+    if config.tied and any(target == LM_HEAD for _, target in hot.pairs):
+        raise InvalidArgument(
+            f"adapter '{hot.info.name}' changes lm_head, which this checkpoint ties to its"
+            " embeddings: merging it would change the embeddings too; choose another hot adapter"
+        )
+
+
+def fuse_checkpoint(
+    source: Path,
+    target: Path,
+    config: DecoderConfig,
+    hot: Mapping[MatrixId, LoraPair],
+    exact: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[int, float]:
+    """Write the checkpoint with the hot adapter merged into it, one weights file at a time.
+
+    target: new folder. Its files have the names and metadata of the source's.
+    exact: store fused weights in fp32, and declare fp32 in config.json; otherwise they are rounded
+        to the type in which the source stores them.
+    progress: called with the name of each weights file before it is read.
+
+    Returns the number of fused matrices, and `Report.rounding`.
+    """
+    names = config.names
+    places = find_weights(source, config)
+    pairs = {
+        places[names.lm_head if target == LM_HEAD else names.matrix(layer, target)]: pair
+        for (layer, target), pair in hot.items()
+    }
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+    error = change = 0.0
+    if exact:
+        _declare_float32(target / "config.json")
+    for file in weight_files(source):
+        progress(file.name)
+        with open_weights(file) as opened:
+            metadata = opened.metadata()
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        for key in tensors.keys() & {key for path, key in pairs if path == file}:
+            pair = pairs[file, key]
+            delta = pair.b.double() @ pair.a.double()
+            fused = tensors[key].double() + delta
+            tensors[key] = fused.to(torch.float32 if exact else tensors[key].dtype)
+            error = max(error, float((tensors[key].double() - fused).abs().max()))
+            change = max(change, float(delta.abs().max()))
+        save_file(tensors, target / file.name, metadata=metadata)
+    return len(pairs), error / change if change else 0.0
+
+
+def _declare_float32(path: Path) -> None:
+    """Change every type that a config.json declares to float32."""
+
+    def declare(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: "float32" if key in ("dtype", "torch_dtype") else declare(part)
+            for key, part in value.items()
+        }
+
+    config = declare(json.loads(path.read_text(encoding="utf-8")))
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def premerge(
+    model: Path,
+    config: DecoderConfig,
+    shape: ModelShape,
+    hot: tuple[Path, Adapter],
+    cold: Mapping[str, Callable[[], tuple[Path, Adapter]]],
+    out: Path,
+    max_rank: int = DEFAULT_MAX_RANK,
+    exact: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Write `out/model`, `out/adapters` and `out/premerge.json`.
+
+    The folder appears when everything has been written; an interrupted run leaves nothing.
+
+    hot: folder and weights of the adapter to merge.
+    cold: reads the folder and the weights of each other adapter. One that raises InvalidArgument
+        is reported and does not stop the others.
+    exact: as in `fuse_checkpoint`.
+
+    Raises InvalidArgument if `out` exists or the hot adapter cannot be merged.
+    """
+    folder, adapter = hot
+    name = adapter.info.name
+    check_hot(adapter, config)
+    if BASE_ADAPTER in cold or name == BASE_ADAPTER:
+        raise InvalidArgument(
+            f"an adapter is named '{BASE_ADAPTER}', the name of the delta adapter that gives back"
+            " the base; rename its folder"
+        )
+    report = Report(name, max_rank=max_rank)
+    with _new_folder(out) as part:
+        report.matrices, report.rounding = fuse_checkpoint(
+            model, part / "model", config, adapter.pairs, exact, progress
+        )
+        base = str(out / "model")
+        adapters = part / "adapters"
+        write_adapter(adapters / name, no_change(adapter.pairs), shape, base)
+        copy_head(folder, adapters / name)
+        write_adapter(adapters / BASE_ADAPTER, delta_pairs({}, adapter.pairs), shape, base)
+        report.deltas.append(Delta(BASE_ADAPTER, "", _rank(delta_pairs({}, adapter.pairs))))
+        for cold_name, read in cold.items():
+            progress(cold_name)
+            try:
+                cold_folder, weights = read()
+            except InvalidArgument as error:
+                report.failed[cold_name] = str(error)
+                continue
+            pairs = delta_pairs(weights.pairs, adapter.pairs)
+            write_adapter(adapters / cold_name, pairs, shape, base)
+            copy_head(cold_folder, adapters / cold_name)
+            report.deltas.append(Delta(cold_name, cold_name, _rank(pairs)))
+        text = json.dumps(report.as_json(), indent=2)
+        (part / REPORT).write_text(text + "\n", encoding="utf-8")
+    return report
+
+
+def _rank(pairs: Mapping[MatrixId, LoraPair]) -> int:
+    return max(pair.a.shape[0] for pair in pairs.values())
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Give a folder beside `out` that becomes `out` at the end, or is removed after an error."""
+    if out.exists():
+        raise InvalidArgument(f"{out} exists; name a folder that does not")
+    part = out.with_name(out.name + ".part")
+    try:
+        part.mkdir(parents=True)
+    except FileExistsError:
+        raise InvalidArgument(f"{part} exists, from a run that was killed; remove it") from None
+    except OSError as error:
+        raise InvalidArgument(f"{part} cannot be made: {error.strerror}") from error
+    try:
+        yield part
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""Teachers: small models that label images for a knowledge item (§4.2.1, Fig. 9)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vlora.errors import InvalidArgument
+from vlora.generation.spec import Item, OnnxTeacher, Teacher
+
+Label = Callable[[Path], str | None]
+"""Returns the answer for an image file, or None to leave the image out."""
+
+
+def load_teacher(item: Item) -> Label | None:
+    """Return the item's teacher; None if the item has none.
+
+    Raises InvalidArgument if the teacher cannot be loaded.
+    """
+    if item.teacher is None:
+        return None
+    try:
+        label = _load(item.teacher)
+    except Exception as error:  # a teacher is foreign code and can fail in any way
+        raise InvalidArgument(
+            f"item '{item.name}': its teacher cannot be loaded: {error}"
+        ) from error
+
+    def checked(path: Path) -> str | None:
+        try:
+            with Image.open(path) as image:
+                answer = label(image.convert("RGB"))
+        except Exception as error:
+            raise InvalidArgument(
+                f"item '{item.name}': its teacher fails on {path}: {error!r}"
+            ) from error
+        if answer is not None and not isinstance(answer, str):
+            raise InvalidArgument(
+                f"item '{item.name}': its teacher returns {type(answer).__name__}, not a string"
+            )
+        return answer
+
+    return checked
+
+
+def _load(teacher: Teacher) -> Callable[[Image.Image], Any]:
+    if teacher.python is not None:
+        module, _, function = teacher.python.partition(":")
+        label: Callable[[Image.Image], Any] = getattr(importlib.import_module(module), function)
+        return label
+    if teacher.onnx is not None:
+        return _onnx(teacher.onnx)
+    from transformers import pipeline
+
+    run = pipeline(**(teacher.pipeline or {}))
+    return lambda image: run(image)[0]["label"]
+
+
+def _onnx(teacher: OnnxTeacher) -> Callable[[Image.Image], str]:
+    """Return a classifier that runs an ONNX file by onnxruntime."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(
+        str(teacher.file), providers=onnxruntime.get_available_providers()
+    )
+    (wanted,) = session.get_inputs()
+
+    def label(image: Image.Image) -> str:
+        resized = image.resize((teacher.size, teacher.size), Image.Resampling.BILINEAR)
+        pixels = np.asarray(resized, np.float32) / 255
+        pixels = (pixels - np.array(teacher.mean, np.float32)) / np.array(teacher.std, np.float32)
+        scores = session.run(None, {wanted.name: pixels.transpose(2, 0, 1)[None]})[0][0]
+        return teacher.labels[int(np.argmax(scores))]
+
+    return label

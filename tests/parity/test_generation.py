@@ -1,0 +1,214 @@
+"""The generator end to end on the tiny checkpoint: PEFT answers as the run's own evaluation did."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.support.oracle import Oracle
+from tools.demo.heldout import Item as HeldOut
+from vlora.errors import InvalidArgument
+from vlora.generation.examples import Example
+from vlora.generation.fusion import Packed, State
+from vlora.generation.learner import WEIGHTS, Learner
+from vlora.generation.report import as_json, write_report
+from vlora.generation.run import Outcome, generate, load_splits
+from vlora.generation.spec import read_spec
+from vlora.generation.trainer import PeftTrainer
+from vlora.lora.adapter import load_adapter
+from vlora.model.decoder_config import load_config
+from vlora.model.loader import adapter_shape
+
+COLOURS = {"red": (200, 20, 20), "blue": (20, 20, 200), "green": (20, 160, 20)}
+TRAINING = {"max_steps": 24, "evaluate_every": 8, "batch_size": 12, "rank": 4, "margin": 0.0}
+
+
+@pytest.fixture(scope="module")
+def data(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a specification of three items that share images of plain colours."""
+    root = tmp_path_factory.mktemp("knowledge")
+    generator = torch.Generator().manual_seed(0)
+    records = []
+    for name, colour in COLOURS.items():
+        (root / "colours" / name).mkdir(parents=True)
+        for number in range(16):
+            noise = torch.randint(-15, 16, (3,), generator=generator).tolist()
+            shade = tuple(value + change for value, change in zip(colour, noise, strict=True))
+            path = root / "colours" / name / f"{number}.png"
+            Image.new("RGB", (64, 64), shade).save(path)
+            answer = "yes" if name == "red" else "no"
+            turns = [
+                {"from": "human", "value": "<image>\nIs it red?"},
+                {"from": "gpt", "value": answer},
+            ]
+            records.append({"image": f"{name}/{number}.png", "conversations": turns})
+    (root / "red.jsonl").write_text("\n".join(map(json.dumps, records)))
+    items = [
+        {"name": "colours", "task": "classify", "images": "colours", "required": 0.5, "head": True},
+        {
+            "name": "red",
+            "task": "vqa",
+            "images": "colours",
+            "conversations": "red.jsonl",
+            "metric": "vqa_score",
+            "required": 0.01,
+        },
+        {"name": "never", "task": "video", "images": "colours", "required": 1.0, "head": True,
+         "max_examples": 30},
+    ]  # fmt: skip
+    (root / "spec.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "base": str(checkpoint),
+                "items": items,
+                "split": [0.5, 0.25, 0.25],
+                "training": {**TRAINING, "max_steps": 8},
+            }
+        )
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def outcome(data: Path) -> Outcome:
+    """Return the outcome of one run into `data/out`."""
+    spec = read_spec(data / "spec.yaml")
+    return generate(spec, spec.options, data / "work", data / "out")
+
+
+def test_folders_are_adapters_as_the_server_reads_them(
+    checkpoint: Path, data: Path, outcome: Outcome
+) -> None:
+    shape = adapter_shape(checkpoint, load_config(checkpoint))
+    assert outcome.state.adapters
+    for adapter in outcome.state.adapters:
+        folder = outcome.folders[adapter.number]
+        info = load_adapter(folder.name, folder, shape).info
+        assert set(info.accuracy) == set(adapter.items)
+        assert info.accuracy == {name: round(outcome.reached[name], 4) for name in adapter.items}
+        if "colours" in adapter.items:
+            assert set(info.head_labels) == set(COLOURS)
+
+
+def test_peft_answers_as_the_run_evaluated(checkpoint: Path, data: Path, outcome: Outcome) -> None:
+    oracle = Oracle(checkpoint, data / "out")
+    splits = load_splits(outcome.spec)
+    for adapter in outcome.state.adapters:
+        for name in adapter.items:
+            item = outcome.spec.item(name)
+            right = [
+                oracle.answer(_asked(item.task, example), outcome.folders[adapter.number].name).text
+                == example.answer
+                for example in splits[name].test
+            ]
+            assert sum(right) / len(right) == pytest.approx(outcome.reached[name]), name
+
+
+def _asked(task: str, example: Example) -> HeldOut:
+    files = [path.read_bytes() for path in example.images]
+    return HeldOut(
+        id="", domain="", adapter=None, task=task, text=example.question, answer=example.answer,
+        images=[] if task == "video" else files, frames=files if task == "video" else [],
+        boxes=None, choices=None, kind="",
+    )  # fmt: skip
+
+
+def test_the_report_names_every_item_and_its_promise(data: Path, outcome: Outcome) -> None:
+    report = as_json(outcome)
+    assert set(report["items"]) == {"colours", "red", "never"}
+    for name, item in report["items"].items():
+        assert item["kept"] == (item["reached"] is not None and item["reached"] >= item["required"])
+        assert item["kept"] == (name not in outcome.missed)
+    path = write_report(outcome, data / "report")
+    text = path.read_text()
+    assert all(f"| {name} |" in text for name in report["items"])
+    with Image.open(io.BytesIO((data / "report" / "accuracy.png").read_bytes())) as image:
+        assert image.width > 100
+
+
+def test_a_run_that_was_killed_in_an_attempt_ends_with_the_same_weights(
+    data: Path, outcome: Outcome, tmp_path: Path
+) -> None:
+    spec = read_spec(data / "spec.yaml")
+    calls = 0
+
+    def kill_at(number: int) -> Callable[[object], None]:
+        def report(_: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise KeyboardInterrupt
+
+        return report
+
+    for number in (1, 2):
+        calls = 0
+        with pytest.raises(KeyboardInterrupt):
+            generate(spec, spec.options, tmp_path / "work", tmp_path / "out", kill_at(number))
+    again = generate(spec, spec.options, tmp_path / "work", tmp_path / "out")
+    assert again.reached == outcome.reached
+    assert again.folders.keys() == outcome.folders.keys()
+    for number, folder in outcome.folders.items():
+        for file in sorted(folder.glob("*.safetensors")):
+            first, second = load_file(file), load_file(again.folders[number] / file.name)
+            assert first.keys() == second.keys()
+            assert all(torch.equal(first[key], second[key]) for key in first), file
+
+
+def test_a_finished_run_is_extended_by_a_new_item_and_refuses_a_changed_one(
+    data: Path, outcome: Outcome, tmp_path: Path
+) -> None:
+    spec = read_spec(data / "spec.yaml")
+    shutil.copytree(data / "work", tmp_path / "work")
+    extra = spec.item("red").model_copy(update={"name": "red-again"})
+    longer = spec.model_copy(update={"items": (*spec.items, extra)})
+    grown = generate(longer, spec.options, tmp_path / "work", data / "out")
+    assert [event.item for event in grown.state.events[: len(outcome.state.events)]] == [
+        event.item for event in outcome.state.events
+    ]
+    held = [name for adapter in grown.state.adapters for name in adapter.items]
+    assert "red-again" in [*held, *grown.state.unreachable]
+    changed = spec.item("red").model_copy(update={"required": 0.02})
+    other = spec.model_copy(update={"items": (spec.items[0], changed, spec.items[2])})
+    with pytest.raises(InvalidArgument, match="holds a run with another item 'red'"):
+        generate(other, spec.options, tmp_path / "work", data / "out")
+    with pytest.raises(InvalidArgument, match="packed-1 is not of this run"):
+        generate(spec, spec.options, tmp_path / "fresh", data / "out")
+
+
+def test_merging_with_an_adapter_that_changes_nothing_changes_nothing(
+    data: Path, tmp_path: Path
+) -> None:
+    spec = read_spec(data / "spec.yaml")
+    options = spec.options.model_copy(update={"merge": "svd"})
+    trainer = PeftTrainer(spec, options, load_splits(spec), tmp_path)
+    learner = Learner(trainer.base, spec.training, (), seed=5)
+    learner.save(trainer.folder(1))
+    weights = load_file(trainer.folder(1) / WEIGHTS)
+    generator = torch.Generator().manual_seed(1)
+    drawn = {key: torch.randn(value.shape, generator=generator) for key, value in weights.items()}
+    learner.save(trainer.folder(2))
+    save_file(drawn, trainer.folder(2) / WEIGHTS)
+    learner.release()
+    merged = trainer.merge(Packed(1, 1, ("red",), {}), Packed(2, 2, (), {}), 3)
+    assert set(merged.scores) == {"red"}
+    result = load_file(trainer.folder(3) / WEIGHTS)
+    for key in (key for key in drawn if ".lora_A." in key):
+        other = key.replace(".lora_A.", ".lora_B.")
+        torch.testing.assert_close(
+            result[other] @ result[key], drawn[other] @ drawn[key], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_the_state_is_readable(data: Path, outcome: Outcome) -> None:
+    saved = json.loads((data / "work" / "state.json").read_text())
+    assert State.from_json(saved["state"]) == outcome.state

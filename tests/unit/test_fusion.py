@@ -1,0 +1,218 @@
+"""The fusion algorithm, with a trainer whose accuracies are a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlora.generation.fusion import (
+    Attempt,
+    Packed,
+    State,
+    fuse_next,
+    may_share,
+    merge_next,
+    similar_order,
+)
+from vlora.generation.spec import PAPER, Item, Options, Spec, Training
+
+BEST = Options(order="given", merge="none")
+
+
+@dataclass
+class TableTrainer:
+    """Trainer that computes accuracies from the set of items in an adapter.
+
+    capacity: number of items that one adapter can hold at full accuracy.
+    apart: pairs of items that break each other's promise.
+    """
+
+    capacity: int = 3
+    apart: frozenset[frozenset[str]] = frozenset()
+    hopeless: frozenset[str] = frozenset()
+    calls: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
+    likes: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
+        before = onto.items if onto else ()
+        self.calls.append((item.name, before, version))
+        names = (*before, item.name)
+        return Attempt(version, {name: self.score(name, names) for name in names}, 10, 1.0)
+
+    def score(self, name: str, names: Sequence[str]) -> float:
+        clash = any({name, other} in self.apart for other in names)
+        full = len(names) <= self.capacity and not clash and name not in self.hopeless
+        return 0.95 if full else 0.5
+
+    def merge(self, first: Packed, second: Packed, version: int) -> Attempt:
+        names = (*first.items, *second.items)
+        self.calls.append(("merge", names, version))
+        return Attempt(version, {name: self.score(name, names) for name in names}, 0, 1.0)
+
+    def similarity(self, item: Item, others: Sequence[str]) -> float:
+        return max((self.likes.get((item.name, other), 0.0) for other in others), default=0.0)
+
+
+def spec_of(*names: str, tasks: Mapping[str, str] = {}, heads: Sequence[str] = ()) -> Spec:
+    return Spec(
+        base=Path("base"),
+        items=tuple(
+            Item(
+                name=name,
+                task=tasks.get(name, "classify"),
+                images=Path(name),
+                question="What is it?",
+                required=0.9,
+                head=name in heads,
+            )
+            for name in names
+        ),
+        training=Training(margin=0.01),
+    )
+
+
+def run(spec: Spec, options: Options, trainer: TableTrainer) -> State:
+    state = State(pending=tuple(item.name for item in spec.items))
+    while state.pending:
+        state = fuse_next(spec, options, state, trainer)
+        state = State.from_json(json.loads(json.dumps(state.as_json())))
+    while options.merge != "none" and (merged := merge_next(spec, state, trainer)) is not None:
+        state = State.from_json(json.loads(json.dumps(merged.as_json())))
+    return state
+
+
+def packed(state: State) -> list[tuple[str, ...]]:
+    return [adapter.items for adapter in state.adapters]
+
+
+def test_the_example_of_figure_10() -> None:
+    """Vegetation breaks promises of the first adapter, which is rolled back; a second one opens."""
+    names = ("plate", "sign", "vehicle", "vegetation", "bicycle", "person")
+    trainer = TableTrainer(apart=frozenset({frozenset({"vegetation", "plate"})}))
+    state = run(spec_of(*names), PAPER, trainer)
+    assert packed(state) == [names[:3], names[3:]]
+    failed = [event for event in state.events if event.broken]
+    assert [(event.item, event.adapter) for event in failed] == [("vegetation", 1)]
+    assert set(failed[0].broken) == set(names[:4])
+    assert trainer.calls[-2] == ("bicycle", ("vegetation",), 6)
+
+
+def test_the_paper_tries_only_the_newest_adapter() -> None:
+    trainer = TableTrainer(apart=frozenset({frozenset({"a", "b"}), frozenset({"b", "c"})}))
+    assert packed(run(spec_of("a", "b", "c"), PAPER, trainer)) == [("a",), ("b",), ("c",)]
+    assert packed(run(spec_of("a", "b", "c"), BEST, trainer)) == [("a", "c"), ("b",)]
+
+
+def test_the_most_similar_adapter_is_tried_first() -> None:
+    trainer = TableTrainer(
+        capacity=2,
+        apart=frozenset({frozenset({"a", "b"})}),
+        likes={("c", "b"): 0.9, ("c", "a"): 0.1},
+    )
+    assert packed(run(spec_of("a", "b", "c"), BEST, trainer)) == [("a",), ("b", "c")]
+
+
+def test_an_item_that_no_adapter_of_its_own_can_hold_is_reported_and_harms_no_other() -> None:
+    trainer = TableTrainer(hopeless=frozenset({"b"}))
+    state = run(spec_of("a", "b", "c"), BEST, trainer)
+    assert packed(state) == [("a", "c")]
+    assert state.unreachable == {"b": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("heads", "tasks", "together"),
+    [
+        (("a", "b"), {}, True),
+        (("a",), {}, False),
+        (("b",), {}, False),
+        (("a",), {"b": "vqa"}, True),
+        (("a", "b"), {"b": "video"}, False),
+        ((), {"b": "vqa"}, True),
+    ],
+)
+def test_a_head_serves_one_task_and_all_items_of_that_task(
+    heads: Sequence[str], tasks: Mapping[str, str], together: bool
+) -> None:
+    spec = spec_of("a", "b", tasks=tasks, heads=heads)
+    assert may_share(spec, spec.item("b"), Packed(1, 1, ("a",), {})) is together
+    assert len(run(spec, BEST, TableTrainer()).adapters) == (1 if together else 2)
+
+
+def test_adapters_are_merged_where_all_promises_hold() -> None:
+    """The paper's heuristic leaves a and c apart, since only the newest adapter is tried."""
+    apart = frozenset({frozenset({"a", "b"}), frozenset({"b", "c"})})
+    options = PAPER.model_copy(update={"merge": "svd"})
+    trainer = TableTrainer(apart=apart)
+    state = run(spec_of("a", "b", "c"), options, trainer)
+    assert packed(state) == [("a", "c"), ("b",)]
+    assert [merge.versions for merge in state.merges if merge.broken] == [(1, 3), (7, 3)]
+    assert len({version for *_, version in trainer.calls}) == len(trainer.calls)
+
+
+def test_similar_items_follow_each_other() -> None:
+    likeness = {"ab": 0.9, "ac": 0.1, "ad": 0.5, "bc": 0.2, "bd": 0.3, "cd": 0.8}
+    order = similar_order("abcd", lambda a, b: likeness["".join(sorted((a, b)))])
+    assert order == ("d", "c", "b", "a")
+
+
+def test_a_killed_run_takes_the_same_decisions() -> None:
+    """A run may be killed in any attempt; what `save` and `fuse_next` gave is all that is left."""
+    spec = spec_of("a", "b", "c", "d", "e")
+    apart = frozenset({frozenset({"a", "c"}), frozenset({"b", "d"})})
+    whole = run(spec, BEST, TableTrainer(capacity=2, apart=apart))
+
+    class Killed(Exception):
+        pass
+
+    class Mortal(TableTrainer):
+        left = 0
+
+        def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return super().train(item, onto, version)
+
+    for life in range(1, 4):
+        trainer = Mortal(capacity=2, apart=apart)
+        states = [State(pending=tuple(item.name for item in spec.items))]
+        deaths = 0
+        while states[-1].pending:
+            trainer.left = life
+            try:
+                while states[-1].pending:
+                    states.append(fuse_next(spec, BEST, states[-1], trainer, states.append))
+            except Killed:
+                deaths += 1
+        assert states[-1] == whole
+        assert deaths
+        versions = [version for *_, version in trainer.calls]
+        assert versions == sorted(set(versions)), "an attempt was made twice"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_item_is_packed_once_or_unreachable_and_every_promise_holds(
+    data: st.DataObject,
+) -> None:
+    names = tuple("abcdefgh"[: data.draw(st.integers(1, 8))])
+    pairs = [frozenset({a, b}) for a in names for b in names if a < b]
+    trainer = TableTrainer(
+        capacity=data.draw(st.integers(1, 4)),
+        apart=frozenset(data.draw(st.sets(st.sampled_from(pairs)))) if pairs else frozenset(),
+        hopeless=frozenset(data.draw(st.sets(st.sampled_from(names)))),
+    )
+    spec = spec_of(*names, heads=data.draw(st.lists(st.sampled_from(names))))
+    state = run(spec, data.draw(st.sampled_from([PAPER, BEST])), trainer)
+    held = [name for adapter in state.adapters for name in adapter.items]
+    assert sorted([*held, *state.unreachable]) == sorted(names)
+    assert set(state.unreachable) == trainer.hopeless
+    for adapter in state.adapters:
+        assert adapter.items == tuple(adapter.scores)
+        assert all(score >= 0.91 for score in adapter.scores.values())

@@ -1,0 +1,210 @@
+"""`vlora premerge`: the choice of the hot adapter, its errors, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from vlora.atmm.types import LoraPair
+from vlora.cli import app
+from vlora.errors import InvalidArgument
+from vlora.generation.hot_adapter import choose_hot, read_request_log, work_after_merge
+from vlora.generation.peft_folder import write_adapter
+from vlora.generation.premerge import BASE_ADAPTER, REPORT, delta_pairs
+from vlora.model.decoder_config import load_config
+from vlora.model.loader import adapter_shape
+
+WORK = {"small": 10, "large": 60}
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["premerge", *map(str, arguments)])
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("requests", "hot"),
+    [
+        ({"small": 9, "large": 1}, "small"),
+        ({"small": 5, "large": 5}, None),
+        ({"small": 4, "large": 6}, "large"),
+        ({"small": 1, "": 9}, None),
+    ],
+)
+def test_the_adapter_whose_merge_saves_most_is_chosen(
+    requests: dict[str, int], hot: str | None
+) -> None:
+    choice = choose_hot(requests, WORK)
+    assert choice.hot == hot
+    assert choice.work_after == min(
+        choice.work_before, *(work_after_merge(requests, WORK, name) for name in WORK)
+    )
+
+
+def test_work_after_a_merge_counts_each_request_on_its_own() -> None:
+    requests = {"small": 3, "large": 4, "": 2, "unknown": 1}
+    after = {"small": 10 + 60, "large": 0, "": 60, "unknown": 60}
+    expected = sum(count * after[name] for name, count in requests.items()) / 10
+    assert work_after_merge(requests, WORK, "large") == expected
+
+
+def test_a_request_log_is_json_lines_or_names(tmp_path: Path) -> None:
+    log = tmp_path / "requests.log"
+    log.write_text('{"lora_name": "a", "tokens": 7}\n\nb\n{"adapter": null}\n{"model": "a"}\n')
+    assert read_request_log(log) == {"a": 2, "b": 1, "": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"lora_name": 3}\n', "line 1 has lora_name = 3"),
+        (b'a\n{"prompt": "x"}\n', "line 2 names no adapter; use the key 'lora_name'"),
+        (b'{"lora_name": \n', "line 1 is no JSON object"),
+        (b"[" * 100 + b"\n{" + b'"a":[' * 5000 + b"\n", "line 2 is no JSON object"),
+        (b"\xff\n", "line 1 is no UTF-8 text"),
+        (b"a" * (1 << 21), "line 1 has more than"),
+    ],
+)
+def test_a_broken_request_log_is_rejected_by_line(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    log = tmp_path / "requests.log"
+    log.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=reason):
+        read_request_log(log)
+
+
+def test_a_delta_adapter_is_the_difference_of_both_updates() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def pair(rank: int) -> LoraPair:
+        draw = torch.randn(rank, 7, generator=generator), torch.randn(5, rank, generator=generator)
+        return LoraPair(*draw)
+
+    cold = {(0, "q_proj"): pair(3), (1, "q_proj"): pair(2)}
+    hot = {(0, "q_proj"): pair(4), (2, "q_proj"): pair(1)}
+    deltas = delta_pairs(cold, hot)
+    assert {matrix: pair.a.shape[0] for matrix, pair in deltas.items()} == {
+        (0, "q_proj"): 7,
+        (1, "q_proj"): 2,
+        (2, "q_proj"): 1,
+    }
+    for matrix, delta in deltas.items():
+        expected = torch.zeros(5, 7)
+        if matrix in cold:
+            expected += cold[matrix].b @ cold[matrix].a
+        if matrix in hot:
+            expected -= hot[matrix].b @ hot[matrix].a
+        torch.testing.assert_close(delta.b @ delta.a, expected)
+
+
+def test_one_broken_adapter_is_left_out_and_reported(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "adapters"
+    shutil.copytree(adapters_dir, root)
+    (root / "all-r8" / "adapter_config.json").write_text("{}")
+    out = tmp_path / "out"
+    code, output = run(
+        "--model", checkpoint, "--adapters", root, "--out", out, "--hot", "head-r8",
+        "--max-rank", 12,
+    )  # fmt: skip
+    assert code == 1
+    assert "left out: adapter 'all-r8': adapter_config.json has peft_type None" in output
+    assert "'feed-forward-r16' has rank 16, above 12" in output
+    report = json.loads((out / REPORT).read_text())
+    assert set(report["deltas"]) == {"attention-r4", "feed-forward-r16", BASE_ADAPTER}
+    assert report["deltas"]["attention-r4"] == {"rank": 12}
+    assert sorted(path.name for path in (out / "adapters").iterdir()) == sorted(
+        [*report["deltas"], "head-r8"]
+    )
+    assert (out / "adapters" / "head-r8" / "head.safetensors").read_bytes() == (
+        root / "head-r8" / "head.safetensors"
+    ).read_bytes()
+
+
+def test_weights_that_the_hot_adapter_leaves_alone_stay_bit_for_bit(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    code, output = run(
+        "--model", checkpoint, "--adapters", adapters_dir, "--out", out, "--hot", "attention-r4"
+    )  # fmt: skip
+    assert code == 0, output
+    changed = set()
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        before, after = load_file(file), load_file(out / "model" / file.name)
+        assert before.keys() == after.keys()
+        changed |= {key for key, tensor in before.items() if not torch.equal(tensor, after[key])}
+    assert {key.rpartition(".weight")[0].rpartition(".")[2] for key in changed} == {
+        "q_proj",
+        "v_proj",
+    }
+
+
+def test_a_dry_run_writes_nothing(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> None:
+    log = tmp_path / "requests.log"
+    log.write_text("head-r8\n" * 9 + "attention-r4\n")
+    out = tmp_path / "out"
+    code, output = run(
+        "--model", checkpoint, "--adapters", adapters_dir, "--out", out, "--requests", log,
+        "--dry-run",
+    )  # fmt: skip
+    assert code == 0, output
+    assert "head-r8: 90% of 10 requests; merging it saves" in output
+    assert "attention-r4 12" in output
+    assert list(tmp_path.iterdir()) == [log]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "give either --hot NAME or --requests FILE"),
+        (("--hot", "head-r9"), "no adapter 'head-r9' in"),
+        (("--requests", "missing.log"), "missing.log cannot be read: No such file"),
+    ],
+)
+def test_wrong_arguments_are_reported_in_a_sentence(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    code, output = run(
+        "--model", checkpoint, "--adapters", adapters_dir, "--out", tmp_path / "out", *arguments
+    )  # fmt: skip
+    assert code == 1
+    assert reason in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_is_never_overwritten(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+) -> None:
+    code, output = run(
+        "--model", checkpoint, "--adapters", adapters_dir, "--out", tmp_path, "--hot", "head-r8"
+    )  # fmt: skip
+    assert code == 1
+    assert "exists; name a folder that does not" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_of_a_tied_lm_head_cannot_be_merged(checkpoint: Path, tmp_path: Path) -> None:
+    tied = tmp_path / "tied"
+    shutil.copytree(checkpoint, tied)
+    config = json.loads((tied / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    (tied / "config.json").write_text(json.dumps(config))
+    root = tmp_path / "adapters"
+    shape = adapter_shape(tied, load_config(tied))
+    factors = LoraPair(torch.ones(2, shape.hidden), torch.ones(shape.vocabulary, 2))
+    write_adapter(root / "words", {(-1, "lm_head"): factors}, shape, "base")
+    arguments = "--model", tied, "--adapters", root, "--out", tmp_path / "out", "--hot", "words"
+    code, output = run(*arguments)
+    assert code == 1
+    assert "changes lm_head, which this checkpoint ties" in output
+    assert not (tmp_path / "out").exists()
