@@ -169,7 +169,7 @@ class Load:
         self._unserved: dict[str, tuple[EngineSequence, int]] = {}
         """Requests not served yet, with the largest number of requests in flight meanwhile."""
         self._contended: set[str] = set()
-        """Those whose adapter was not resident, or that were held back, at any time meanwhile."""
+        """Requests not served yet that were held back, or whose adapter was not resident."""
         self._open: dict[str, Request] = {}
         self._longest_step = IDLE_SECONDS
         self._waits: list[tuple[str, float, int]] = []
