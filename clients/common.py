@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import re
 import sys
@@ -22,6 +23,8 @@ CODE = re.compile(r"\b([A-Z_]{8,}): ")
 """Error code in a message of the server. It is a prefix of the gRPC status name."""
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
 """Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
+NO_PROXY = "no_grpc_proxy"
+"""Variable with the hosts that gRPC reaches without a proxy; it replaces `no_proxy`."""
 TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw")
 
 
@@ -31,6 +34,7 @@ class ClientError(Exception):
 
 def run_main(main: Callable[[], int | None]) -> None:
     """Run a client's `main` and exit with its status; print errors as one line."""
+    _connect_to_this_machine_directly()
     try:
         sys.exit(main() or 0)
     except ClientError as error:
@@ -39,6 +43,12 @@ def run_main(main: Callable[[], int | None]) -> None:
         sys.exit(f"error: {explain(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _connect_to_this_machine_directly() -> None:
+    """Keep gRPC from sending requests for this machine to the proxy that `http_proxy` names."""
+    given = os.environ.get(NO_PROXY) or os.environ.get("no_proxy", "")
+    os.environ[NO_PROXY] = ",".join(name for name in (given, "localhost", "127.0.0.1") if name)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from vlora.errors import InvalidArgument, VLoraError
+from vlora.errors import Cancelled, InvalidArgument, VLoraError
 
 if TYPE_CHECKING:
     from vlora.sampling import SamplingParams
@@ -78,6 +80,39 @@ class ImageFeatures:
 
 
 @dataclass(frozen=True)
+class Freshness:
+    """The arrival, deadline and stream of a request: they decide until when its answer is useful.
+
+    arrival: time at which the request reached the first of our models, in seconds of
+        `time.monotonic`.
+    deadline_ms, stream_id, supersede: see `SamplingParams`.
+    """
+
+    arrival: float
+    deadline_ms: float | None = None
+    stream_id: str | None = None
+    supersede: bool = False
+
+    @property
+    def deadline(self) -> float:
+        """Deadline in seconds of `time.monotonic`; infinity without a deadline."""
+        return math.inf if self.deadline_ms is None else self.arrival + self.deadline_ms / 1e3
+
+    def is_superseded_by(self, newer: Freshness) -> bool:
+        """Return whether `newer` supersedes this one."""
+        same_stream = newer.supersede and self.stream_id == newer.stream_id
+        return same_stream and self.arrival <= newer.arrival
+
+    def late_error(self) -> Cancelled:
+        """Return the error of a request whose deadline has passed."""
+        return Cancelled(f"past its deadline: 'deadline_ms' = {self.deadline_ms:g}")
+
+    def superseded_error(self) -> Cancelled:
+        """Return the error of the requests that this one supersedes."""
+        return Cancelled(f"a newer request of stream '{self.stream_id}' superseded this one")
+
+
+@dataclass(frozen=True)
 class Request:
     """One request to the engine.
 
@@ -86,6 +121,7 @@ class Request:
     adapter: name of a LoRA adapter, or None for the base model.
     use_head: whether to answer with the adapter's vision task head instead of the LM head.
     client_id: the client's own id, by which `cancel` identifies the request; may be empty.
+    arrival: see `Freshness`.
     """
 
     id: str
@@ -95,6 +131,12 @@ class Request:
     images: ImageFeatures | None = None
     use_head: bool = False
     client_id: str = ""
+    arrival: float = field(default_factory=time.monotonic)
+
+    def freshness(self, arrival: float) -> Freshness:
+        """Return the request's freshness. arrival: on the clock of the caller."""
+        params = self.sampling
+        return Freshness(arrival, params.deadline_ms, params.stream_id, params.supersede)
 
 
 @dataclass(frozen=True)
@@ -125,7 +167,7 @@ class HeadScores:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds from the request's acceptance to each event.
+    """Seconds from the request's arrival at the first of our models to each event.
 
     queued: until the request was first scheduled.
     first_token: until its first token, 0 before that.

@@ -22,7 +22,6 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.perf_analyzer.fetch import PerfAnalyzer, ensure
 from benchmarks.perf_analyzer.inputs import BASE, MODELS, write_inputs
@@ -30,7 +29,8 @@ from clients.common import DEFAULT_URL, ClientError, connect, run_main
 from clients.video_analytics import quantile
 
 STREAMING = {"visual_retrieval", "lmm"}
-ENCODER = "vision_encoder"
+ENCODER_REQUESTS = "vlora:encoder_requests_total"
+ENCODER_GROUPS = "vlora:encoder_groups_total"
 DECODE_ROWS = "vlora:decode_rows_total"
 DECODE_STEPS = "vlora:decode_steps_total"
 REFRESH_SECONDS = 1.5
@@ -60,20 +60,19 @@ class Row:
 class ServerCounters:
     """The server's counters at one moment."""
 
-    encoder_requests: int
-    encoder_batches: int
+    encoder_requests: float
+    encoder_groups: float
     decode_rows: float
     decode_steps: float
 
     @classmethod
-    def read(cls, client: Any, metrics_url: str) -> ServerCounters:
+    def read(cls, metrics_url: str) -> ServerCounters:
         """Return the present counters."""
         time.sleep(REFRESH_SECONDS)
-        statistics = client.get_inference_statistics(ENCODER).model_stats[0]
         metrics = read_metrics(metrics_url)
         return cls(
-            encoder_requests=statistics.inference_count,
-            encoder_batches=statistics.execution_count,
+            encoder_requests=metrics.get(ENCODER_REQUESTS, 0.0),
+            encoder_groups=metrics.get(ENCODER_GROUPS, 0.0),
             decode_rows=metrics.get(DECODE_ROWS, 0.0),
             decode_steps=metrics.get(DECODE_STEPS, 0.0),
         )
@@ -166,7 +165,7 @@ def summarize(
         last_p95_ms=quantile(last_ms, 0.95),
         encoder_batch=ratio(
             after.encoder_requests - before.encoder_requests,
-            after.encoder_batches - before.encoder_batches,
+            after.encoder_groups - before.encoder_groups,
         ),
         decode_rows=ratio(
             after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps
@@ -246,9 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_inputs(path, model, options.adapters, options.images, options.tokens)
             for concurrency in options.concurrency:
                 requests = max(options.rounds * concurrency, 16)
-                before = ServerCounters.read(client, options.metrics_url)
+                before = ServerCounters.read(options.metrics_url)
                 times = measure(tool, options.url, path, concurrency, requests, options.limit)
-                after = ServerCounters.read(client, options.metrics_url)
+                after = ServerCounters.read(options.metrics_url)
                 rows.append(summarize(model, concurrency, times, before, after))
                 print(line_of(rows[-1]), flush=True)
     client.close()

@@ -49,6 +49,15 @@ const gemm::AmxGemm* amx_gemm_for(Dtype dtype) {
 
 void bind_gemm(py::module_& m) {
   m.doc() = "Products with row-major matrices, and the operations between them.";
+  m.def(
+      "in_place_tile_rows",
+      [](int accumulators, int registers, int64_t l1, int64_t ways, int64_t line, int64_t stride) {
+        runtime::Machine machine{};
+        machine.l1 = l1, machine.l1_ways = ways, machine.l1_line = line;
+        return gemm::in_place_tile_rows(accumulators, registers, gemm::rows_in_l1(machine, stride));
+      },
+      py::kw_only(), py::arg("accumulators"), py::arg("registers"), py::arg("l1"), py::arg("ways"),
+      py::arg("line"), py::arg("stride"));
   m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
                        int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias,
                        int threads) {

@@ -22,12 +22,14 @@ def body(isa: Isa) -> str:
     pairs = "VLORA_HAS_BF16_PRODUCTS" in isa.defines
     gemv = "PairsGemv" if pairs else "WidenedGemv"
     in_place_bf16 = "{pack_panels<PairsGemm>, gemm_by_vectors<PairsGemm, false>}" if pairs else NONE
-    # Tiles of AVX-512 have few rows, so these are read in place at any stride.
-    few_rows = "avx512" in isa.registers
-    copied_fp32 = NONE if few_rows else "{pack_panels<Fp32Gemm>, gemm_by_vectors<Fp32Gemm, true>}"
+    # Tiles of AVX-512 read fp32 in place at any stride.
+    in_place_only = "avx512" in isa.registers
+    copied = "{pack_panels<Fp32Gemm>, gemm_by_vectors<Fp32Gemm, true>}"
+    copied_fp32 = NONE if in_place_only else copied
     return (
         "Kernels table() {\n"
         f"  return {{{{nullptr, pack_gemv<{gemv}>}}, {{gemv<Fp32Gemv>, gemv<{gemv}>}},\n"
+        f"          {{Fp32Gemv::kMaxRows, {gemv}::kMaxRows}},\n"
         "          {{pack_panels<Fp32Gemm>, gemm_by_vectors<Fp32Gemm, false>},"
         f" {in_place_bf16}}},\n"
         f"          {{{copied_fp32},"

@@ -11,17 +11,17 @@
 namespace vlora::gemm {
 namespace {
 
-// Bytes of W in a piece of a gemv: some microseconds of memory.
+// Bytes of W in a piece of a gemv. Reading them from memory takes about 5 µs.
 constexpr int64_t kPieceBytes = 64 << 10;
-// From this many rows on, copying blocks of W costs less than reading rows that share a stride
-// does.
+// Minimum rows of x for which blocks of W in fp32 are copied to scratch memory. For fewer, the copy
+// costs more than the cache misses of rows that are a power of two apart.
 constexpr int64_t kMinCopyRows = 65;
-// From this many rows on, a tile unit is used, by type of W. One row is read faster as one stream,
-// and for a few rows of fp32 splitting the factors into limbs takes longer than multiplying by
-// vectors.
+// Minimum rows of x for which the tile unit is used, by type of W. Memory limits a single row, so a
+// gemv serves it. In fp32, splitting the factors of fewer rows into limbs takes longer than
+// multiplying them with vectors.
 constexpr int64_t kMinAmxRows[kDtypes] = {49, 2};
-// Bytes of packed x that stay in L2 while all of W passes by, by type of W. Machines with a tile
-// unit have an L2 of 2 MiB; fp32 gets less of it, since more of W and more sums pass by.
+// Maximum bytes of packed x in a part, by type of W. The panels of a part stay in L2 while all of W
+// is read. Machines with a tile unit have an L2 of 2 MiB; in fp32, W and the sums take more of it.
 constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19};
 // Number of panels for which the depth of a slice is chosen, and the maximum in a part.
 constexpr int64_t kSlicePanels = 16, kMaxPartPanels = 32;
@@ -33,11 +33,11 @@ constexpr int64_t kMinSharedPackRows = 64;
 // Floats in a piece of a row-by-row operation: some ten microseconds, several times the cost of
 // waking a thread.
 constexpr int64_t kRowPieceFloats = 1 << 15;
-// A product of at most this many elements of W, and products with all rows, runs on the caller
-// alone: it takes some microseconds, less than waking another thread.
+// A product with at most this many elements of W, and at most this many multiply-adds, runs on the
+// caller's thread. It takes a few microseconds, less than waking another thread.
 constexpr int64_t kSerialElements = 1 << 14, kSerialProducts = 1 << 18;
 
-// For packed rows of x.
+// Returns this thread's memory for packed rows of x.
 float* row_scratch(int64_t floats) {
   static thread_local runtime::LargeScratch scratch;
   return scratch.get(floats);
@@ -48,15 +48,15 @@ float* block_scratch() {
   return scratch.get(kVectorScratch);
 }
 
-// Maps the order in which `threads` threads take pieces to pieces, so that each thread gets
-// neighbours: each reads one stream of W. It is a permutation of 0 … count - 1.
-int64_t spread(int64_t piece, int64_t count, int64_t threads) {
-  const int64_t thread = piece % threads, longer = count % threads;
-  return thread * (count / threads) + std::min(thread, longer) + piece / threads;
+// Returns the piece to compute when a thread has taken number `taken` of `count`. If all threads
+// take turns, each of them gets adjacent pieces and reads contiguous memory.
+int64_t spread(int64_t taken, int64_t count, int64_t threads) {
+  const int64_t thread = taken % threads, longer = count % threads;
+  return thread * (count / threads) + std::min(thread, longer) + taken / threads;
 }
 
-// Calls work(piece) for all pieces. A thread takes its next piece early, so that rows of W can be
-// prefetched for it. done() runs on each thread after its last piece.
+// Calls work(piece) for all pieces. A thread takes its next piece early, so that the rows of W of
+// that piece can be prefetched. done() runs on each thread after its last piece.
 template <class PieceOf, class Work, class Done>
 void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work, const Done& done) {
   runtime::Pieces pieces(count);
@@ -78,20 +78,21 @@ void gemv(const Kernels& kernels, const Product& p, int threads) {
   const float* x = p.x;
   ptrdiff_t stride = p.x_stride;
   if (kernels.pack_gemv[type]) {
-    stride = ceil_div(p.k, 2 * kLanes) * 2 * kLanes;
+    stride = packed_stride(p.k);
     float* packed = row_scratch(stride * p.rows);
     kernels.pack_gemv[type](p, packed, 0, p.rows);
     x = packed;
   }
-  const int64_t share = ceil_div(p.n, int64_t(threads) * 8);
-  const int64_t rows = kPieceBytes / std::max<int64_t>(1, p.k * int64_t(size_of(p.dtype)));
-  const int64_t each = std::max<int64_t>(4, std::min(share, rows) / 4 * 4);
-  const int64_t count = ceil_div(p.n, each);
+  const int64_t row_bytes = kStreams * p.k * int64_t(size_of(p.dtype)), rows = p.n / kStreams;
+  const int64_t share = ceil_div(rows, int64_t(threads) * 8);
+  const int64_t fitting = kPieceBytes / std::max<int64_t>(1, row_bytes);
+  const int64_t each = std::max<int64_t>(1, std::min(share, fitting));
+  const int64_t count = std::max<int64_t>(1, ceil_div(rows, each));
   run(
       threads, count,
       [&](int64_t i) {
         const int64_t from = spread(i, count, threads) * each;
-        return Piece{from, std::min(p.n, from + each), 0, 0};
+        return Piece{from, std::min(rows, from + each), 0, 0};
       },
       [&](const Piece& piece) { kernels.gemv[type](p, x, stride, piece); }, [] {});
 }
@@ -121,12 +122,16 @@ void gemm_by_vectors(const Kernels& kernels, const Product& p, int threads) {
              [&](float* to, int64_t from, int64_t end) { kernel.pack(p, to, from, end); });
   const int64_t parts = ceil_div(panels, kMaxPiecePanels), each = ceil_div(panels, parts);
   const int64_t blocks = ceil_div(p.n, kBlockRows);
+  const int64_t fitting =
+      rows_in_l1(runtime::machine(), p.k * int64_t(size_of(p.dtype)));
   run(
       threads, blocks * parts,
       [&](int64_t i) {
         const int64_t from = spread(i / parts, blocks, threads) * kBlockRows,
                       panel = i % parts * each;
-        return Piece{from, std::min(p.n, from + kBlockRows), panel, std::min(panels - panel, each)};
+        Piece piece{from, std::min(p.n, from + kBlockRows), panel, std::min(panels - panel, each)};
+        piece.rows_in_l1 = fitting;
+        return piece;
       },
       [&](const Piece& piece) { kernel.run(p, x, piece, block_scratch()); }, [] {});
 }
@@ -232,12 +237,24 @@ void sample(const Kernels& kernels, const Sample& sample, int threads) {
   runtime::share_out(threads, sample.count, [&](int64_t i) { kernels.sample(sample, i, i + 1); });
 }
 
+int64_t rows_in_l1(const runtime::Machine& machine, int64_t stride) {
+  const int64_t line = machine.l1_line;
+  const int64_t sets = std::max<int64_t>(1, machine.l1 / (machine.l1_ways * line));
+  for (int64_t rows = 0; rows < kTallTile; ++rows) {
+    int64_t in_its_set = 1;
+    for (int64_t row = 0; row < rows; ++row)
+      in_its_set += (rows * stride / line - row * stride / line) % sets == 0;
+    if (in_its_set >= machine.l1_ways) return rows;
+  }
+  return kTallTile;
+}
+
 void multiply(const Kernels& kernels, const AmxGemm* amx, const Product& product, int threads) {
   if (product.rows <= 0 || product.n <= 0) return;
   threads = useful_threads(product, threads);
   if (uses_tiles(amx, product)) {
     gemm_by_tiles(*amx, product, threads);
-  } else if (product.rows <= kMaxGemvRows) {
+  } else if (product.rows <= kernels.max_gemv_rows[int(product.dtype)]) {
     gemv(kernels, product, threads);
   } else {
     gemm_by_vectors(kernels, product, threads);

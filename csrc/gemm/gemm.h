@@ -3,6 +3,7 @@
 #pragma once
 
 #include "runtime/dispatch.h"
+#include "runtime/machine.h"
 #include "runtime/tile_unit.h"
 #include "runtime/types.h"
 
@@ -24,21 +25,31 @@ struct Product {
   bool gated = false;
 };
 
-// Products of up to this many rows run as a gemv: some rows of W meet each row of x, and sums along
-// the depth are kept in registers. More rows run as a gemm: x is packed in panels of kLanes rows,
-// and values of W are broadcast against them.
-constexpr int kMaxGemvRows = 12;
+// A gemv multiplies a few rows of x, and sums along the depth are kept in registers. It divides W
+// into this many parts of equally many rows and reads one row of each part at a time. One core
+// receives more from several such streams than from one.
+//
+// A gemm multiplies more rows: x is packed in panels of kLanes rows, and values of W are broadcast
+// against them.
+constexpr int kStreams = 4;
 // Rows of W in a block of a gemm: a multiple of the height of every register tile.
 constexpr int kBlockRows = 48;
+// Elements between rows of x that a gemv has packed: a multiple of every step.
+inline ptrdiff_t packed_stride(int64_t k) { return ceil_div(k, 2 * kLanes) * 2 * kLanes; }
+// Rows of W in a tile that reads them in place. A tall tile uses all accumulators, but has at most
+// kTallTile rows: the addresses of more do not fit the general registers. A short tile is for rows
+// that fall on the same sets of L1; six of them fit eight ways.
+constexpr int kTallTile = 12, kShortTile = 6;
 // Maximum number of panels in a piece of a gemm, chosen so that its sums stay in L2.
 constexpr int kMaxPiecePanels = 16;
 
-// Rows [from, to) of W times `panels` panels of x.
+// Rows [from, to) of W times `panels` panels of x; for a gemv, rows [from, to) of each stream.
 struct Piece {
   int64_t from, to;
   int64_t panel, panels;
   int64_t next = -1;       // first row of W of the piece that this thread does next, or -1
   bool streaming = false;  // whether y is too large for the caches, so that stores bypass them
+  int64_t rows_in_l1 = 0;  // of W at the same time; for a gemm that reads W in place
 };
 
 // Depth [from, from + count) of a product. Every slice after the first one adds its sums to y.
@@ -108,9 +119,11 @@ struct VectorGemm {
 
 // The kernels of an instruction set. Arrays are indexed by the type of W.
 struct Kernels {
-  // Packs rows [from, until) of x as `gemv` reads them; null if it reads them in place.
+  // Packs rows [from, until) of x as `gemv` reads them, packed_stride() elements apart; null if it
+  // reads them in place.
   void (*pack_gemv[kDtypes])(const Product&, float* to, int64_t from, int64_t until);
   void (*gemv[kDtypes])(const Product&, const float* x, ptrdiff_t x_stride, const Piece&);
+  int max_gemv_rows[kDtypes];  // with more rows of x, a gemm is faster
   // W is read in place, or copied to scratch as fp32, where its rows are a constant stride apart.
   // In place, bf16 is multiplied in pairs, so k must be even. fp32 is not copied by instruction
   // sets whose tiles have so few rows that these fit L1 at any stride.
@@ -142,6 +155,16 @@ const AmxGemm* amx_gemm(runtime::Isa isa);
 constexpr int64_t kCopyFloats = kBlockRows * (256 + 16);
 // Floats for the scratch of `VectorGemm::run`: two copies, and the sums of a block.
 constexpr int64_t kVectorScratch = 2 * kCopyFloats + int64_t(kMaxPiecePanels) * kBlockRows * kLanes;
+
+// Returns how many rows of a matrix, `stride` bytes apart, a tile can read at the same time, at most
+// kTallTile: in every set of L1, the lines being read leave a way free for x.
+int64_t rows_in_l1(const runtime::Machine& machine, int64_t stride);
+// Returns the rows of a tile that reads W in place, for its accumulators and its registers of x.
+constexpr int in_place_tile_rows(int accumulators, int registers, int64_t rows_in_l1) {
+  const int rows = accumulators / registers;
+  const int tall = rows < kTallTile ? rows : kTallTile;
+  return tall <= rows_in_l1 ? tall : kShortTile;
+}
 
 // amx: null if tiles are not to be used for this type.
 void multiply(const Kernels& kernels, const AmxGemm* amx, const Product& product, int threads);

@@ -1,18 +1,19 @@
-// Gemm of fp32 rows, rounded to bf16, with a bf16 matrix by a tile unit. W is the left factor and x
-// the right one. Both are packed tile by tile, since rows of W are a power of two apart and would
-// fall on few sets of L1.
+// Gemm on a tile unit: rows of x, rounded to bf16, times a bf16 matrix. W is the left factor and x
+// the right one. Both are packed tile by tile, since rows of W are often a power of two apart and
+// would share few sets of L1.
 #pragma once
 
 #include "gemm/gemm_amx_epilogue.h"
 
 namespace vlora::gemm::VLORA_ISA {
 
-// Maximum number of tiles of depth in a chunk: two rows of them, 40 KiB of W, stay in L1 while
-// panels stream by.
+// Maximum number of tiles along the depth of a chunk of W. A chunk has two rows of tiles, 40 KiB,
+// which stay in L1 while the panels are read.
 constexpr int64_t kChunkTiles = 20;
 static_assert(kChunkTiles * 2 * kTileBytes == kAmxScratch * 4);
 
-// Up to this many panels, copying W costs more than reading rows that share a stride does.
+// Maximum number of panels for which W is read in place. For so few, the copy costs more than the
+// cache misses of rows that are a power of two apart.
 constexpr int64_t kMaxInPlacePanels = 8;
 
 // Copies tiles [from, from + count) of the depth of a piece's rows of W to scratch, where rows or

@@ -22,8 +22,8 @@ constexpr int64_t kTileDepth = 2 * kAmxRows;
 // Sums of a pair of panels: floats of a row, and of all.
 constexpr int64_t kSumStride = 2 * kAmxRows, kPairFloats = kAmxBlockRows * kSumStride;
 
-// The rows of W in the two tiles of a piece: neighbouring rows, or gates and the ups that they
-// belong to.
+// The rows of W in the two tiles of a piece: adjacent rows or, for a gated product, gates and the
+// ups that they multiply.
 struct TileRows {
   int64_t row[2], rows[2];
 

@@ -9,12 +9,13 @@ namespace vlora::gemm::VLORA_ISA {
 using runtime::kLimbs;
 // Bytes of the limbs of two tiles of W.
 constexpr int64_t kLimbTileBytes = kLimbs * 2 * kTileBytes;
-// Maximum number of tiles of depth in a chunk: 30 KiB of W stay in L1 while panels stream by.
+// Maximum number of tiles along the depth of a chunk of W: 30 KiB of limbs, which stay in L1 while
+// the panels are read.
 constexpr int64_t kLimbChunkTiles = 5;
 static_assert(kLimbChunkTiles * kLimbTileBytes <= kAmxScratch * 4);
 // Number of products of limbs for a tile of depth.
 constexpr int64_t kLimbProducts = 6;
-// Rows of W split at a time: the 32 rows of a tile of depth within its six products.
+// Rows of W that are split after a product. The 32 rows of a tile are split within six products.
 constexpr int64_t kSplitRows = 8;
 
 // Splits rows of W into limbs in scratch, a few rows at a time between the products.
@@ -98,9 +99,9 @@ void multiply_limbs(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t
 }
 
 // Multiplies two tiles of rows of W with all panels of a piece. scratch: limbs of a chunk of W,
-// then the sums. While the last pair of panels is multiplied, the next chunk replaces the current
-// one, a tile behind the products; its last tile follows while the first tile of the next chunk is
-// multiplied.
+// then the sums. While the last pair of panels is multiplied, the limbs of the next chunk overwrite
+// those of the current one, one tile behind the products. The last tile is overwritten while the
+// first tile of the next chunk is multiplied.
 inline void gemm_limbs(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
                        char* scratch) {
   const int64_t depth = ceil_div(slice.count, kTileDepth),

@@ -5,7 +5,7 @@
 
 namespace vlora::gemm::VLORA_ISA {
 
-// Some depth of a piece's rows of W, and its copy.
+// A part of the depth of a piece's rows of W, and its copy in scratch memory.
 template <class P>
 struct Block {
   const typename P::Stored* w;
@@ -13,20 +13,19 @@ struct Block {
   float* copy;
 };
 
-// The panels of a piece that are met at once.
+// Panels of a piece that a tile multiplies together.
 struct PanelGroup {
   int64_t first, count;
   int64_t of;  // number of panels in the piece
 };
 
-// Multiplies the rows of a block, read in place, with N panels. Each tile prefetches its own rows
-// of the next block: the share of their depth that belongs to this group of panels, so that memory
-// is read steadily and not in bursts.
-template <class P, int N>
+// Multiplies the rows of a block, read in place, with N panels, M rows in a tile. Each tile
+// prefetches its own rows of the next block: the share of their depth that belongs to this group of
+// panels, so that memory is read steadily and not in bursts.
+template <class P, int M, int N>
 void multiply_in_place(const Product& p, int64_t rows, const Block<P>& now, const Block<P>& next,
                        const PanelGroup& group, const typename P::X* panel, float* c, bool first,
                        PrefetchResults* results) {
-  constexpr int M = kAccumulators / N;
   constexpr int64_t kLine = 64 / int64_t(sizeof(typename P::Stored));
   const int64_t lines = now.depth / kLine;
   const int64_t from = lines * group.first / group.of * kLine;
@@ -42,13 +41,12 @@ void multiply_in_place(const Product& p, int64_t rows, const Block<P>& now, cons
                                              first, {});
 }
 
-// Multiplies the rows of a block with N registers of one panel, or with N panels. While `next` is
-// not null, that is for the first panels of a block, each tile prepares the tiles that follow it,
-// in this block and then in `next`.
-template <class P, int N, bool kCopied>
+// Multiplies the rows of a block with N registers of x, M rows in a tile. For the first panels of a
+// block, `next` is the block that follows: each tile then also copies the rows of the next tile
+// (kCopied), and prefetches those of the tile after it. For other panels `next` is null.
+template <class P, int M, int N, bool kCopied>
 void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>* next,
                     const typename P::X* panel, float* c, bool first) {
-  constexpr int M = kAccumulators / N;
   const typename P::W* w;
   if constexpr (kCopied) {
     w = now.copy;
@@ -150,7 +148,7 @@ inline void store_sums(const Product& p, const Piece& piece, const float* c) {
 }
 
 template <int N>
-using Registers = std::integral_constant<int, N>;
+using Count = std::integral_constant<int, N>;
 
 // Multiplies a piece. kCopied: blocks of W are copied to scratch, each while the one before it is
 // multiplied.
@@ -189,11 +187,21 @@ void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, 
       count = kFullLines ? n : 1;
       const auto multiply = [&](auto registers, PrefetchResults* results) {
         constexpr int N = decltype(registers)::value;
-        if constexpr (kFullLines && !kCopied) {
-          multiply_in_place<P, N>(p, rows, now, next, {panel, count, piece.panels}, x, c, k == 0,
-                                  results);
+        const auto by_tiles_of = [&](auto tile_rows) {
+          constexpr int M = decltype(tile_rows)::value;
+          if constexpr (kFullLines && !kCopied) {
+            multiply_in_place<P, M, N>(p, rows, now, next, {panel, count, piece.panels}, x, c,
+                                       k == 0, results);
+          } else {
+            multiply_block<P, M, N, kCopied>(p, rows, now, prepared, x, c, k == 0);
+          }
+        };
+        if constexpr (kCopied) {
+          by_tiles_of(Count<kAccumulators / N>{});
         } else {
-          multiply_block<P, N, kCopied>(p, rows, now, prepared, x, c, k == 0);
+          constexpr int kTall = in_place_tile_rows(kAccumulators, N, kTallTile);
+          const bool tall = in_place_tile_rows(kAccumulators, N, piece.rows_in_l1) == kTall;
+          tall ? by_tiles_of(Count<kTall>{}) : by_tiles_of(Count<kShortTile>{});
         }
       };
       if constexpr (kFullLines) {
@@ -201,15 +209,15 @@ void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, 
         PrefetchResults results{p.y + t * p.y_stride + piece.from, p.y_stride,
                                 left < count * kLanes ? left : count * kLanes};
         PrefetchResults* const prefetched = last ? &results : nullptr;
-        if (n == 1) multiply(Registers<1>{}, prefetched);
-        if (n == 2) multiply(Registers<2>{}, prefetched);
-        if (n == 3) multiply(Registers<3>{}, prefetched);
-        if (n == 4) multiply(Registers<4>{}, prefetched);
+        if (n == 1) multiply(Count<1>{}, prefetched);
+        if (n == 2) multiply(Count<2>{}, prefetched);
+        if (n == 3) multiply(Count<3>{}, prefetched);
+        if (n == 4) multiply(Count<4>{}, prefetched);
         if (last && rows % kLanes == 0) store_lines<R>(p, piece, {panel, count, piece.panels}, c);
       } else if (n == 1) {
-        multiply(Registers<1>{}, nullptr);
+        multiply(Count<1>{}, nullptr);
       } else {
-        multiply(Registers<kLanes / R::kWidth>{}, nullptr);
+        multiply(Count<kLanes / R::kWidth>{}, nullptr);
       }
     }
     now = next;

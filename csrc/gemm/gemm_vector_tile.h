@@ -12,16 +12,15 @@ using namespace vlora::runtime::VLORA_ISA;
 // Number of registers for sums.
 constexpr int kAccumulators = R::kWidth == 16 ? 24 : 12;
 
-// A register that holds a line of a panel meets up to four panels at once, as a tile of 6 x 4
-// registers, so that each value of W is loaded once for all of them: ten loads for 24 products.
-// Smaller registers make up one line.
+// If a register holds a line of a panel (AVX-512), a tile multiplies up to four panels, and each
+// value of W is loaded once for all of them: 6 x 4 registers take ten loads for 24 products. With
+// smaller registers a tile multiplies one panel.
 constexpr bool kFullLines = R::kWidth == kLanes;
 constexpr int kPanelsAtOnce = kFullLines ? 4 : 1;
 
-// The ways to multiply. Stored is the type of W in memory, W and X are the types of the factors in
-// the product, X that of a panel. kUnits: values of W in a step. kDepth: depth of a block; the part
-// of the panels that are met at once stays in L1 together with the copy of W. kBatch: values that
-// are copied at a time.
+// Types of a gemm. Stored: of W in memory. W and X: of the factors as they are multiplied; panels
+// hold X. kUnits: values of depth in a step. kDepth: depth of a block; with it, a tile's panels and
+// the copy of W stay in L1. kBatch: number of values that are copied at a time.
 
 struct Fp32Gemm {
   using Stored = float;
@@ -104,9 +103,9 @@ struct PrefetchResults {
   }
 };
 
-// What a tile of M rows does for later tiles between its products, for `columns` of its depth: it
-// prefetches M rows of W, and copies M others that were prefetched before. On their own, both would
-// cost their full time.
+// Work for later tiles that a tile of M rows does between its products, for `columns` values of
+// depth: it prefetches M rows of W, and copies M others that were prefetched before. As separate
+// passes, both would take longer.
 template <class P>
 struct Lookahead {
   const typename P::Stored *prefetch, *from;

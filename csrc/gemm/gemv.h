@@ -1,5 +1,5 @@
-// Gemv: a few rows of x with W. A group of rows of W is multiplied at a time; each lane sums a part
-// of the depth.
+// Gemv: a few rows of x times W. One row of W from each of four streams is multiplied at a time, and
+// each lane sums a part of the depth.
 #pragma once
 
 #include "gemm/gemm.h"
@@ -8,17 +8,17 @@ namespace vlora::gemm::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
-// Rows of W that are done before the next ones are read.
-constexpr int kGroup = 4;
 // Maximum number of rows of x in a register tile.
 constexpr int kGemvRows = 6;
-// Rows of W in a tile with four or more rows of x: the accumulators fill the registers.
-constexpr int kTallTileRows = R::kWidth == 16 ? 4 : 2;
-// Bytes that a single row of W is prefetched ahead.
-constexpr ptrdiff_t kPrefetchBytes = 2048;
+constexpr bool kManyRegisters = R::kWidth == 16;  // 32 registers instead of 16
+// Bytes that each stream is prefetched ahead, into L1. All streams together have 4 KiB on the way,
+// more than one core receives from memory within its latency.
+constexpr ptrdiff_t kPrefetchBytes = 1024;
 
-// The ways to multiply. W and X are the types of the factors in memory, kStep the values of depth
-// in a step. group(rows) is the number of rows of W in a tile with this many rows of x.
+// Types of a gemv. W and X: of the factors in memory. kStep: values of depth in a step. kMaxRows:
+// maximum number of rows of x for which a gemv is faster than a gemm. streams(rows): number of
+// streams in a tile with this many rows of x, two where sixteen registers cannot hold the sums of
+// four.
 
 // Both factors are fp32; x is read in place.
 struct Fp32Gemv {
@@ -26,7 +26,8 @@ struct Fp32Gemv {
   using X = float;
   static constexpr int kStep = R::kWidth;
   static constexpr bool kInPlace = true;
-  static constexpr int group(int rows) { return rows <= 3 ? kGroup : kTallTileRows; }
+  static constexpr int kMaxRows = kManyRegisters ? 2 * kGemvRows : kGemvRows;
+  static constexpr int streams(int rows) { return kManyRegisters || rows <= 4 ? kStreams : 2; }
   template <int N, int T>
   static VLORA_INLINE void step(R (&acc)[N][T], const W* const (&w)[N], const X* x,
                                 ptrdiff_t stride) {
@@ -49,9 +50,8 @@ struct WidenedGemv {
   using X = float;
   static constexpr int kStep = 2 * R::kWidth;
   static constexpr bool kInPlace = false;
-  static constexpr int group(int rows) {
-    return rows <= 2 ? 1 : rows == 3 ? kGroup : kTallTileRows;
-  }
+  static constexpr int kMaxRows = 2 * kGemvRows;
+  static constexpr int streams(int rows) { return kManyRegisters || rows <= 3 ? kStreams : 2; }
   template <int N, int T>
   static VLORA_INLINE void step(R (&acc)[N][T], const W* const (&w)[N], const X* x,
                                 ptrdiff_t stride) {
@@ -85,9 +85,8 @@ struct PairsGemv {
   using X = uint16_t;
   static constexpr int kStep = 2 * R::kWidth;
   static constexpr bool kInPlace = false;
-  static constexpr int group(int rows) {
-    return rows <= 2 ? 1 : rows == 3 ? kGroup : kTallTileRows;
-  }
+  static constexpr int kMaxRows = 2 * kGemvRows;
+  static constexpr int streams(int rows) { return kManyRegisters || rows <= 3 ? kStreams : 2; }
   template <int N, int T>
   static VLORA_INLINE void step(R (&acc)[N][T], const W* const (&w)[N], const X* x,
                                 ptrdiff_t stride) {
@@ -112,56 +111,39 @@ struct PairsGemv {
 };
 #endif
 
-// Multiplies N rows of W, from `row` on, with T rows of x, from t0 on. ahead: elements from a row
-// of W to the one that is prefetched meanwhile. A single row is read as one stream with four times
-// the accumulators; the rows that follow it in memory are prefetched.
+// Multiplies N rows of W, `gap` rows apart, the first of which is `row`, with T rows of x, from t0
+// on. The first rows of x prefetch W.
 template <class P, int N, int T>
-VLORA_INLINE void gemv_tile(const Product& p, int64_t row, const typename P::X* x, ptrdiff_t stride,
-                            int64_t t0, ptrdiff_t ahead) {
+VLORA_INLINE void gemv_tile(const Product& p, int64_t row, int64_t gap, const typename P::X* x,
+                            ptrdiff_t stride, int64_t t0) {
   using W = typename P::W;
-  constexpr int kLine = 64 / int(sizeof(W)), kSteps = kLine / P::kStep, kChains = N == 1 ? 4 : 1;
-  if (N == 1) ahead = kPrefetchBytes / int(sizeof(W));
+  constexpr int kLine = 64 / int(sizeof(W)), kSteps = kLine / P::kStep;
+  constexpr ptrdiff_t kAhead = kPrefetchBytes / ptrdiff_t(sizeof(W));
   const W* w[N];
 #pragma GCC unroll 8
-  for (int n = 0; n < N; ++n) w[n] = static_cast<const W*>(p.w) + (row + n) * p.k;
-  R acc[kChains][N][T];
-#pragma GCC unroll 4
-  for (int chain = 0; chain < kChains; ++chain)
+  for (int n = 0; n < N; ++n) w[n] = static_cast<const W*>(p.w) + (row + n * gap) * p.k;
+  R sums[N][T];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n)
+  for (int n = 0; n < N; ++n)
 #pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) acc[chain][n][t] = R::zero();
+    for (int t = 0; t < T; ++t) sums[n][t] = R::zero();
   x += t0 * stride;
-  int64_t k = 0;
-  for (; k + kChains * kLine <= p.k; k += kChains * kLine) {
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n)
-#pragma GCC unroll 4
-      for (int chain = 0; chain < kChains; ++chain)
-        __builtin_prefetch(w[n] + ahead + chain * kLine, 0, N == 1 ? 3 : 2);
-#pragma GCC unroll 8
-    for (int i = 0; i < kSteps; ++i)
-#pragma GCC unroll 4
-      for (int chain = 0; chain < kChains; ++chain) {
-        P::step(acc[chain], w, x, stride);
-        x += P::kStep;
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) w[n] += P::kStep;
-      }
-  }
-  R(&sums)[N][T] = acc[0];
-#pragma GCC unroll 4
-  for (int chain = 1; chain < kChains; ++chain)
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n)
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) sums[n][t] = sums[n][t] + acc[chain][n][t];
-  for (; k + P::kStep <= p.k; k += P::kStep) {
+  const auto step = [&]() __attribute__((always_inline)) {
     P::step(sums, w, x, stride);
     x += P::kStep;
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) w[n] += P::kStep;
+  };
+  int64_t k = 0;
+  for (; k + kLine <= p.k; k += kLine) {
+    if (t0 == 0) {
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) __builtin_prefetch(w[n] + kAhead, 0, 3);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kSteps; ++i) step();
   }
+  for (; k + P::kStep <= p.k; k += P::kStep) step();
   // Rows that end within a step are copied, so that nothing is read beyond their end.
   if (k < p.k) {
     W last_w[N][P::kStep] = {};
@@ -177,63 +159,53 @@ VLORA_INLINE void gemv_tile(const Product& p, int64_t row, const typename P::X* 
     P::step(sums, rows, &last_x[0][0], P::kStep);
   }
   float* y = p.y + t0 * p.y_stride + row;
-  const float* bias = p.bias ? p.bias + row : nullptr;
 #pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) {
+  for (int t = 0; t < T; ++t, y += p.y_stride) {
+    float totals[N];
     if constexpr (N == 4) {
-      Quad totals = sums_of(sums[0][t], sums[1][t], sums[2][t], sums[3][t]);
-      if (bias) totals = totals + Quad::load(bias);
-      totals.store(y + t * p.y_stride);
+      sums_of(sums[0][t], sums[1][t], sums[2][t], sums[3][t]).store(totals);
     } else {
-      for (int n = 0; n < N; ++n) y[t * p.y_stride + n] = sum_of(sums[n][t]) + (bias ? bias[n] : 0);
+      for (int n = 0; n < N; ++n) totals[n] = sum_of(sums[n][t]);
     }
+    for (int n = 0; n < N; ++n) y[n * gap] = totals[n] + (p.bias ? p.bias[row + n * gap] : 0);
   }
 }
 
-// A group of rows of W with `rows` rows of x, which are at most T.
+// Multiplies one row of each stream with `rows` rows of x, which are at most T.
 template <class P, int T>
-VLORA_INLINE void gemv_rows(const Product& p, int64_t row, const typename P::X* x, ptrdiff_t stride,
-                            int64_t t0, int64_t rows, ptrdiff_t ahead) {
+VLORA_INLINE void gemv_streams(const Product& p, int64_t row, int64_t gap, const typename P::X* x,
+                               ptrdiff_t stride, int64_t t0, int64_t rows) {
   if (rows == T) {
-    constexpr int N = P::group(T);
-    for (int n = 0; n < kGroup; n += N) gemv_tile<P, N, T>(p, row + n, x, stride, t0, ahead);
+    constexpr int N = P::streams(T);
+    for (int n = 0; n < kStreams; n += N)
+      gemv_tile<P, N, T>(p, row + n * gap, gap, x, stride, t0);
     return;
   }
-  if constexpr (T > 1) gemv_rows<P, T - 1>(p, row, x, stride, t0, rows, ahead);
+  if constexpr (T > 1) gemv_streams<P, T - 1>(p, row, gap, x, stride, t0, rows);
 }
 
-// A group of rows of W with all rows of x, in the smallest number of tiles, of nearly equal height.
+// Multiplies rows [from, to) of each stream with all rows of x, in the smallest number of tiles, of
+// nearly equal height. The last piece includes the rows of W that no stream has.
 template <class P>
-VLORA_INLINE void gemv_group(const Product& p, int64_t row, const typename P::X* x,
-                             ptrdiff_t stride, ptrdiff_t ahead) {
-  const int64_t tiles = ceil_div(p.rows, kGemvRows);
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t t = p.rows * i / tiles;
-    gemv_rows<P, kGemvRows>(p, row, x, stride, t, p.rows * (i + 1) / tiles - t, i == 0 ? ahead : 0);
-  }
-}
-
-template <class P>
-void gemv(const Product& p, const float* x, ptrdiff_t stride, const Piece& piece) {
-  const auto* rows = reinterpret_cast<const typename P::X*>(x);
-  stride *= ptrdiff_t(sizeof(float) / sizeof(typename P::X));
-  int64_t n = piece.from;
-  for (; n + kGroup <= piece.to; n += kGroup) {
-    const int64_t next = n + 2 * kGroup <= piece.to                      ? n + kGroup
-                         : piece.next >= 0 && piece.next + kGroup <= p.n ? piece.next
-                                                                         : n;
-    gemv_group<P>(p, n, rows, stride, (next - n) * p.k);
-  }
-  for (; n < piece.to; ++n)
-    for (int64_t t = 0; t < p.rows; ++t) gemv_tile<P, 1, 1>(p, n, rows, stride, t, 0);
+void gemv(const Product& p, const float* packed, ptrdiff_t stride, const Piece& piece) {
+  const auto* const x = reinterpret_cast<const typename P::X*>(packed);
+  const int64_t gap = p.n / kStreams, tiles = ceil_div(p.rows, kGemvRows);
+  for (int64_t row = piece.from; row < piece.to; ++row)
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t t = p.rows * i / tiles;
+      gemv_streams<P, kGemvRows>(p, row, gap, x, stride, t, p.rows * (i + 1) / tiles - t);
+    }
+  if (piece.to < gap) return;
+  for (int64_t row = kStreams * gap; row < p.n; ++row)
+    for (int64_t t = 0; t < p.rows; ++t) gemv_tile<P, 1, 1>(p, row, 0, x, stride, t);
 }
 
 // Packs rows [from, until) of x to scratch, each followed by zeros up to a full step.
 template <class P>
 void pack_gemv(const Product& p, float* to, int64_t from, int64_t until) {
-  const int64_t stride = ceil_div(p.k, 2 * kLanes) * 2 * kLanes;
+  const int64_t stride = packed_stride(p.k);
   for (int64_t t = from; t < until; ++t)
-    P::pack(p.x + t * p.x_stride, p.k, reinterpret_cast<typename P::X*>(to + t * stride));
+    P::pack(p.x + t * p.x_stride, p.k, reinterpret_cast<typename P::X*>(to) + t * stride);
 }
 
 }  // namespace vlora::gemm::VLORA_ISA

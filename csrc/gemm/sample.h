@@ -12,8 +12,8 @@ namespace vlora::gemm::VLORA_ISA {
 
 // Weights in a block whose sum and maximum are kept.
 constexpr int64_t kSampleBlock = 128;
-// The first floor of the search for enough weights, and the factor between floors; and where it
-// ends.
+// The search for enough weights begins at kFirstFloor, multiplies the floor by kFirstFloor at each
+// step, and ends at kLowestFloor.
 constexpr float kFirstFloor = 0.25f, kLowestFloor = 1e-37f;
 
 // The weights of a row (probabilities times a constant: the largest weight is 1), and the sum and
@@ -33,8 +33,8 @@ struct Weights {
     for (; i + R::kWidth <= width; i += R::kWidth) high = max(high, R::load(scores + i));
     float largest = high.largest();
     for (; i < width; ++i) largest = std::max(largest, scores[i]);
-    // The value that exponential() returns for all scores that are too small, or masked, counts as
-    // zero.
+    // exponential() returns this value for masked scores and all that are too small. It is
+    // subtracted, so that their weight is zero.
     const R level = R::all(largest), divisor = R::all(temperature),
             smallest = exponential(R::all(-INFINITY));
     for (size_t block = 0; block < block_sums.size(); ++block) {
@@ -91,8 +91,8 @@ struct Candidates {
   }
 };
 
-// Reduces the candidates to the smallest set with a mass of `mass`: by descending weight, the first
-// of equal ones first, a token stays while the mass before it is too small.
+// Reduces the candidates to the fewest whose weights add up to at least `mass`, the largest weights
+// first. Of equal weights the lower token comes first.
 inline void keep_nucleus(const Weights& weights, double mass, Candidates& candidates) {
   auto& tokens = candidates.tokens;
   std::sort(tokens.begin(), tokens.end(), [&](int32_t a, int32_t b) {

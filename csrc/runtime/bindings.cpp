@@ -47,6 +47,17 @@ int64_t sum_pieces(int threads, int64_t pieces) {
   return sum;
 }
 
+py::dict as_dict(const runtime::Machine& machine) {
+  py::dict values;
+  values["l1"] = machine.l1;
+  values["l1_ways"] = machine.l1_ways;
+  values["l1_line"] = machine.l1_line;
+  values["l2"] = machine.l2;
+  values["l3"] = machine.l3;
+  values["memory"] = machine.memory;
+  return values;
+}
+
 }  // namespace
 
 void bind_runtime(py::module_& m) {
@@ -77,15 +88,8 @@ void bind_runtime(py::module_& m) {
     const runtime::LargePages sizes = runtime::large_pages();
     return std::make_pair(sizes.regions, sizes.allocated);
   });
-  m.def("machine", [] {
-    const runtime::Machine& machine = runtime::machine();
-    py::dict values;
-    values["l1"] = machine.l1;
-    values["l2"] = machine.l2;
-    values["l3"] = machine.l3;
-    values["memory"] = machine.memory;
-    return values;
-  });
+  m.def("machine", [] { return as_dict(runtime::machine()); });
+  m.def("caches_of", [](const char* folder) { return as_dict(runtime::caches_of(folder)); });
   m.def("thread_source", [] { return std::string(kThreadSources[int(runtime::thread_source())]); });
   m.def("set_thread_source", [](const std::string& name) {
     for (int i = 0; i < 3; ++i)

@@ -37,6 +37,13 @@ double measured_memory_bandwidth() {
   return best;
 }
 
+// Returns the positive number in a file, or `missing`.
+int64_t number_in(const std::string& path, int64_t missing) {
+  std::ifstream file(path);
+  int64_t number = 0;
+  return file >> number && number > 0 ? number : missing;
+}
+
 }  // namespace
 
 Machine caches_of(const char* folder) {
@@ -53,7 +60,11 @@ Machine caches_of(const char* folder) {
     size_file >> unit;
     size <<= unit == 'M' ? 20 : unit == 'K' ? 10 : 0;
     if (type == "Instruction") continue;
-    if (level == 1) machine.l1 = size;
+    if (level == 1) {
+      machine.l1 = size;
+      machine.l1_ways = number_in(cache + "ways_of_associativity", machine.l1_ways);
+      machine.l1_line = number_in(cache + "coherency_line_size", machine.l1_line);
+    }
     if (level == 2) machine.l2 = size;
     if (level == 3) machine.l3 = size;
   }

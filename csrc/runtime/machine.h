@@ -10,6 +10,8 @@ struct Machine {
   int64_t l1, l2, l3;    // bytes of data cache; l3 is shared by several cores
   double peak[kDtypes];  // flop/s of one core, with the instruction sets in use at the first call
   double memory;         // bytes/s that one core reads from memory
+  int64_t l1_ways = 8;   // lines of the L1 that share a set
+  int64_t l1_line = 64;  // bytes
 };
 
 const Machine& machine();

@@ -31,6 +31,16 @@ def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) 
     )
 
 
+@dataclass
+class Clock:
+    """Clock that shows the time in `now`."""
+
+    now: float
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class FakeAdapters:
     """Adapters by name."""
 
@@ -222,6 +232,10 @@ class FakeRegistry:
     ) -> FakeMetric:
         """Return the metric of this name and labels."""
         return self.gauge(name, help, labels)
+
+    def drop(self, name: str) -> None:
+        """Remove the metrics of this name."""
+        self.metrics = {key: value for key, value in self.metrics.items() if key[0] != name}
 
     def __getitem__(self, name: str) -> FakeMetric:
         (metric,) = (metric for (key, _), metric in self.metrics.items() if key == name)

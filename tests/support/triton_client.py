@@ -93,13 +93,21 @@ def _bytes(item: str | bytes) -> bytes:
     return item.encode() if isinstance(item, str) else item
 
 
+def _text(item: bytes) -> str | bytes:
+    """Return an element as text, or as bytes if it is none."""
+    try:
+        return item.decode()
+    except UnicodeDecodeError:
+        return item
+
+
 def _read(result: grpcclient.InferResult) -> Response:
     raw = result.get_response()
     outputs = {}
     for output in raw.outputs:
         array = result.as_numpy(output.name)
         if output.datatype == "BYTES":
-            texts = [item.decode() for item in array.reshape(-1)]
+            texts = [_text(item) for item in array.reshape(-1)]
             outputs[output.name] = texts[0] if len(texts) == 1 and array.ndim == 1 else texts
         elif array.size == 1 and array.ndim == 1 and output.name != "head_scores":
             outputs[output.name] = array.reshape(-1)[0].item()

@@ -15,6 +15,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.support.triton_client import Asker, picture
+from vlora.launcher.run_folder import SHARED_MEMORY as REGIONS
 from vlora.launcher.server import TritonServer
 
 SHARED_MEMORY = {"key": "/vlora", "offset": 0, "byte_size": 8}
@@ -100,6 +101,12 @@ def test_the_key_of_a_closed_protocol_is_random_and_not_in_the_log(server: Trito
     assert len(set(keys)) == 2
     log = server.log.read_text(errors="replace")
     assert not [key for key in keys if key in log]
+
+
+def test_no_other_user_can_read_the_models_shared_memory(server: TritonServer) -> None:
+    names = [psutil.Process(pid).cmdline()[2] for pid in server.models.values()]
+    assert len(names) == 4
+    assert {oct((REGIONS / name).stat().st_mode & 0o777) for name in names} == {"0o600"}
 
 
 def test_a_server_listens_on_this_machine_only(server: TritonServer) -> None:

@@ -21,6 +21,7 @@ from vlora.errors import BY_CODE
 
 ADAPTERS = ("", "attention-r4", "all-r8", "feed-forward-r16", "head-r8")
 SERIES = '{model="lmm",version="1"}'
+ENCODER = '{model="vision_encoder",version="1"}'
 
 
 def mixed(index: int) -> dict[str, Any]:
@@ -84,8 +85,9 @@ def test_images_of_concurrent_requests_share_encoder_batches(ask: Asker) -> None
 
     def figures() -> tuple[float, float]:
         metrics = ask.metrics()
-        series = '{model="vision_encoder",version="1"}'
-        return metrics[f"nv_inference_count{series}"], metrics[f"nv_inference_exec_count{series}"]
+        names = [f"vlora:encoder_{name}_total{ENCODER}" for name in ("requests", "groups")]
+        requests, groups = (metrics[name] for name in names)
+        return requests, groups
 
     count, batches = figures()
     with ThreadPoolExecutor(16) as pool:
@@ -277,8 +279,7 @@ def test_at_concurrency_16_images_and_tokens_are_computed_in_batches(
 ) -> None:
     def figures() -> list[float]:
         metrics = ask.metrics()
-        encoder = '{model="vision_encoder",version="1"}'
-        names = [f"nv_inference_count{encoder}", f"nv_inference_exec_count{encoder}"]
+        names = [f"vlora:encoder_{name}_total{ENCODER}" for name in ("requests", "groups")]
         names += [f"vlora:decode_rows_total{SERIES}", f"vlora:decode_steps_total{SERIES}"]
         return [metrics[name] for name in names]
 

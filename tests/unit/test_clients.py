@@ -85,6 +85,15 @@ def run_client(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.parametrize("others", ["", "example.org"])
+def test_a_proxy_does_not_carry_requests_to_this_machine(picture, monkeypatch, others):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", others)
+    with FakeTriton() as server:
+        done = run_client("visual_retrieval", str(picture), "--url", server.url)
+    assert (done.stdout, done.stderr) == ("a red star\n", "")
+
+
 @pytest.mark.parametrize("client", ["visual_retrieval", "video_analytics"])
 def test_without_a_server_the_error_explains_how_to_start_one(client):
     done = run_client(client, "camera", "--url", "127.0.0.1:9")

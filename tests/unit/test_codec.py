@@ -20,7 +20,7 @@ THROUGH_ENCODER = {"image_layout": np.zeros((0, 6), np.int32)}
 
 def read(parameters: dict[str, Any] | None = None, **tensors: np.ndarray) -> Call:
     inputs = {"text_input": strings(["hello"]), **tensors}
-    return read_call(inputs, parameters or {}, "client", Limits())
+    return read_call(inputs, parameters or {}, "client", Limits(), 42.5)
 
 
 def keys(**values: Any) -> np.ndarray:
@@ -39,6 +39,7 @@ def test_a_plain_request_has_the_defaults_of_the_vllm_backend() -> None:
     assert not call.outputs.finish_reason
     prepared = prepare_call(call)
     assert (prepared.task, prepared.request.prompt) == ("raw", "hello")
+    assert prepared.request.arrival == 42.5
     assert (prepared.request.sampling.temperature, prepared.request.sampling.max_tokens) == (
         1.0,
         16,
@@ -149,14 +150,14 @@ def test_sampling_parameters_replace_all_request_parameters() -> None:
 def test_the_limit_of_json_inputs_is_an_option_and_named_in_the_error() -> None:
     inputs = {"text_input": strings(["x"]), "sampling_parameters": keys(stop=["x" * 100])}
     with pytest.raises(InvalidArgument, match=r"'sampling_parameters' has \d+ bytes.* is 50"):
-        read_call(inputs, {}, "", Limits(max_json_bytes=50))
+        read_call(inputs, {}, "", Limits(max_json_bytes=50), 0.0)
 
 
 def test_metadata_up_to_its_limit_is_not_changed() -> None:
     assert read(metadata=strings([b"\xff\x00 "])).metadata == b"\xff\x00 "
     inputs = {"text_input": strings(["x"]), "metadata": strings(["12345"])}
     with pytest.raises(InvalidArgument, match="'metadata' has 5 bytes; the limit is 4"):
-        read_call(inputs, {}, "", Limits(max_metadata_bytes=4))
+        read_call(inputs, {}, "", Limits(max_metadata_bytes=4), 0.0)
 
 
 def test_images_and_frames_are_counted_from_the_layout() -> None:
@@ -199,7 +200,7 @@ def test_a_wrong_input_is_rejected_with_its_valid_form(
 
 def test_a_missing_prompt_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="'text_input' is missing"):
-        read_call({}, {}, "", Limits())
+        read_call({}, {}, "", Limits(), 0.0)
 
 
 def test_keys_of_real_time_streams_are_read_from_the_sampling_parameters() -> None:

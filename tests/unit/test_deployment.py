@@ -43,7 +43,7 @@ def metrics_of(text: str) -> set[str]:
 def exported() -> set[str]:
     """Return the names of all metrics that a server exports."""
     registry = FakeRegistry()
-    EngineExporter(registry, {}, EngineStats, max_lora=1, max_tokens=100).flush()
+    EngineExporter(registry, {}, EngineStats, max_tokens=100).flush()
     EncoderExporter(registry, {}, EncoderCounters).flush()
     ErrorExporter(registry, {}, ErrorCounts()).flush()
     return {name for name, _ in registry.metrics}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from vlora.launcher.environment import KNOWN, unknown_variables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,3 +29,9 @@ def test_variables_of_a_kubernetes_service_are_not_reported() -> None:
     names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_8000_TCP"]
     names += ["PORT_8000_TCP_ADDR", "TRITON_SERVICE_HOST"]
     assert unknown_variables(f"VLORA_{name}" for name in names) == []
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_an_image_sets_only_variables_that_are_read(name: str) -> None:
+    names = re.findall(r"\b(VLORA_[A-Z_]+)=", (ROOT / "docker" / name).read_text())
+    assert unknown_variables(names) == []

@@ -11,7 +11,8 @@ from tests.support.fakes import FakeRegistry
 from vlora.metrics import EngineStats
 from vlora.request import Output, Timings
 from vlora.serving.exporter import (
-    MAX_LORA_LABEL_SETS,
+    MAX_LORA_SERIES,
+    MAX_LORA_TEXT,
     MAX_OBSERVED,
     EncoderExporter,
     EngineExporter,
@@ -23,7 +24,7 @@ def test_engine_metrics_have_the_values_of_the_statistics() -> None:
     registry = FakeRegistry()
     stats = EngineStats(prompt_tokens=10, waiting=2, running=3, pages_used=1, pages_total=4)
     exporter = EngineExporter(
-        registry, {"model": "lmm"}, lambda: stats, 8, max_tokens=1000, clock=lambda: 77.0
+        registry, {"model": "lmm"}, lambda: stats, max_tokens=1000, clock=lambda: 77.0
     )
     observe = exporter.request()
     for total, new in ((0.5, (1,)), (0.75, (2,)), (1.5, (3, 4, 5))):
@@ -46,7 +47,7 @@ def test_each_mode_has_its_own_series() -> None:
     registry = FakeRegistry()
     steps, seconds = {"merged": 3, "mixture": 1}, {"merged": 0.5, "mixture": 0.25}
     stats = EngineStats(switches=2, mode="mixture", mode_steps=steps, mode_seconds=seconds)
-    EngineExporter(registry, {}, lambda: stats, 8, 1000).flush()
+    EngineExporter(registry, {}, lambda: stats, 1000).flush()
     series = {
         (name, dict(labels)["mode"]): metric.value
         for (name, labels), metric in registry.metrics.items()
@@ -66,7 +67,7 @@ def test_the_statistics_are_written_once_per_round_of_answers(
     monkeypatch.setattr("vlora.serving.exporter.CATCH_UP_SECONDS", math.inf)
     registry = FakeRegistry()
     steps = itertools.count(1)
-    exporter = EngineExporter(registry, {}, lambda: EngineStats(steps=next(steps)), 8, 1000)
+    exporter = EngineExporter(registry, {}, lambda: EngineStats(steps=next(steps)), 1000)
     for rounds in (1, 2):
         for number in range(3):
             observe = exporter.request()
@@ -78,24 +79,29 @@ def test_the_statistics_are_written_once_per_round_of_answers(
         assert registry["vlora:engine_steps_total"].value == rounds
 
 
-def test_the_lora_metric_names_adapters_and_has_a_bounded_number_of_label_sets() -> None:
+@pytest.mark.parametrize("length", [1, 5000])
+def test_the_lora_metric_names_the_present_adapters_and_is_bounded(length: int) -> None:
     registry = FakeRegistry()
     now = 0.0
     stats = EngineStats()
-    exporter = EngineExporter(registry, {}, lambda: stats, 8, 1000, clock=lambda: now)
-    for index in range(3 * MAX_LORA_LABEL_SETS):
+    exporter = EngineExporter(registry, {}, lambda: stats, 1000, clock=lambda: now)
+    for index in range(3 * MAX_LORA_SERIES):
         now = float(index)
-        running = {f"a{index}": 1, f"a{index + 1}": 1, "": 4}
-        stats = EngineStats(running_adapters=running, waiting_adapters={"w": 1})
+        names = {f"a{index}": 1, "b" * length: 1, "": 4}
+        stats = EngineStats(running_adapters=names, waiting_adapters={"w": 1}, adapters_known=index)
         exporter.flush()
-    series = {
-        labels: metric
-        for (name, labels), metric in registry.metrics.items()
-        if name == "vllm:lora_requests_info"
-    }
-    assert len(series) == MAX_LORA_LABEL_SETS
-    assert ("running_lora_adapters", "a0,a1") in next(iter(series))
-    assert max(metric.value for metric in series.values()) == now
+        series = {
+            labels: metric.value
+            for (name, labels), metric in registry.metrics.items()
+            if name == "vllm:lora_requests_info"
+        }
+        assert len(series) <= MAX_LORA_SERIES
+        assert sum(len(text) for labels in series for _, text in labels) < 2 * MAX_LORA_TEXT
+        assert dict(max(series, key=lambda labels: series[labels])) == {
+            "max_lora": str(index),
+            "running_lora_adapters": f"a{index}," + "b" * length,
+            "waiting_lora_adapters": "w",
+        }
 
 
 def test_encoder_metrics_have_the_values_of_the_counters() -> None:
@@ -114,7 +120,7 @@ def test_metrics_recover_from_an_exception_and_store_a_bounded_number_of_observa
 ) -> None:
     registry = FakeRegistry()
     stats = EngineStats(prompt_tokens=10)
-    exporter = EngineExporter(registry, {}, lambda: stats, 8, max_tokens=1000)
+    exporter = EngineExporter(registry, {}, lambda: stats, max_tokens=1000)
     observe = exporter.request()
     broken = registry["vllm:prompt_tokens_total"]
     broken.error = RuntimeError("the server is busy")

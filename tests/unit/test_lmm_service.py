@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,10 @@ from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from vlora.request import ImageFeatures, Output, OutputSink, Request
+from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.lmm import LONG_PROMPT, LmmService
 from vlora.serving.tensors import Tensors, flag, strings
+from vlora.serving.waiting import WaitingRequests
 
 HELLO = {"text_input": strings(["hello"])}
 
@@ -32,12 +35,16 @@ class Setting:
         self.passed_on: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.stamps = ArrivalStamps(b"key")
+        self.waiting = WaitingRequests()
         self.service = LmmService(
             self.engine,
             TEMPLATE,
             limits or Limits(),
             self.encode,
             self.pool,
+            self.stamps,
+            self.waiting,
             observe=lambda: self.observed.append,
             cancel_elsewhere=self.passed_on.append,
         )
@@ -119,7 +126,9 @@ def test_images_are_encoded_on_another_thread_before_the_request_is_submitted(
     setting.ask(image=strings([b"png"]), task=strings(["vqa"]))
     until(lambda: setting.engine.requests)
     (request,) = setting.engine.requests
-    assert set(setting.encoded[0]) == {"text_input", "image"}
+    assert set(setting.encoded[0]) == {"text_input", "image", ARRIVAL_INPUT}
+    # The encoder and the engine count from the same arrival.
+    assert setting.stamps.read(setting.encoded[0]) == request.arrival
     assert request.prompt.count("<image>") == 1
     assert request.images is not None
 
@@ -276,6 +285,30 @@ def test_a_cancellation_is_passed_on_to_lmm_unary(setting: Setting) -> None:
     until(lambda: setting.passed_on == ["x" * 16])
 
 
+def test_a_request_that_is_late_or_superseded_before_the_encoder_ends_at_once(
+    setting: Setting,
+) -> None:
+    def ask(**sampling: object) -> FakeResponder:
+        return setting.ask(**IMAGE, sampling_parameters=strings([json.dumps(sampling)]))
+
+    setting.gate.clear()
+    setting.ask(**IMAGE)
+    until(lambda: setting.encoded)
+    late = ask(deadline_ms=20)
+    older = ask(stream_id="s")
+    newer = ask(stream_id="s", supersede=True)
+    for ended in (late, older):
+        assert ended.done.wait(5)
+        assert isinstance(ended.failure, Cancelled)
+    setting.gate.set()
+    until(lambda: len(setting.engine.requests) == 2)
+    assert newer.failure is None
+    first, second = setting.encoded
+    assert "sampling_parameters" not in first
+    keys = json.loads(second["sampling_parameters"][0])
+    assert keys == {"stream_id": "s", "supersede": True}, "the encoder can end it as well"
+
+
 def test_closing_ends_requests_that_wait_for_the_encoder(setting: Setting) -> None:
     setting.gate.clear()
     responders = [setting.ask(**IMAGE) for _ in range(3)]
@@ -294,20 +327,27 @@ def test_text_that_is_not_valid_utf8_is_rejected_with_and_without_an_image(
 
 
 def test_the_bytes_of_requests_in_flight_are_limited() -> None:
-    setting = Setting(Limits(max_in_flight_bytes=1000))
+    setting = Setting(Limits(max_in_flight_bytes=1200))
     setting.gate.clear()
     waiting = [setting.ask(image=strings([b"x" * 400])) for _ in range(2)]
     refused = setting.ask(image=strings([b"x" * 400]))
     assert isinstance(refused.failure, Unavailable)
-    assert "810 bytes" in refused.failure.message
-    assert "this one has 405; the limit is 1000" in refused.failure.message
-    too_large = setting.ask(image=strings([b"x" * 1000]))
+    assert "1002 bytes" in refused.failure.message
+    assert "this one has 501; the limit is 1200" in refused.failure.message
+    too_large = setting.ask(image=strings([b"x" * 1200]))
     assert isinstance(too_large.failure, InvalidArgument)
     setting.service.close()
     assert all(isinstance(responder.failure, Unavailable) for responder in waiting)
     assert setting.service._held.total == 0
     setting.gate.set()
     setting.pool.shutdown()
+
+
+def test_too_many_images_are_refused_before_they_wait(setting: Setting) -> None:
+    responder = setting.ask(image=strings([b""] * 64), frames=strings([b""]))
+    assert isinstance(responder.failure, InvalidArgument)
+    assert "65 images and frames; the limit is 64" in responder.failure.message
+    assert setting.encoded == []
 
 
 def test_a_request_that_has_ended_holds_no_bytes(setting: Setting) -> None:

@@ -12,10 +12,14 @@ import pytest
 
 from tests.support.fakes import FakeResponder, first
 from tests.support.polling import until
+from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
+from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.lmm_unary import LmmUnaryService, inner_request
 from vlora.serving.tensors import Tensors, flag, strings
+from vlora.serving.waiting import WaitingRequests
 
+STAMPS = ArrivalStamps(b"key")
 ANSWER = {"text_output": strings(["answer"])}
 
 
@@ -48,7 +52,15 @@ def inner() -> Inner:
 @pytest.fixture
 def service(inner: Inner) -> Iterator[LmmUnaryService]:
     with ThreadPoolExecutor(2) as pool:
-        created = LmmUnaryService(inner, pool, max_requests=4, max_running=2)
+        created = LmmUnaryService(
+            inner,
+            pool,
+            Limits(max_in_flight_bytes=10_000),
+            STAMPS,
+            WaitingRequests(),
+            max_requests=4,
+            max_running=2,
+        )
         yield created
         inner.gate.set()
         created.close()
@@ -105,7 +117,7 @@ def test_the_inner_request_is_cancelled_when_the_client_disconnects(
 
 
 def test_the_inner_request_never_streams_and_carries_parameters_as_a_tensor() -> None:
-    inner = inner_request({"text_input": strings(["q"])}, {"temperature": 0, "timeout": 5})
+    inner = inner_request({"text_input": strings(["q"])}, {"temperature": 0})
     assert not inner["stream"][0]
     assert json.loads(first(inner["sampling_parameters"])) == {"temperature": 0}
 
@@ -120,9 +132,9 @@ def test_a_streaming_request_is_rejected(service: LmmUnaryService) -> None:
     assert isinstance(ask(service, stream=flag(True)).failure, InvalidArgument)
 
 
-def start(service: LmmUnaryService, client_id: str = "") -> FakeResponder:
+def start(service: LmmUnaryService, client_id: str = "", **tensors: np.ndarray) -> FakeResponder:
     responder = FakeResponder()
-    service.handle({"text_input": strings(["q"])}, {}, client_id, responder)
+    service.handle({"text_input": strings(["q"]), **tensors}, {}, client_id, responder)
     return responder
 
 
@@ -168,6 +180,42 @@ def test_a_waiting_request_ends_at_once_when_its_id_is_cancelled(
     assert cancel.sent == [({}, True)]
     assert isinstance(first_waiting.failure, Cancelled)
     assert not second_waiting.done.is_set()
+
+
+def test_the_arrival_is_passed_on(service: LmmUnaryService, inner: Inner) -> None:
+    ask(service, **{ARRIVAL_INPUT: STAMPS.make(42.5)})
+    assert STAMPS.read(inner.calls[0][0]) == 42.5
+
+
+def test_a_waiting_request_that_is_late_or_superseded_ends_at_once(
+    service: LmmUnaryService, inner: Inner
+) -> None:
+    def sampling(**keys: object) -> np.ndarray:
+        return strings([json.dumps(keys)])
+
+    inner.gate.clear()
+    running = [start(service) for _ in range(2)]
+    until(lambda: len(inner.calls) == 2)
+    late = start(service, sampling_parameters=sampling(deadline_ms=20))
+    assert late.done.wait(5)
+    older = start(service, sampling_parameters=sampling(stream_id="s"))
+    newer = start(service, sampling_parameters=sampling(stream_id="s", supersede=True))
+    assert older.done.wait(5)
+    assert all(isinstance(one.failure, Cancelled) for one in (late, older))
+    inner.gate.set()
+    assert all(one.done.wait(5) for one in (*running, newer))
+    assert len(inner.calls) == 3, "`lmm` was not called for them"
+
+
+def test_the_bytes_of_requests_are_limited(service: LmmUnaryService, inner: Inner) -> None:
+    inner.gate.clear()
+    one = start(service, image=strings([b"x" * 6000]))
+    refused = start(service, image=strings([b"x" * 6000]))
+    assert isinstance(refused.failure, Unavailable)
+    assert "'max_in_flight_bytes'" in refused.failure.message
+    inner.gate.set()
+    assert one.done.wait(5)
+    assert isinstance(ask(service, image=strings([b"x" * 6000])).sent, list)
 
 
 def test_closing_ends_waiting_requests(service: LmmUnaryService, inner: Inner) -> None:

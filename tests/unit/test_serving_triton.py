@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vlora.config import Limits
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.serving.error_counts import ErrorCounts
 
@@ -143,7 +144,15 @@ def test_an_error_that_cannot_be_sent_still_ends_its_request(responder: ModuleTy
 
 
 @pytest.mark.parametrize(
-    "broken", [{"id": b"\xff"}, {"parameters": '{"a": NaN}'}, {"parameters": r'{"a": "\ud800"}'}]
+    "broken",
+    [
+        {"id": b"\xff"},
+        {"id": "x" * 1025},
+        {"parameters": '{"a": NaN}'},
+        {"parameters": r'{"a": "\ud800"}'},
+        {"parameters": '{"stop": "' + "x" * 70_000 + '"}'},
+    ],
+    ids=["id", "long-id", "nan", "surrogate", "long"],
 )
 def test_a_request_that_cannot_be_read_is_rejected_and_the_other_one_is_handled(
     responder: ModuleType, broken: dict[str, Any]
@@ -152,18 +161,10 @@ def test_a_request_that_cannot_be_read_is_rejected_and_the_other_one_is_handled(
     handled: list[str] = []
     service = SimpleNamespace(handle=lambda tensors, keys, id, responder: handled.append(id))
     requests = [FakeRequest(bad, **broken), FakeRequest(good, id="good")]
-    responder.hand_over(requests, service, ErrorCounts())
+    responder.hand_over(requests, service, ErrorCounts(), Limits())
     assert handled == ["good"]
     assert bad.finals == 1
     assert bad.sent[0][0].error.message.startswith("INVALID_ARG: ")
-
-
-def test_inputs_that_cannot_be_read_are_an_error_of_their_request(tensors: ModuleType) -> None:
-    class Broken(FakeRequest):
-        def inputs(self) -> list[Any]:
-            raise ValueError("incorrect length of a string")
-
-    assert isinstance(tensors.try_inputs(Broken(FakeSender())), VLoraError)
 
 
 def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(

@@ -1,34 +1,52 @@
-"""The `vision_encoder` model without Triton: a batch of requests in, an answer to each out."""
+"""The `vision_encoder` model without Triton: its queue, its parts, and one answer to each."""
 
 from __future__ import annotations
 
 import io
+import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.fakes import FakeResponder
+from tests.support.polling import until
 from vlora.config import Limits
-from vlora.errors import Internal, InvalidArgument, VLoraError
+from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
+from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.tensors import Tensors, strings
-from vlora.serving.vision_encoder import Answers, Decoder, VisionService, features_from
-from vlora.vision.decoder import ImageDecoder, OnDone, OnSlow
+from vlora.serving.vision_encoder import VisionService, features_from
+from vlora.serving.waiting import WaitingRequests
+from vlora.vision.decoder import ImageDecoder, OnDone
 from vlora.vision.features import EncodedImages
 from vlora.vision.images import DecodedImage, ImageRequest
 
 
 class FakeEncoder:
-    """Encodes each image to two rows of width 3."""
+    """Encodes each image to two rows of width 3.
+
+    gate: the encoder waits for it before it encodes images. parts: images of each request of each
+    part.
+    """
 
     def __init__(self) -> None:
-        self.batches: list[int] = []
+        self.parts: list[list[int]] = []
         self.images_per_batch = 16
         self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.groups: list[int] = []
+
+    def count_group(self, requests: int) -> None:
+        self.groups.append(requests)
 
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
-        self.batches.append(len(batch))
+        if any(batch):
+            self.parts.append([len(images) for images in batch])
+            assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
         return [self._one(images) for images in batch]
@@ -50,9 +68,13 @@ def png() -> bytes:
     return content.getvalue()
 
 
-def encoder_request(*images: bytes) -> Tensors:
+def encoder_request(*images: bytes, **sampling: Any) -> Tensors:
     tensors = {"text_input": strings(["x"])[None]}
-    return {**tensors, "image": strings(images)[None]} if images else tensors
+    if images:
+        tensors["image"] = strings(images)[None]
+    if sampling:
+        tensors["sampling_parameters"] = strings([json.dumps(sampling)])[None]
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -63,145 +85,205 @@ def decoder() -> Iterator[ImageDecoder]:
 
 
 class HeldDecoder:
-    """Decodes on the caller's thread, but holds the requests in `held` until they are released.
+    """Decodes at once, or holds requests until `release`. decoded: number of decoded requests."""
 
-    slow: whether the held requests are reported as slow.
-    """
-
-    def __init__(self, decoder: ImageDecoder, held: set[int], slow: bool = False) -> None:
+    def __init__(self, decoder: ImageDecoder) -> None:
         self._decoder = decoder
-        self._held = held
-        self._slow = slow
-        self._count = 0
-        self.release = threading.Event()
+        self._held: list[Callable[[], None]] = []
+        self.holds = False
+        self.decoded = 0
 
-    def submit(self, request: ImageRequest, on_slow: OnSlow, on_done: OnDone) -> None:
-        index, self._count = self._count, self._count + 1
-        if index not in self._held:
-            on_done(self._decoder.decode(request))
-            return
-        if self._slow:
-            on_slow()
+    def submit(self, request: ImageRequest, on_done: OnDone, check: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                check()
+                self.decoded += 1
+                on_done(self._decoder.decode(request))
+            except Exception as error:
+                on_done(error)
 
-        def later() -> None:
-            self.release.wait(30)
-            on_done(self._decoder.decode(request))
+        if self.holds:
+            self._held.append(run)
+        else:
+            run()
 
-        threading.Thread(target=later).start()
+    def release(self) -> None:
+        self.holds = False
+        while self._held:
+            self._held.pop(0)()
 
     def close(self) -> None:
-        self.release.set()
+        self.release()
 
 
-def encoded(
-    batch: Sequence[Tensors | VLoraError], encoder: FakeEncoder, decoder: Decoder
-) -> list[Tensors | VLoraError]:
-    """Return the answers in the order of the requests; check that each request has one."""
-    answers: dict[int, Tensors | VLoraError] = {}
+class Setting:
+    """A service with fakes of the decoder, the encoder and the clients."""
 
-    def send(part: Answers) -> None:
-        assert part
-        assert not answers.keys() & part.keys()
-        answers.update(part)
+    def __init__(self, decoder: ImageDecoder, **limits: Any) -> None:
+        self.decoder = HeldDecoder(decoder)
+        self.encoder = FakeEncoder()
+        self.stamps = ArrivalStamps(b"key")
+        self.waiting = WaitingRequests()
+        self.flushed = 0
+        self.service = VisionService(
+            self.decoder,
+            self.encoder,
+            Limits(**limits),
+            self.stamps,
+            self.waiting,
+            max_requests=4,
+            before_answers=self._flush,
+        )
 
-    last = VisionService(decoder, encoder, Limits()).answer(batch, send)
-    assert not answers.keys() & last.keys()
-    answers |= last
-    return [answers[index] for index in range(len(batch))]
+    def _flush(self) -> None:
+        self.flushed += 1
 
+    def ask(self, tensors: Tensors) -> FakeResponder:
+        responder = FakeResponder()
+        at_once = self.service.handle(tensors, {}, lambda: responder)
+        if isinstance(at_once, VLoraError):
+            responder.fail(at_once)
+        elif at_once is not None:
+            responder.send(at_once, final=True)
+        return responder
 
-def test_a_corrupt_image_fails_only_its_request(decoder: ImageDecoder) -> None:
-    encoder = FakeEncoder()
-    batch = [encoder_request(png()), encoder_request(b"junk"), encoder_request(png(), png())]
-    one, bad, two = encoded(batch, encoder, decoder)
-    assert isinstance(bad, InvalidArgument)
-    assert sum(encoder.batches) == 2
-    assert not isinstance(one, VLoraError)
-    assert not isinstance(two, VLoraError)
-    assert features_from(one).features.shape == (2, 3)
-    assert features_from(two).features.shape == (4, 3)
-    assert one["image_size"].tolist() == [[[4, 6]]]
+    def occupy(self) -> FakeResponder:
+        """Make the encoder work on a request until its gate is opened."""
+        self.encoder.gate.clear()
+        responder = self.ask(encoder_request(png()))
+        until(lambda: self.encoder.parts)
+        self.encoder.parts.clear()
+        return responder
 
-
-def test_requests_are_answered_before_the_images_after_them_are_encoded(
-    decoder: ImageDecoder,
-) -> None:
-    encoder = FakeEncoder()
-    encoder.images_per_batch = 2
-    sent: list[tuple[set[int], int]] = []
-
-    def run(batch: list[Tensors | VLoraError]) -> set[int]:
-        encoder.batches.clear()
-        sent.clear()
-        service = VisionService(HeldDecoder(decoder, set()), encoder, Limits())
-        return set(service.answer(batch, lambda a: sent.append((set(a), sum(encoder.batches)))))
-
-    batch = [encoder_request(*[png()] * count) for count in (1, 1, 3, 1, 0)]
-    assert run([*batch, encoder_request(b"junk")]) == {3}
-    # Requests that need no decoding are answered first; the one without images is a batch here.
-    assert sent == [({4, 5}, 1), ({0, 1}, 3), ({2}, 4)]
-    assert run([encoder_request(), encoder_request(b"junk"), encoder_request()]) == {0, 1, 2}
-    assert sent == []
+    def close(self) -> None:
+        self.encoder.gate.set()
+        self.service.close()
 
 
-def test_a_batch_does_not_wait_for_slow_requests(decoder: ImageDecoder) -> None:
-    """Slow requests are answered later, on another thread, each once."""
-    encoder = FakeEncoder()
-    held = HeldDecoder(decoder, {0, 2}, slow=True)
-    late: dict[int, Tensors | VLoraError] = {}
-    answered = threading.Event()
-
-    def send(answers: Answers) -> None:
-        assert not late.keys() & answers.keys()
-        late.update(answers)
-        if {0, 2} <= late.keys():
-            answered.set()
-
-    service = VisionService(held, encoder, Limits())
-    batch = [encoder_request(png()) for _ in range(4)]
-    answers = {**service.answer(batch, send)}
-    assert not held.release.is_set()
-    assert set(answers) | set(late) == {1, 3}
-    late.clear()
-    held.release.set()
-    assert answered.wait(30)
-    assert set(late) == {0, 2}
-    assert not any(isinstance(answer, VLoraError) for answer in late.values())
-    service.close()
+@pytest.fixture
+def setting(decoder: ImageDecoder) -> Iterator[Setting]:
+    created = Setting(decoder)
+    yield created
+    created.close()
 
 
-def test_a_batch_waits_for_requests_that_are_not_slow(decoder: ImageDecoder) -> None:
-    held = HeldDecoder(decoder, {0})
-    timer = threading.Timer(0.1, held.release.set)
-    timer.start()
-    answers = encoded([encoder_request(png()) for _ in range(2)], FakeEncoder(), held)
-    assert len(answers) == 2
-    timer.join()
+def answer_of(responder: FakeResponder) -> Tensors:
+    assert responder.done.wait(30)
+    assert responder.failure is None
+    ((tensors, _),) = responder.sent
+    return tensors
 
 
-def test_a_request_without_images_gets_zero_rows(decoder: ImageDecoder) -> None:
-    (answer,) = encoded([encoder_request()], FakeEncoder(), decoder)
-    assert not isinstance(answer, VLoraError)
+def failure_of(responder: FakeResponder) -> VLoraError:
+    assert responder.done.wait(30)
+    assert responder.failure is not None
+    return responder.failure
+
+
+def test_a_corrupt_image_fails_only_its_request(setting: Setting) -> None:
+    one, bad, two = map(
+        setting.ask, [encoder_request(*images) for images in ([png()], [b"junk"], [png(), png()])]
+    )
+    assert isinstance(failure_of(bad), InvalidArgument)
+    assert features_from(answer_of(one)).features.shape == (2, 3)
+    assert features_from(answer_of(two)).features.shape == (4, 3)
+    assert answer_of(one)["image_size"].tolist() == [[[4, 6]]]
+    assert setting.flushed
+
+
+def test_requests_are_answered_before_the_images_after_them_are_encoded(setting: Setting) -> None:
+    setting.encoder.images_per_batch = 2
+    first = setting.occupy()
+    rest = [setting.ask(encoder_request(*[png()] * count)) for count in (1, 3, 1)]
+    setting.encoder.gate.set()
+    answers = [answer_of(one) for one in (first, *rest)]
+    assert [features_from(answer).count for answer in answers] == [1, 1, 3, 1]
+    assert setting.encoder.parts == [[1, 3], [1]]
+
+
+def test_requests_that_are_ready_together_share_a_part(setting: Setting) -> None:
+    first = setting.occupy()
+    requests = [setting.ask(encoder_request(png())) for _ in range(3)]
+    setting.encoder.gate.set()
+    for one in (first, *requests):
+        answer_of(one)
+    assert setting.encoder.parts == [[1, 1, 1]]
+    assert setting.encoder.groups == [1, 3]
+
+
+def test_a_request_without_images_is_answered_at_once(setting: Setting) -> None:
+    """The encoder is busy meanwhile."""
+    setting.occupy()
+    answer = answer_of(setting.ask(encoder_request()))
     assert answer["image_features"].shape == (1, 0, 3)
     assert answer["image_layout"].shape == (1, 0, 6)
     assert answer["image_digest"].shape == (1, 0)
+    assert setting.stamps.read({ARRIVAL_INPUT: answer[ARRIVAL_INPUT]}) > 0
 
 
-def test_a_failing_tower_fails_the_valid_requests_of_the_batch(decoder: ImageDecoder) -> None:
-    encoder = FakeEncoder()
-    encoder.error = MemoryError("out of memory at 0x1234")
-    sound, bad = encoded([encoder_request(png()), encoder_request(b"x")], encoder, decoder)
-    assert isinstance(sound, Internal)
-    assert "0x1234" not in sound.message
-    assert isinstance(bad, InvalidArgument)
+def test_a_failing_tower_fails_the_requests_of_its_part(setting: Setting) -> None:
+    setting.encoder.error = MemoryError("out of memory at 0x1234")
+    failure = failure_of(setting.ask(encoder_request(png())))
+    assert isinstance(failure, Internal)
+    assert "0x1234" not in failure.message
+    setting.encoder.error = None
+    answer_of(setting.ask(encoder_request(png())))
 
 
-def test_a_request_needs_a_prompt_and_must_not_be_a_batch(decoder: ImageDecoder) -> None:
-    missing, batched = encoded(
-        [{"image": strings([png()])[None]}, {"text_input": strings(["a", "b"])[:, None]}],
-        FakeEncoder(),
-        decoder,
-    )
-    assert isinstance(missing, InvalidArgument)
-    assert "'text_input' is missing" in missing.message
-    assert isinstance(batched, InvalidArgument)
+def test_a_request_needs_a_prompt_and_must_not_be_a_batch(setting: Setting) -> None:
+    missing = setting.ask({"image": strings([png()])[None]})
+    batched = setting.ask({"text_input": strings(["a", "b"])[:, None]})
+    assert "'text_input' is missing" in failure_of(missing).message
+    assert isinstance(failure_of(batched), InvalidArgument)
+
+
+def test_a_deadline_that_passes_in_the_queue_ends_the_request_at_once(setting: Setting) -> None:
+    setting.occupy()
+    decoded = setting.decoder.decoded
+    ready = setting.ask(encoder_request(png(), deadline_ms=50))
+    setting.decoder.holds = True
+    not_decoded = setting.ask(encoder_request(png(), deadline_ms=50))
+    for one in (ready, not_decoded):
+        assert "past its deadline: 'deadline_ms' = 50" in failure_of(one).message
+    setting.decoder.release()
+    setting.encoder.gate.set()
+    answer_of(setting.ask(encoder_request(png(), png())))
+    assert setting.encoder.parts == [[2]]
+    assert setting.decoder.decoded == decoded + 2
+    assert setting.waiting.expired == 2
+    assert setting.service._held.total == 0
+
+
+def test_a_superseded_request_is_neither_decoded_nor_encoded(setting: Setting) -> None:
+    setting.occupy()
+    setting.decoder.holds = True
+    stream = {"stream_id": "camera", "supersede": True}
+    *older, newest = [setting.ask(encoder_request(png(), **stream)) for _ in range(3)]
+    for one in older:
+        assert isinstance(failure_of(one), Cancelled)
+    assert setting.service._held.total == 4 * (48 + len(png())), "the decoder still has their bytes"
+    setting.decoder.release()
+    setting.encoder.gate.set()
+    answer_of(newest)
+    assert setting.encoder.parts == [[1]]
+    assert setting.waiting.superseded == 2
+    assert setting.service._held.total == 0
+
+
+def test_the_queue_is_bounded_in_requests_and_bytes(decoder: ImageDecoder) -> None:
+    setting = Setting(decoder, max_in_flight_bytes=3 * (48 + len(png())))
+    setting.decoder.holds = True
+    stream = {"stream_id": "camera", "supersede": True}
+    for _ in range(3):
+        setting.ask(encoder_request(png(), **stream))
+    refused = failure_of(setting.ask(encoder_request(png())))
+    assert isinstance(refused, Unavailable)
+    assert "'max_in_flight_bytes'" in refused.message
+    setting.decoder.release()
+    setting.decoder.holds = True
+    waiting = [setting.ask(encoder_request(b"x")) for _ in range(4)]
+    refused = failure_of(setting.ask(encoder_request(b"x")))
+    assert "the queue is full: 4 requests are waiting" in refused.message
+    setting.service.close()
+    assert all(isinstance(failure_of(one), Unavailable) for one in waiting)
+    assert isinstance(failure_of(setting.ask(encoder_request(png()))), Unavailable)

@@ -20,8 +20,7 @@ from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
 from vlora.metrics import EngineStats
 from vlora.model.runner import StepResult
-from vlora.request import Output, Request
-from vlora.sampling import SamplingParams
+from vlora.request import Freshness, Output, Request
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class Engine:
         sequence = state.sequence
         if self._requests.get(sequence.id) is not None:
             raise ValueError(f"request id {sequence.id!r} is in use already")
-        ended = self._supersede(sequence.request.sampling)
+        ended = self._supersede(sequence.request.freshness(arrival))
         sequence.arrival = arrival
         self._requests.add(state)
         self.scheduler.add(sequence)
@@ -126,28 +125,25 @@ class Engine:
         self._statistics.count(failed=failed, aborted=not failed)
         return [state.ended(reason or Cancelled("the request was cancelled"), self._clock())]
 
-    def _supersede(self, params: SamplingParams) -> list[Output]:
-        """End waiting requests that a new request with these parameters supersedes."""
-        if not params.supersede:
+    def _supersede(self, newer: Freshness) -> list[Output]:
+        """End waiting requests that a new request supersedes."""
+        if not newer.supersede:
             return []
-        stream = params.stream_id
         older = [
             sequence.id
             for sequence in self.scheduler.waiting
-            if sequence.request.sampling.stream_id == stream and not sequence.started
+            if sequence.freshness.is_superseded_by(newer) and not sequence.started
         ]
         self._statistics.count(superseded=len(older))
-        reason = Cancelled(f"a newer request of stream '{stream}' superseded this one")
+        reason = newer.superseded_error()
         return [output for request_id in older for output in self.abort(request_id, reason)]
 
     def _expire(self, now: float) -> list[Output]:
         """End the requests whose deadline is over."""
         outputs: list[Output] = []
         for state in self._requests.expired(now):
-            deadline_ms = state.sequence.request.sampling.deadline_ms
             self._statistics.count(expired=1)
-            reason = Cancelled(f"past its deadline: 'deadline_ms' = {deadline_ms:g}")
-            outputs += self.abort(state.sequence.id, reason)
+            outputs += self.abort(state.sequence.id, state.sequence.freshness.late_error())
         return outputs
 
     def _forget(self, state: RequestState) -> None:

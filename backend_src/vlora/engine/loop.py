@@ -10,7 +10,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -148,7 +147,7 @@ class EngineLoop:
                 self._check_not_ended(request.id)
                 self._clients.submit(request.id, sink)
                 self._to_add += 1
-                self._inbox.append(partial(self._add, state, time.monotonic()))
+                self._inbox.append(partial(self._add, state, request.arrival))
                 self._wake.notify_all()
         except BaseException:
             self.withdraw(request.id)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vlora.memory.block_table import BlockTable
     from vlora.memory.prefix import BlockDigests
     from vlora.model.inputs import Prompt
-    from vlora.request import Request
+    from vlora.request import Freshness, Request
 
 
 SHAREABLE_MODES = ("", "merged")
@@ -209,6 +209,11 @@ class Sequence:
     def waiting_since(self) -> float:
         """Time from which it would have waited as long without a break; constant while it waits."""
         return self.arrival if self._waiting_since is None else self._waiting_since
+
+    @property
+    def freshness(self) -> Freshness:
+        """Arrival, deadline and stream of its request."""
+        return self.request.freshness(self.arrival)
 
     def wait(self, now: float) -> float:
         """Return the total seconds ready but not scheduled.

@@ -40,7 +40,7 @@ def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     probe = stack.enter_context(socket.socket(family))
     if port:
-        # Otherwise the port of a listener that closed recently would count as taken.
+        # Without this, the port of a listener that closed recently would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind((host, port))

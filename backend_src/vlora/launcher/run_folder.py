@@ -65,6 +65,15 @@ def shared_memory_prefix(folder: Path) -> str:
     return f"triton_python_backend_shm_region_vlora_{folder.name}_"
 
 
+def protect_shared_memory(folder: Path) -> None:
+    """Let only this user read the run's shared memory, which holds requests.
+
+    The Python backend creates it readable by everybody, whatever the process's umask.
+    """
+    for region in SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"):
+        region.chmod(0o600)
+
+
 def release_shared_memory(folder: Path) -> int:
     """Unlink the run's shared memory, which must not be in use, and return the number of files."""
     regions = list(SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"))

@@ -43,6 +43,7 @@ from vlora.launcher.run_folder import (
     RUN_VARIABLE,
     kept_log,
     processes_of,
+    protect_shared_memory,
     release_shared_memory,
     run_folder,
     shared_memory_prefix,
@@ -199,6 +200,7 @@ class TritonServer:
                 report(f"still loading after {now - started:.0f} s: {describe_loading(self.pid)}")
                 reported = now
             time.sleep(0.1)
+        protect_shared_memory(self._folder)
         self._models = model_processes(self.pid)
         missing = [name for name in self.names if self._get(f"/v2/models/{name}/ready") is None]
         if missing:

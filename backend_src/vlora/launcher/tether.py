@@ -16,7 +16,7 @@ SERVER_VARIABLE = "VLORA_SERVER"
 if __name__ == "__main__":
     parent, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Otherwise the parent ended before the kernel was asked.
+    # A parent with another id means that ours ended before the kernel was asked.
     if os.getppid() == int(parent):
         os.environ[SERVER_VARIABLE] = str(os.getpid())
         os.execv(command[0], command)

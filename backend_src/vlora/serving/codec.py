@@ -18,10 +18,11 @@ import numpy as np
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, nearest, shown
-from vlora.request import ImageFeatures, IntArray, Request
+from vlora.request import Freshness, ImageFeatures, IntArray, Request
 from vlora.sampling import KNOWN_KEYS, SamplingParams, is_known
 from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
+from vlora.vision.images import check_count
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters"
 
 FEATURE_INPUTS = ("image_features", "image_layout", "image_size")
 
+FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")
+"""Sampling keys that count from a request's arrival, before it reaches the engine."""
+
 DEFAULT_TASK = "vqa"
 """Task of a request to an ensemble if neither the request nor its adapter sets one."""
 
@@ -81,6 +85,7 @@ class Call:
         not been encoded yet.
     counts: number of images and of frames.
     ensemble: True if the request came through an ensemble.
+    freshness: its arrival, deadline and stream.
     """
 
     text: str
@@ -93,6 +98,7 @@ class Call:
     raw_images: Tensors
     metadata: bytes | None
     ensemble: bool
+    freshness: Freshness
 
     def with_images(self, images: ImageFeatures) -> Call:
         """Return this call with its images encoded."""
@@ -105,9 +111,15 @@ def is_cancel(tensors: Tensors) -> bool:
 
 
 def read_call(
-    tensors: Tensors, parameters: Mapping[str, Any], client_id: str, limits: Limits
+    tensors: Tensors,
+    parameters: Mapping[str, Any],
+    client_id: str,
+    limits: Limits,
+    arrival: float,
 ) -> Call:
     """Read a request, and check every field that can be checked without the engine.
+
+    arrival: time at which the request reached the first of our models.
 
     Raises InvalidArgument or Unsupported, with the name of the field and its valid values.
     """
@@ -121,10 +133,12 @@ def read_call(
             f"the request has both '{next(iter(raw_images))}' and 'image_features';"
             " send either images or their features"
         )
+    check_count(sum(tensor.shape[0] for tensor in raw_images.values()), limits)
+    sampling = read_sampling(inputs, parameters, limits)
     return Call(
         text=text,
         task=inputs.text("task") or None,
-        sampling=read_sampling(inputs, parameters, limits),
+        sampling=sampling,
         outputs=_read_output_options(inputs, ensemble),
         client_id=client_id,
         images=images,
@@ -132,7 +146,22 @@ def read_call(
         raw_images=raw_images,
         metadata=inputs.blob("metadata", limits.max_metadata_bytes),
         ensemble=ensemble,
+        freshness=freshness_of(sampling, arrival),
     )
+
+
+def freshness_of(sampling: Mapping[str, Any], arrival: float) -> Freshness:
+    """Return the freshness of a request with these sampling keys, of which it reads only its own.
+
+    Raises InvalidArgument.
+    """
+    params = SamplingParams.parse(freshness_keys(sampling))
+    return Freshness(arrival, params.deadline_ms, params.stream_id, params.supersede)
+
+
+def freshness_keys(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling keys that `freshness_of` reads."""
+    return {key: sampling[key] for key in FRESHNESS_KEYS if key in sampling}
 
 
 def read_sampling(
@@ -256,6 +285,7 @@ def prepare(
         images=call.images,
         use_head=info is not None and task in info.head_tasks,
         client_id=call.client_id,
+        arrival=call.freshness.arrival,
     )
     return Prepared(request, task)
 

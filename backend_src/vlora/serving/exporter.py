@@ -4,7 +4,8 @@ A metric that another tool reads has the name that this tool expects: the names 
 of TRT-LLM's cache blocks (read for the ORCA header) and of the Gateway API's LoRA metric. The name
 of any other metric starts with `vlora:`. The engine's thread calls nothing in this module.
 
-**Invariant:** the number of label sets is bounded, because the server stores each one forever.
+**Invariant:** the number of label sets is bounded, because the server stores each one as long as
+its family.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from vlora.vision.features import EncoderCounters
 CATCH_UP_SECONDS = 0.1
 """Age of the written statistics from which `catch_up` writes them again."""
 
-MAX_LORA_LABEL_SETS = 128
+MAX_LORA_SERIES = 128
 """Maximum number of series of `vllm:lora_requests_info`."""
+
+MAX_LORA_TEXT = 256 * 1024
+"""Characters in the labels of these series from which they are replaced."""
 
 MAX_OBSERVED = 65536
 """Maximum number of stored observations; the oldest are dropped."""
@@ -51,13 +55,11 @@ class EngineExporter(Exporter):
         registry: Registry,
         labels: Mapping[str, str],
         stats: Callable[[], EngineStats],
-        max_lora: int,
         max_tokens: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Create all metrics.
 
-        max_lora: number of known adapters, a label of `vllm:lora_requests_info`.
         max_tokens: maximum length of a sequence, the last bound of the histograms of tokens.
         """
         super().__init__()
@@ -66,7 +68,7 @@ class EngineExporter(Exporter):
         self._observed: deque[tuple[Metric, float]] = deque(maxlen=MAX_OBSERVED)
         self._written = -math.inf
         self._stats_written = False
-        self._lora = _LoraInfo(registry, max_lora)
+        self._lora = _LoraInfo(registry)
         exports = exported_stats()
         self._gauges = {
             attribute: Level(registry.gauge(export.name, export.help, labels))
@@ -161,7 +163,7 @@ class EngineExporter(Exporter):
             counter.raise_to(getattr(stats, field))
         for mode, levels in self._modes.items():
             levels.write(mode, stats)
-        self._lora.update(stats.running_adapters, stats.waiting_adapters, self._clock())
+        self._lora.update(stats, self._clock())
         self._written = time.monotonic()
         self._write_observed()
 
@@ -210,42 +212,39 @@ class _LoraInfo:
     """The metric `vllm:lora_requests_info`: adapters of running and waiting requests as labels.
 
     Its value is the time; readers use the series with the latest time. Every combination of
-    adapters is a label set. Once there are `MAX_LORA_LABEL_SETS`, the existing combination that
-    differs least from the present one is used.
+    adapters is a label set. A server removes a label set only with its family, so the family is
+    replaced when it has as many series, or as much text in their labels, as it may.
     """
 
     NAME = "vllm:lora_requests_info"
     HELP = "Adapters of running and waiting requests; the value is the time of the last change."
 
-    def __init__(self, registry: Registry, max_lora: int) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._max_lora = str(max_lora)
-        self._known: dict[tuple[frozenset[str], frozenset[str]], Metric] = {}
+        self._series: dict[tuple[str, ...], Metric] = {}
+        self._text = 0
+        """Characters in the labels of all series."""
 
-    def update(self, running: Mapping[str, int], waiting: Mapping[str, int], now: float) -> None:
-        key = (_named(running), _named(waiting))
-        if key not in self._known:
-            if len(self._known) < MAX_LORA_LABEL_SETS:
-                self._known[key] = self._make(*key)
-            else:
-                key = min(
-                    self._known,
-                    key=lambda known: len(known[0] ^ key[0]) + len(known[1] ^ key[1]),
-                )
-        self._known[key].set(now)
-
-    def _make(self, running: frozenset[str], waiting: frozenset[str]) -> Metric:
+    def update(self, stats: EngineStats, now: float) -> None:
         labels = {
-            "max_lora": self._max_lora,
-            "running_lora_adapters": ",".join(sorted(running)),
-            "waiting_lora_adapters": ",".join(sorted(waiting)),
+            "max_lora": str(stats.adapters_known),
+            "running_lora_adapters": _named(stats.running_adapters),
+            "waiting_lora_adapters": _named(stats.waiting_adapters),
         }
-        return self._registry.gauge(self.NAME, self.HELP, labels)
+        key = tuple(labels.values())
+        if key not in self._series:
+            if len(self._series) >= MAX_LORA_SERIES or self._text > MAX_LORA_TEXT:
+                self._series.clear()
+                self._text = 0
+                self._registry.drop(self.NAME)
+            self._series[key] = self._registry.gauge(self.NAME, self.HELP, labels)
+            self._text += sum(map(len, key))
+        self._series[key].set(now)
 
 
-def _named(adapters: Mapping[str, int]) -> frozenset[str]:
-    """Return the names with requests, without the base model's."""
-    return frozenset(name for name, count in adapters.items() if name and count)
+def _named(adapters: Mapping[str, int]) -> str:
+    """Return the names with requests, without the base model's, separated by commas."""
+    return ",".join(sorted(name for name, count in adapters.items() if name and count))
 
 
 class ProgressExporter(Exporter):
@@ -285,6 +284,11 @@ class EncoderExporter(Exporter):
         self._read = counters
         families = {
             ENCODER_PROGRESS.name: ("images", ENCODER_PROGRESS.help),
+            "vlora:encoder_requests_total": ("requests", "Requests with images."),
+            "vlora:encoder_groups_total": (
+                "groups",
+                "Groups of requests that met here.",
+            ),
             "vlora:encoder_batches_total": ("batches", "Calls of the vision tower."),
             "vlora:feature_cache_hits_total": ("hits", "Images whose features were cached."),
             "vlora:feature_cache_misses_total": ("misses", "Images encoded by the tower."),

@@ -10,6 +10,9 @@ import numpy as np
 from vlora.errors import InvalidArgument, Unavailable
 from vlora.serving.tensors import Array, Tensors, as_bytes
 
+ELEMENT_BYTES = 48
+"""Memory that an element of a STRING tensor takes in addition to its content."""
+
 
 class HeldBytes:
     """The bytes of all requests in flight, at most `limit`. Thread-safe."""
@@ -19,6 +22,9 @@ class HeldBytes:
         self._lock = threading.Lock()
         self._held: dict[str, int] = {}
         self._total = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     @property
     def total(self) -> int:
@@ -53,7 +59,7 @@ class HeldBytes:
 
 
 def bytes_of(tensors: Tensors) -> int:
-    """Return the size of all tensors, of strings by their content."""
+    """Return the memory of all tensors."""
     return sum(map(_size, tensors.values()))
 
 
@@ -61,4 +67,4 @@ def _size(tensor: Array) -> int:
     if tensor.dtype != np.object_:
         return int(tensor.nbytes)
     items: Iterable[bytes | str] = tensor.reshape(-1)
-    return sum(len(as_bytes(item)) for item in items)
+    return sum(ELEMENT_BYTES + len(as_bytes(item)) for item in items)

@@ -10,24 +10,28 @@ Independent of Triton and of how an answer is computed.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from vlora.config import Limits
-from vlora.errors import Cancelled, Unavailable, VLoraError
+from vlora.errors import Cancelled, Unavailable
 from vlora.request import MIN_STOPPABLE_ID, ImageFeatures, Output, OutputSink, Request
 from vlora.serving.answer_writer import AnswerWriter
-from vlora.serving.codec import Call, adapter_name, is_cancel, prepare, read_call
+from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
+from vlora.serving.codec import Call, adapter_name, freshness_keys, is_cancel, prepare, read_call
 from vlora.serving.held_bytes import HeldBytes, bytes_of
-from vlora.serving.responder import Responder, as_vlora_error
+from vlora.serving.responder import Responder, as_vlora_error, fail
 from vlora.serving.tensors import Tensors, strings
+from vlora.serving.waiting import WaitingRequests
 from vlora.vision.prompts import ChatTemplate
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ Triton hands all requests over on one thread, where this many take a few millise
 """
 
 Encode = Callable[[Tensors], ImageFeatures]
-"""Calls the vision encoder: `text_input` and image inputs in, features out."""
+"""Calls the vision encoder: its inputs in, features out."""
 
 Observe = Callable[[Output], None]
 """Called with every output of one request, its error included, before it is sent; never raises."""
@@ -69,7 +73,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class _Encoding:
-    """A request that waits for a pool thread, or whose images are being encoded."""
+    """A request that continues on a pool thread. images: its inputs of the encoder, if any."""
 
     call: Call
     images: Tensors
@@ -80,10 +84,12 @@ class LmmService:
     """Answers `lmm` requests with an engine.
 
     The service owns the responders of live requests: a responder is in `_live` from `handle` until
-    its final response, and at no other time. A request that is also in `_encoding` belongs to the
+    its final response, and at no other time. A request that is also in `waiting` belongs to the
     thread that removes it from there: the pool thread that continues with it, or the thread that
     ends it first.
 
+    stamps: reads the arrival of a request, and passes it on to the encoder.
+    waiting: the requests that wait for a pool thread, or whose images are being encoded.
     pool: runs the calls of `encode`, which block, and submits long prompts. The engine has admitted
         the requests that wait there, so they count as part of its queue.
     observe: makes the observer of one request.
@@ -98,6 +104,8 @@ class LmmService:
         limits: Limits,
         encode: Encode,
         pool: Executor,
+        stamps: ArrivalStamps,
+        waiting: WaitingRequests,
         observe: Callable[[], Observe] = lambda: lambda output: None,
         cancel_elsewhere: Callable[[str], None] = lambda client_id: None,
     ) -> None:
@@ -111,6 +119,8 @@ class LmmService:
         self._live: dict[str, Responder] = {}
         self._held = HeldBytes(limits.max_in_flight_bytes)
         self._encoding: dict[str, _Encoding] = {}
+        self._stamps = stamps
+        self._waiting = waiting
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix="cancel")
@@ -136,41 +146,34 @@ class LmmService:
                 raise Unavailable("the server is shutting down")
             self._engine.admit(request_id, client_id)
             self._held.hold(request_id, bytes_of(tensors))
-            call = read_call(tensors, parameters, client_id, self._limits)
+            arrival = self._stamps.read(tensors)
+            call = read_call(tensors, parameters, client_id, self._limits, arrival)
             with self._lock:
                 self._live[request_id] = responder
             if call.raw_images or len(call.text) > LONG_PROMPT:
                 images = {name: np.array(value) for name, value in call.raw_images.items()}
-                with self._lock:
-                    self._encoding[request_id] = _Encoding(call, images, responder)
+                self._encoding[request_id] = _Encoding(call, images, responder)
+                end = partial(self._fail, request_id, responder)
+                self._waiting.add(request_id, call.freshness, end, client_id)
                 self._pool.submit(self._encode_then_submit, request_id)
             else:
                 self._submit(call, request_id, responder)
         except Exception as error:
-            self._fail(request_id, responder, error)
+            if not self._waiting.end(request_id, error):
+                self._fail(request_id, responder, error)
 
     def close(self) -> None:
         """Reject new requests and those that wait for the encoder; the engine drains the rest."""
         self._closed.set()
         self._watcher.join()
-        for request_id in list(self._encoding):
-            self._end_encoding(request_id, Unavailable("the server is shutting down"))
+        self._waiting.end_all(Unavailable("the server is shutting down"))
         self._cancels.shutdown()
 
     def _cancel(self, client_id: str) -> None:
-        """End the requests with this client id.
-
-        Raises InvalidArgument for an id that is too short.
-        """
-        stoppable = len(client_id) >= MIN_STOPPABLE_ID
-        own = [
-            key
-            for key, encoding in list(self._encoding.items())
-            if encoding.call.client_id == client_id
-        ]
+        """End the request of a client id, or store the cancellation until the request comes."""
         reason = Cancelled(f"the request '{client_id}' was cancelled")
-        ended = [self._end_encoding(key, reason) for key in own if stoppable]
-        if not any(ended):
+        stoppable = len(client_id) >= MIN_STOPPABLE_ID
+        if not (stoppable and self._waiting.end_client(client_id, reason)):
             self._engine.stop_client(client_id)
         if not self._closed.is_set():
             self._cancels.submit(self._pass_on, client_id)
@@ -179,39 +182,39 @@ class LmmService:
         try:
             self._cancel_elsewhere(client_id)
         except Exception:
-            log.exception("could not pass on the cancellation of request '%s'", client_id)
+            log.exception("could not pass on the cancellation of request %r", client_id)
 
     def _encode_then_submit(self, request_id: str) -> None:
-        with self._lock:
-            encoding = self._encoding.get(request_id)
+        encoding = self._encoding.pop(request_id, None)
         if encoding is None:
             return  # The request ended while it waited.
+        taken = False
         try:
             call, held = encoding.call, None
             if encoding.images:
-                text = strings([call.text])
-                features = self._encode({"text_input": text, **encoding.images})
+                features = self._encode(self._encoder_inputs(encoding))
                 held = features.features.nbytes
                 call = call.with_images(features)
-            if self._take_encoding(request_id) is not None:
+            taken = self._waiting.take(request_id)
+            if taken:
                 # This thread owns the request now, so nothing releases the bytes meanwhile.
                 if held is not None:
                     self._held.hold(request_id, held)
                 self._submit(call, request_id, encoding.responder)
         except Exception as error:
-            if request_id in self._live:
+            if taken:
                 self._fail(request_id, encoding.responder, error)
+            else:
+                self._waiting.end(request_id, error)
 
-    def _take_encoding(self, request_id: str) -> _Encoding | None:
-        with self._lock:
-            return self._encoding.pop(request_id, None)
-
-    def _end_encoding(self, request_id: str, reason: VLoraError) -> bool:
-        """End a request whose images are not encoded yet; return whether there was one."""
-        encoding = self._take_encoding(request_id)
-        if encoding is not None:
-            self._fail(request_id, encoding.responder, reason)
-        return encoding is not None
+    def _encoder_inputs(self, encoding: _Encoding) -> Tensors:
+        call = encoding.call
+        inputs = {"text_input": strings([call.text]), **encoding.images}
+        keys = freshness_keys(call.sampling)
+        if keys:
+            inputs["sampling_parameters"] = strings([json.dumps(keys)])
+        inputs[ARRIVAL_INPUT] = self._stamps.make(call.freshness.arrival)
+        return inputs
 
     def _submit(self, call: Call, request_id: str, responder: Responder) -> None:
         name = adapter_name(call)
@@ -249,28 +252,26 @@ class LmmService:
             self._fail(request_id, responder, error)
 
     def _fail(self, request_id: str, responder: Responder, error: Exception) -> None:
-        self._take_encoding(request_id)
         self._forget(request_id)
         self._engine.withdraw(request_id)
-        try:
-            responder.fail(as_vlora_error(error, "answering the request"))
-        except Exception:
-            log.exception("could not send an error to its client")
+        fail(responder, as_vlora_error(error, "answering the request"))
 
     def _forget(self, request_id: str) -> None:
         self._held.release(request_id)
+        self._encoding.pop(request_id, None)
         with self._lock:
             self._live.pop(request_id, None)
 
     def _watch(self) -> None:
         while not self._closed.wait(WATCH_SECONDS):
+            self._waiting.end_late()
             with self._lock:
                 live = list(self._live.items())
             for request_id, responder in live:
                 try:
                     if not responder.is_cancelled():
                         continue
-                    if not self._end_encoding(request_id, Cancelled("the client has disconnected")):
+                    if not self._waiting.end(request_id, Cancelled("the client has disconnected")):
                         self._engine.abort(request_id)
                 except Exception:
                     log.exception("could not check a request for cancellation")

@@ -14,15 +14,20 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
 from vlora.request import MIN_STOPPABLE_ID
-from vlora.serving.codec import is_cancel, sampling_keys
-from vlora.serving.responder import Responder, as_vlora_error
-from vlora.serving.tensors import Inputs, Tensors, flag, strings
+from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
+from vlora.serving.codec import freshness_of, is_cancel, read_sampling
+from vlora.serving.held_bytes import HeldBytes, bytes_of
+from vlora.serving.responder import Responder, as_vlora_error, fail
+from vlora.serving.tensors import Array, Inputs, Tensors, flag, strings
+from vlora.serving.waiting import WaitingRequests
 
 log = logging.getLogger(__name__)
 
@@ -36,34 +41,50 @@ Ask = Callable[[Tensors, str], list[Tensors]]
 class _Relayed:
     """One request without a response yet.
 
-    tensors: inputs of the inner request, until `lmm` is called.
+    inner: inputs of the inner request, until `lmm` is called. arrival: its arrival.
     cancelled: whether `lmm` has been asked to cancel it because its client disconnected.
     """
 
     responder: Responder
     inner_id: str
-    tensors: Tensors = field(default_factory=dict)
+    inner: dict[str, Array] = field(default_factory=dict)
+    arrival: float = 0.0
     cancelled: bool = False
 
 
 class LmmUnaryService:
     """Answers `lmm_unary` requests; `pool` runs the calls of `ask`, which block.
 
+    limits: `max_in_flight_bytes` bounds the copies of requests that wait here.
+    stamps: reads the arrival of a request, and passes it on to `lmm`.
+    waiting: the requests that wait for a thread.
     max_requests: maximum number of requests here, including those that wait for a thread. Further
         requests are rejected before any of their tensors is copied.
     max_running: number of these that the engine runs at the same time.
 
-    A request is first in `_waiting`, then in `_asked`. The thread that removes it sends its
-    response.
+    A request is in `_live` until its response. The thread that takes it from `waiting`, or ends it
+    there, sends that.
     """
 
-    def __init__(self, ask: Ask, pool: Executor, max_requests: int, max_running: int) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        pool: Executor,
+        limits: Limits,
+        stamps: ArrivalStamps,
+        waiting: WaitingRequests,
+        max_requests: int,
+        max_running: int,
+    ) -> None:
         self._ask = ask
         self._pool = pool
+        self._limits = limits
+        self._stamps = stamps
+        self._waiting = waiting
         self._max_requests = max_requests
         self._max_running = max_running
-        self._waiting: dict[str, _Relayed] = {}
-        self._asked: dict[str, _Relayed] = {}
+        self._held = HeldBytes(limits.max_in_flight_bytes)
+        self._live: dict[str, _Relayed] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cancel-watch", daemon=True)
@@ -72,7 +93,7 @@ class LmmUnaryService:
     @property
     def live(self) -> int:
         """Number of requests without a response yet."""
-        return len(self._waiting) + len(self._asked)
+        return len(self._live)
 
     def handle(
         self, tensors: Tensors, parameters: Mapping[str, Any], client_id: str, responder: Responder
@@ -84,25 +105,28 @@ class LmmUnaryService:
         )
         try:
             if is_cancel(tensors):
-                self._cancel(client_id)
+                # `lmm` ends the requests that it has received.
+                reason = Cancelled(f"the request '{client_id}' was cancelled")
+                self._waiting.end_client(client_id, reason)
                 responder.send({}, final=True)
                 return
             self._admit(key, relayed)
-        except Exception as error:
-            _fail(responder, error)
-            return
-        try:
-            relayed.tensors = inner_request(tensors, parameters)
+            self._held.hold(key, bytes_of(tensors))
+            relayed.arrival = self._stamps.read(tensors)
+            sampling = read_sampling(Inputs(tensors), parameters, self._limits)
+            freshness = freshness_of(sampling, relayed.arrival)
+            relayed.inner = inner_request(tensors, sampling)
+            self._waiting.add(key, freshness, partial(self._fail, key, responder), client_id)
             self._pool.submit(self._relay, key)
         except Exception as error:
-            self._end_waiting(key, error)
+            if not self._waiting.end(key, error):
+                self._fail(key, responder, error)
 
     def close(self) -> None:
         """Reject new requests and those that still wait."""
         self._closed.set()
         self._watcher.join()
-        for key in list(self._waiting):
-            self._end_waiting(key, Unavailable("the server is shutting down"))
+        self._waiting.end_all(Unavailable("the server is shutting down"))
 
     def _admit(self, key: str, relayed: _Relayed) -> None:
         with self._lock:
@@ -111,62 +135,56 @@ class LmmUnaryService:
             if self.live >= self._max_requests:
                 waiting = self.live - self._max_running
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
-            self._waiting[key] = relayed
-
-    def _cancel(self, client_id: str) -> None:
-        """End the waiting requests with this id; `lmm` ends those that it has received."""
-        for key, relayed in list(self._waiting.items()):
-            if relayed.inner_id == client_id:
-                self._end_waiting(key, Cancelled(f"the request '{client_id}' was cancelled"))
-
-    def _end_waiting(self, key: str, reason: Exception) -> None:
-        with self._lock:
-            relayed = self._waiting.pop(key, None)
-        if relayed is not None:
-            _fail(relayed.responder, reason)
+            self._live[key] = relayed
 
     def _relay(self, key: str) -> None:
-        with self._lock:
-            relayed = self._waiting.pop(key, None)
-            if relayed is None:
-                return  # The request ended while it waited.
-            self._asked[key] = relayed
-        tensors, relayed.tensors = relayed.tensors, {}
+        relayed = self._live.get(key)
+        if relayed is None or not self._waiting.take(key):
+            return  # The request ended while it waited.
+        responder = relayed.responder
+        inner, relayed.inner = relayed.inner, {}
         try:
-            responses = [response for response in self._ask(tensors, relayed.inner_id) if response]
+            inner[ARRIVAL_INPUT] = self._stamps.make(relayed.arrival)
+            responses = [response for response in self._ask(inner, relayed.inner_id) if response]
             if len(responses) != 1:
                 raise Internal(f"'lmm' sent {len(responses)} responses instead of one")
             self._forget(key)
             (response,) = responses
-            relayed.responder.send({**response, "answer": response["text_output"]}, final=True)
+            responder.send({**response, "answer": response["text_output"]}, final=True)
         except Exception as error:
-            self._forget(key)
-            _fail(relayed.responder, error)
+            self._fail(key, responder, error)
+
+    def _fail(self, key: str, responder: Responder, error: Exception) -> None:
+        self._forget(key)
+        fail(responder, as_vlora_error(error, "relaying the request"))
 
     def _forget(self, key: str) -> None:
+        self._held.release(key)
         with self._lock:
-            self._asked.pop(key, None)
+            self._live.pop(key, None)
 
     def _watch(self) -> None:
         while not self._closed.wait(WATCH_SECONDS):
+            self._waiting.end_late()
             with self._lock:
-                live = [*self._waiting.items(), *self._asked.items()]
+                live = list(self._live.items())
             for key, relayed in live:
                 try:
                     if relayed.cancelled or not relayed.responder.is_cancelled():
                         continue
-                    self._end_waiting(key, Cancelled("the client has disconnected"))
-                    if key in self._asked:
+                    if self._waiting.end(key, Cancelled("the client has disconnected")):
+                        continue
+                    if key in self._live:
                         self._ask({"cancel": flag(True)}, relayed.inner_id)
                         relayed.cancelled = True
                 except Exception:
                     log.exception("could not cancel a request whose client has disconnected")
 
 
-def inner_request(tensors: Tensors, parameters: Mapping[str, Any]) -> Tensors:
+def inner_request(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Array]:
     """Return the inputs of the call of `lmm`: without streaming, with parameters as a tensor.
 
-    Raises InvalidArgument.
+    sampling: the sampling keys of the request. Raises InvalidArgument.
     """
     inputs = Inputs(tensors)
     if inputs.flag("stream"):
@@ -178,13 +196,6 @@ def inner_request(tensors: Tensors, parameters: Mapping[str, Any]) -> Tensors:
         inputs.text("metadata")
     inner = {name: np.array(tensor) for name, tensor in tensors.items()}
     inner["stream"] = flag(False)
-    if "sampling_parameters" not in inner and (keys := sampling_keys(parameters)):
-        inner["sampling_parameters"] = strings([json.dumps(keys, allow_nan=False)])
+    if "sampling_parameters" not in inner and sampling:
+        inner["sampling_parameters"] = strings([json.dumps(sampling, allow_nan=False)])
     return inner
-
-
-def _fail(responder: Responder, error: Exception) -> None:
-    try:
-        responder.fail(as_vlora_error(error, "relaying the request"))
-    except Exception:
-        log.exception("could not send an error to its client")

@@ -33,6 +33,8 @@ class Registry(Protocol):
     def histogram(
         self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> Metric: ...
+    def drop(self, name: str) -> None:
+        """Remove a family with all its metrics, which must not be used any more."""
 
 
 class Exporter(ABC):

@@ -1,32 +1,46 @@
-"""The `vision_encoder` model without Triton: decodes the images of a batch, encodes them in parts.
+"""The `vision_encoder` model without Triton: a queue of requests that are decoded, then encoded.
 
 Requests are decoded in parallel and encoded in the order in which their pixels are ready, so a
-corrupt image is an error of its request only. What is ready goes through the tower in parts that
-take a short time each, and the requests of a part are answered before the next part is encoded, so
-that the LMM can start while the tower is still working. A batch does not wait for requests that
-take long to decode: they are answered later, while the next batches are encoded.
+corrupt or slow image delays its request only. What is ready goes through the tower in parts that
+take a short time each, and the requests of a part are answered while the next part is encoded.
+
+The queue is bounded in requests and bytes. A request whose deadline passes in it, or that a newer
+one of its stream supersedes, is ended at once, and is neither decoded nor encoded after that.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
+import threading
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 from vlora.config import Limits
-from vlora.errors import InvalidArgument, VLoraError
+from vlora.errors import Cancelled, InvalidArgument, Unavailable, VLoraError
 from vlora.request import ImageFeatures
-from vlora.serving.responder import as_vlora_error
+from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
+from vlora.serving.codec import IMAGE_INPUTS, freshness_of, read_sampling
+from vlora.serving.held_bytes import HeldBytes, bytes_of
+from vlora.serving.responder import Responder, answer, as_vlora_error
 from vlora.serving.tensors import Inputs, Tensors, strings
-from vlora.vision.decoder import DecodedRequest, OnDone, OnSlow
+from vlora.serving.waiting import WaitingRequests
+from vlora.vision.decoder import DecodedRequest, OnDone
 from vlora.vision.features import EncodedImages
 from vlora.vision.images import DecodedImage, ImageRequest, check_images
 
-OUTPUTS = ("image_features", "image_layout", "image_size", "image_digest")
+OUTPUTS = ("image_features", "image_layout", "image_size", "image_digest", ARRIVAL_INPUT)
 
-MAX_LATE_BATCHES = 64
-"""Maximum number of threads that wait for slow requests; the decoder allows far fewer requests."""
+COLLECT_SECONDS = 0.025
+"""Age of a request until which an idle encoder waits for others to share its part (decision 13)."""
+
+WATCH_SECONDS = 0.05
+"""Interval at which deadlines are checked."""
 
 
 class BatchEncoder(Protocol):
@@ -36,143 +50,210 @@ class BatchEncoder(Protocol):
     def images_per_batch(self) -> int:
         """Number of images that the tower encodes in one part."""
 
+    def count_group(self, requests: int) -> None: ...
     def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]: ...
 
 
 class Decoder(Protocol):
     """The part of `vision.decoder.ImageDecoder` that is used here."""
 
-    def submit(self, request: ImageRequest, on_slow: OnSlow, on_done: OnDone) -> None: ...
+    def submit(self, request: ImageRequest, on_done: OnDone, check: Callable[[], None]) -> None: ...
     def close(self) -> None: ...
 
 
-Answers = Mapping[int, Tensors | VLoraError]
-Send = Callable[[Answers], None]
+@dataclass(frozen=True)
+class _Queued:
+    """A request in the queue."""
+
+    key: str
+    arrival: float
+    responder: Responder
+
+
+Decoded = list[tuple[_Queued, DecodedRequest]]
 
 
 class VisionService:
-    """Answers batches of requests. Owns the decoder."""
+    """Answers requests, those without images at once. Owns the decoder, and two threads.
 
-    def __init__(self, decoder: Decoder, encoder: BatchEncoder, limits: Limits) -> None:
+    waiting: the requests of the queue, until they are encoded.
+    max_requests: maximum number of requests in the queue.
+    before_answers: called before the answers of a part are sent.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        encoder: BatchEncoder,
+        limits: Limits,
+        stamps: ArrivalStamps,
+        waiting: WaitingRequests,
+        max_requests: int,
+        before_answers: Callable[[], None] = lambda: None,
+    ) -> None:
         self._decoder = decoder
         self._encoder = encoder
         self._limits = limits
-        self._late = ThreadPoolExecutor(MAX_LATE_BATCHES, thread_name_prefix="late-images")
+        self._stamps = stamps
+        self._waiting = waiting
+        self._max_requests = max_requests
+        self._before_answers = before_answers
+        self._held = HeldBytes(limits.max_in_flight_bytes)
+        """Images in the queue. A request that has ended holds its images until the decoder drops
+        them."""
+        self._decoded: queue.SimpleQueue[tuple[_Queued, DecodedRequest] | None]
+        self._decoded = queue.SimpleQueue()
+        """Requests whose images are decoded; None to stop."""
+        self._closed = threading.Event()
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
+        self._threads = [
+            threading.Thread(target=self._encode, name="encode", daemon=True),
+            threading.Thread(target=self._watch, name="deadlines", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def answer(self, batch: Sequence[Tensors | VLoraError], send: Send) -> Answers:
-        """Answer a batch; return the answers of its last part by the requests' indices.
+    def handle(
+        self,
+        tensors: Tensors,
+        parameters: Mapping[str, Any],
+        make_responder: Callable[[], Responder],
+    ) -> Tensors | VLoraError | None:
+        """Return the answer to a request without images, or an error; queue any other request.
 
-        send: called with the answers of each earlier part, and, possibly after this returns and on
-            another thread, with those of slow requests. Every request gets one answer.
+        make_responder: called for a request that is queued, which gets its answer later.
 
-        An answer is tensors with a leading batch dimension of 1, or an error; a request of the
-        batch that is an error already is its own answer. The inputs have that dimension too, as
-        Triton passes them: image and frames are [1, n]. A part has about `images_per_batch` images.
-        Requests without images are answered with the first part.
+        The inputs have a leading batch dimension of 1, as Triton passes them, and so do answers:
+        image and frames are [1, n]. The tensors may become invalid when this returns.
         """
-        decoding = _Batch(self._decoder, self._encoder, self._limits)
-        answers = decoding.start(batch)
-        answers = decoding.encode(answers, send, wait_for_slow=False)
-        if decoding.waiting:
-            self._late.submit(lambda: send(decoding.encode({}, send, wait_for_slow=True)))
-        return answers
+        try:
+            if self._closed.is_set():
+                raise Unavailable("the server is shutting down")
+            arrival = self._stamps.read(tensors)
+            images = {name: tensors[name] for name in IMAGE_INPUTS if name in tensors}
+            if not any(tensor.size for tensor in images.values()):
+                read_images(tensors, self._limits)
+                (encoded,) = self._encoder.run([[]])
+                return self._to_tensors(encoded, arrival)
+            # Triton runs `execute` on one thread, so nothing is added in between.
+            if len(self._held) >= self._max_requests:
+                raise Unavailable(f"the queue is full: {len(self._held)} requests are waiting")
+            key = uuid.uuid4().hex
+            self._held.hold(key, bytes_of(images))
+            try:
+                sampling = read_sampling(Inputs(tensors), parameters, self._limits)
+                freshness = freshness_of(sampling, arrival)
+                request = read_images(tensors, self._limits)
+                responder = make_responder()
+            except BaseException:
+                self._held.release(key)
+                raise
+            queued = _Queued(key, arrival, responder)
+            self._waiting.add(key, freshness, partial(self._fail, queued))
+            self._decode(queued, request)
+        except Exception as error:
+            return as_vlora_error(error, "reading the images")
+        return None
 
     def close(self) -> None:
-        """End the decoder; requests that are still decoded are answered with Unavailable."""
+        """End the decoder and the threads; requests in the queue are answered with Unavailable."""
+        self._closed.set()
+        self._waiting.end_all(Unavailable("the server is shutting down"))
         self._decoder.close()
-        self._late.shutdown()
+        self._decoded.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._answers.shutdown()
 
+    def _decode(self, queued: _Queued, request: ImageRequest) -> None:
+        def check() -> None:
+            if queued.key not in self._waiting:
+                raise Cancelled("the request has ended")
 
-class _Batch:
-    """The requests of one batch that are being decoded."""
+        def done(result: DecodedRequest | Exception) -> None:
+            if isinstance(result, DecodedRequest):
+                self._decoded.put((queued, result))
+            else:
+                self._held.release(queued.key)
+                self._waiting.end(queued.key, as_vlora_error(result, "decoding an image"))
 
-    def __init__(self, decoder: Decoder, encoder: BatchEncoder, limits: Limits) -> None:
-        self._decoder = decoder
-        self._encoder = encoder
-        self._limits = limits
-        self.waiting: set[int] = set()
-        """Requests that are not decoded yet."""
-        self._slow: set[int] = set()
-        self._events: queue.SimpleQueue[tuple[int, DecodedRequest | Exception | None]] = (
-            queue.SimpleQueue()
-        )
-        """Results of requests; None for a request that has become slow."""
-
-    def start(self, batch: Sequence[Tensors | VLoraError]) -> Answers:
-        """Start to decode; return the answers of requests that need no decoding."""
-        answers: dict[int, Tensors | VLoraError] = {}
-        for index, tensors in enumerate(batch):
-            try:
-                if isinstance(tensors, VLoraError):
-                    raise tensors
-                request = read_images(tensors, self._limits)
-                if len(request):
-                    self._submit(index, request)
-                else:
-                    answers |= self._encode_part({index: None})
-            except Exception as error:
-                answers[index] = as_vlora_error(error, "decoding an image")
-        return answers
-
-    def encode(self, answers: Answers, send: Send, wait_for_slow: bool) -> Answers:
-        """Encode requests as they are decoded; return the answers of the last part.
-
-        answers: answers that are sent with the first part.
-        wait_for_slow: False to return when all requests that are not decoded yet are slow.
-        """
-        while self.waiting if wait_for_slow else self.waiting - self._slow:
-            part: dict[int, DecodedRequest | None] = {}
-            failed: dict[int, Tensors | VLoraError] = {}
-            images = 0
-            while not (part or failed) or (
-                images < self._encoder.images_per_batch and not self._events.empty()
-            ):
-                index, result = self._events.get()
-                if result is None:
-                    self._slow.add(index)
-                    if not wait_for_slow and not self.waiting - self._slow:
-                        break
-                    continue
-                self.waiting.remove(index)
-                if isinstance(result, DecodedRequest):
-                    part[index] = result
-                    images += len(result.images)
-                else:
-                    failed[index] = as_vlora_error(result, "decoding an image")
-            if part and answers:
-                send(answers)
-                answers = {}
-            answers = {**answers, **failed, **self._encode_part(part)}
-        return answers
-
-    def _submit(self, index: int, request: ImageRequest) -> None:
-        self.waiting.add(index)
         try:
-            self._decoder.submit(
-                request,
-                lambda: self._events.put((index, None)),
-                lambda result: self._events.put((index, result)),
-            )
-        except BaseException:
-            self.waiting.remove(index)
-            raise
-
-    def _encode_part(self, requests: Mapping[int, DecodedRequest | None]) -> Answers:
-        """Return the features of each request, or an error for each if the tower fails."""
-        if not requests:
-            return {}
-        try:
-            images = [[] if found is None else found.images for found in requests.values()]
-            answers: Sequence[Tensors | VLoraError] = [
-                to_tensors(encoded) for encoded in self._encoder.run(images)
-            ]
+            self._decoder.submit(request, done, check)
         except Exception as error:
-            answers = [as_vlora_error(error, "encoding images")] * len(requests)
+            done(error)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_SECONDS):
+            self._waiting.end_late()
+
+    def _encode(self) -> None:
+        while (first := self._decoded.get()) is not None:
+            group = self._collect(first)
+            self._encoder.count_group(len(group))
+            while group:
+                part, group = self._split(group)
+                self._encode_part(part)
+
+    def _collect(self, first: tuple[_Queued, DecodedRequest]) -> Decoded:
+        """Return `first` with the requests that are ready, too, or soon will be."""
+        group = [first]
+        until = first[0].arrival + COLLECT_SECONDS
+        while True:
+            try:
+                following = self._decoded.get(timeout=max(until - time.monotonic(), 1e-6))
+            except queue.Empty:
+                return group
+            if following is None:
+                self._decoded.put(None)
+                return group
+            group.append(following)
+
+    def _split(self, group: Decoded) -> tuple[Decoded, Decoded]:
+        """Return the first part of a group, of at least `images_per_batch` images, and the rest."""
+        images = itertools.accumulate(len(decoded.images) for _, decoded in group)
+        size = 1 + sum(count < self._encoder.images_per_batch for count in images)
+        return group[:size], group[size:]
+
+    def _encode_part(self, part: Decoded) -> None:
+        """Encode and answer the requests of a part that still wait, and free all pixels."""
+        wanted = [(queued, decoded) for queued, decoded in part if self._waiting.take(queued.key)]
+        encoded: list[EncodedImages] | VLoraError = []
+        try:
+            if wanted:
+                encoded = self._encoder.run([decoded.images for _, decoded in wanted])
+        except Exception as error:
+            encoded = as_vlora_error(error, "encoding images")
         finally:
-            for found in requests.values():
-                if found is not None:
-                    found.release()
-        return dict(zip(requests, answers, strict=True))
+            for queued, decoded in part:
+                self._held.release(queued.key)
+                decoded.release()
+        if wanted:
+            self._answers.submit(self._answer, [queued for queued, _ in wanted], encoded)
+
+    def _answer(
+        self, requests: Sequence[_Queued], encoded: Sequence[EncodedImages] | VLoraError
+    ) -> None:
+        self._before_answers()
+        for index, queued in enumerate(requests):
+            if isinstance(encoded, VLoraError):
+                self._fail(queued, encoded)
+            else:
+                answer(queued.responder, self._to_tensors(encoded[index], queued.arrival))
+
+    @staticmethod
+    def _fail(queued: _Queued, error: Exception) -> None:
+        answer(queued.responder, as_vlora_error(error, "encoding images"))
+
+    def _to_tensors(self, encoded: EncodedImages, arrival: float) -> Tensors:
+        """Return the model's outputs for one request."""
+        tensors = {
+            "image_features": encoded.features,
+            "image_layout": encoded.layout,
+            "image_size": encoded.size,
+            "image_digest": strings(encoded.digests),
+            ARRIVAL_INPUT: self._stamps.make(arrival),
+        }
+        return {name: tensor[None] for name, tensor in tensors.items()}
 
 
 def read_images(tensors: Tensors, limits: Limits) -> ImageRequest:
@@ -181,22 +262,10 @@ def read_images(tensors: Tensors, limits: Limits) -> ImageRequest:
         raise InvalidArgument("the request has a batch of prompts; send one request per prompt")
     inputs = Inputs(tensors)
     inputs.required_text("text_input", limits.max_prompt_bytes)
-    images = inputs.strings("image")
     raw = tensors.get("frames_raw")
-    if raw is not None:
-        # A request that waits for its images may be answered when Triton's tensor is gone.
-        raw = raw[0].copy() if images else raw[0]
-    return check_images(images, inputs.strings("frames"), raw, limits)
-
-
-def to_tensors(encoded: EncodedImages) -> Tensors:
-    """Return the model's outputs for one request."""
-    return {
-        "image_features": encoded.features[None],
-        "image_layout": encoded.layout[None],
-        "image_size": encoded.size[None],
-        "image_digest": strings(encoded.digests)[None],
-    }
+    # The request waits in the queue after Triton's tensor has become invalid.
+    raw = None if raw is None else raw[0].copy()
+    return check_images(inputs.strings("image"), inputs.strings("frames"), raw, limits)
 
 
 def features_from(tensors: Tensors) -> ImageFeatures:

@@ -30,8 +30,8 @@ from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
 SLOW_SECONDS = 1.0
 """Seconds after which a request gives its place to the next one."""
 
-SLOW_NICENESS = 5
-"""Niceness of the decoder of a slow request: a quarter of the share of other processes."""
+SLOW_NICENESS = 10
+"""Niceness of the decoder of a slow request: a tenth of the share of other processes."""
 
 POLL_SECONDS = 0.1
 """Interval at which a request that waits for memory checks whether it has become slow."""
@@ -84,20 +84,20 @@ class DecodedRequest:
         self.release = release
 
 
-OnSlow = Callable[[], None]
 OnDone = Callable[[DecodedRequest | Exception], None]
 
 
 class _Place:
-    """The place of one request: a regular one, and one of the slow ones if it takes long."""
+    """The place of one request: a regular one, and one of the slow ones if it takes long.
 
-    def __init__(
-        self, regular: threading.Semaphore, slow: threading.Semaphore, on_slow: OnSlow
-    ) -> None:
+    process: id of its decoder, whose priority is lowered with the change.
+    """
+
+    def __init__(self, regular: threading.Semaphore, slow: threading.Semaphore) -> None:
         self._regular = regular
         self._slow = slow
-        self._on_slow = on_slow
         self.is_slow = False
+        self.process: int | None = None
 
     def __enter__(self) -> _Place:
         self._regular.acquire()
@@ -118,7 +118,10 @@ class _Place:
         if late and self._slow.acquire(blocking=False):
             self.is_slow = True
             self._regular.release()
-            self._on_slow()
+            if self.process is not None:
+                # The decoder may have ended.
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, self.process, SLOW_NICENESS)
 
 
 class ImageDecoder:
@@ -137,18 +140,20 @@ class ImageDecoder:
         self._idle: list[Decoder] = []
         self._closed = False
 
-    def submit(self, request: ImageRequest, on_slow: OnSlow, on_done: OnDone) -> None:
+    def submit(
+        self, request: ImageRequest, on_done: OnDone, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Decode a request. The functions are called on another thread, or on this one.
 
-        on_slow: called when the request begins to take long, at most once.
         on_done: called once, with the images or an error.
+        check: called when a place is free; the request is not decoded if it raises an error.
 
         Raises Unavailable after `close`.
         """
 
         def run() -> None:
             try:
-                result: DecodedRequest | Exception = self.decode(request, on_slow)
+                result: DecodedRequest | Exception = self.decode(request, check)
             except Exception as error:
                 result = error
             on_done(result)
@@ -161,7 +166,9 @@ class ImageDecoder:
         except RuntimeError:
             raise self._closed_error() from None
 
-    def decode(self, request: ImageRequest, on_slow: OnSlow = lambda: None) -> DecodedRequest:
+    def decode(
+        self, request: ImageRequest, check: Callable[[], None] = lambda: None
+    ) -> DecodedRequest:
         """Return the decoded images of a request.
 
         Raises InvalidArgument naming the element and, for a limit, the value and the limit.
@@ -169,7 +176,7 @@ class ImageDecoder:
         owner = object()
         budget = PictureBudget(request.limits)
         try:
-            images = self._decode_elements(request, budget, owner, on_slow)
+            images = self._decode_elements(request, budget, owner, check)
             for i, frame in enumerate(request.raw):
                 budget.add(f"frame {i} of 'frames_raw'", frame.shape[1], frame.shape[0])
                 images.append(DecodedImage(np.ascontiguousarray(frame), is_video=True))
@@ -187,26 +194,25 @@ class ImageDecoder:
             self._idle.pop().close()
 
     def _decode_elements(
-        self, request: ImageRequest, budget: PictureBudget, owner: object, on_slow: OnSlow
+        self,
+        request: ImageRequest,
+        budget: PictureBudget,
+        owner: object,
+        check: Callable[[], None],
     ) -> list[DecodedImage]:
         """Decode the elements of a request in one process."""
         if not request.elements:
             return []
-        decoder: Decoder
-
-        def is_slow() -> None:
-            # The decoder may have ended.
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, decoder.process, SLOW_NICENESS)
-            on_slow()
 
         def accept(name: str, width: int, height: int) -> None:
             budget.add(name, width, height)
             self._pixels.reserve(owner, width * height, place.check)
 
         images: list[DecodedImage] = []
-        with _Place(self._regular, self._slow, is_slow) as place:
+        with _Place(self._regular, self._slow) as place:
+            check()
             decoder = self._take()
+            place.process = decoder.process
             element = request.elements[0]
             try:
                 decoder.begin(request.limits)

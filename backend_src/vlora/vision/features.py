@@ -70,6 +70,7 @@ class EncodedImages:
 class EncoderCounters:
     """Counters since the start.
 
+    requests: requests with images. groups: groups of such requests that were ready together.
     images: images whose features were found or computed, the sum of hits and misses.
     misses: images that the tower encoded.
     batches: calls of the tower.
@@ -77,6 +78,8 @@ class EncoderCounters:
     bytes: bytes of features in the cache now.
     """
 
+    requests: int = 0
+    groups: int = 0
     images: int = 0
     hits: int = 0
     misses: int = 0
@@ -199,6 +202,10 @@ class EncoderService:
             start += len(request)
         return encoded
 
+    def count_group(self, requests: int) -> None:
+        """Count requests that were ready together; `run` may encode them in several parts."""
+        self._count(requests=requests, groups=1)
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounting is inconsistent."""
         self._cache.check_integrity()
@@ -254,11 +261,15 @@ class EncoderService:
         seconds = self._seconds_per_image
         return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1
 
-    def _count(self, hits: int = 0, misses: int = 0, batches: int = 0) -> None:
-        """Add images to the counters when their features are there."""
+    def _count(
+        self, hits: int = 0, misses: int = 0, batches: int = 0, requests: int = 0, groups: int = 0
+    ) -> None:
+        """Add to the counters; images are added when their features are there."""
         with self._lock:
             counters = self._counters
             self._counters = EncoderCounters(
+                requests=counters.requests + requests,
+                groups=counters.groups + groups,
                 images=counters.images + hits + misses,
                 hits=counters.hits + hits,
                 misses=counters.misses + misses,

@@ -86,16 +86,20 @@ def check_images(
     raw = _check_raw(frames_raw)
     if len(frames) and len(raw):
         raise InvalidArgument("send the clip as 'frames' or as 'frames_raw', not as both")
-    count = len(images) + len(frames) + len(raw)
-    if count > limits.max_images:
-        raise InvalidArgument(
-            f"the request has {count} images and frames; the limit is {limits.max_images}"
-        )
+    check_count(len(images) + len(frames) + len(raw), limits)
     elements = [Element(data, f"image {i}", False) for i, data in enumerate(images)]
     elements += [Element(data, f"frame {i}", True) for i, data in enumerate(frames)]
     for element in elements:
         check_size(element.data, element.name, limits.max_image_bytes)
     return ImageRequest(elements, raw, limits)
+
+
+def check_count(images: int, limits: Limits) -> None:
+    """Raise InvalidArgument if a request has too many images and frames."""
+    if images > limits.max_images:
+        raise InvalidArgument(
+            f"the request has {images} images and frames; the limit is {limits.max_images}"
+        )
 
 
 class PictureBudget:

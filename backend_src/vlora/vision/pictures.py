@@ -171,12 +171,15 @@ def _to_rgb(image: Image.Image, name: str) -> ByteArray:
         raise InvalidArgument(f"{name} has 32-bit samples; send 8 or 16 bits per sample")
     elif image.has_transparency_data:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        upright = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+        upright = Image.alpha_composite(white, image.convert("RGBA"))
     else:
-        upright = image.convert("RGB")
+        upright = image
+    # Converting RGB to RGB would copy the image.
+    if upright.mode != "RGB":
+        upright = upright.convert("RGB")
     if orientation in _TRANSPOSE:
         upright = upright.transpose(_TRANSPOSE[orientation])
-    return np.array(upright.convert("RGB"), np.uint8)
+    return np.asarray(upright, np.uint8)
 
 
 def _scale(image: Image.Image) -> ByteArray:

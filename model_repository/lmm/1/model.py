@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vlora.engine.loop import EngineLoop
+from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.exporter import ENGINE_PROGRESS, EngineExporter, ProgressExporter
 from vlora.serving.lmm import LmmService
 from vlora.serving.triton.process import TritonProcess
+from vlora.serving.waiting import WaitingRequests
 from vlora.vision.prompts import ChatTemplate
 
 log = logging.getLogger("vlora")
@@ -26,12 +28,12 @@ class TritonPythonModel:
             log.info(note)
         self._loop = EngineLoop.from_options(options, self._process.adapter_names())
         self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
+        waiting = WaitingRequests()
         exporter = self._process.export(
             lambda registry: EngineExporter(
                 registry,
                 self._process.labels,
-                self._loop.stats,
-                max_lora=len(self._loop.adapters.names()),
+                lambda: waiting.add_to(self._loop.stats()),
                 max_tokens=self._loop.max_model_len,
             ),
             progress=lambda registry: ProgressExporter(
@@ -51,6 +53,8 @@ class TritonPythonModel:
             options.limits,
             self._process.calls.encode_images,
             self._pool,
+            ArrivalStamps.of_this_server(),
+            waiting,
             observe=(lambda: lambda output: None) if exporter is None else exporter.request,
             cancel_elsewhere=self._process.calls.cancel_unary,
         )

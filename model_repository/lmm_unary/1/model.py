@@ -5,8 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.lmm_unary import LmmUnaryService
 from vlora.serving.triton.process import TritonProcess
+from vlora.serving.waiting import WaitingExporter, WaitingRequests
 
 MAX_CALLS = 128
 """Maximum number of simultaneous calls of `lmm`; further requests wait for a thread."""
@@ -17,9 +19,16 @@ class TritonPythonModel:
         self._process = TritonProcess(args)
         options = self._process.options
         self._pool = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="relay")
+        waiting = WaitingRequests()
+        self._process.export(
+            lambda registry: WaitingExporter(registry, self._process.labels, waiting)
+        )
         self._service = LmmUnaryService(
             self._process.calls.ask_lmm,
             self._pool,
+            options.limits,
+            ArrivalStamps.of_this_server(),
+            waiting,
             max_requests=options.max_num_seqs + options.max_num_waiting,
             max_running=options.max_num_seqs,
         )
@@ -28,6 +37,7 @@ class TritonPythonModel:
         self._process.hand_over(requests, self._service)
 
     def finalize(self) -> None:
+        self._process.close_metrics()
         self._service.close()
         self._pool.shutdown()
         self._process.release(self)

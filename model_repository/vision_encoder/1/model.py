@@ -1,7 +1,6 @@
-"""`vision_encoder`: images and frames to features, in batches; encodes each distinct image once.
+"""`vision_encoder`: images and frames to features; encodes each distinct image once.
 
-A request is answered as soon as its part of the batch is encoded. One that takes long to decode is
-answered while the next batches are encoded.
+`execute` queues requests and returns at once, so requests wait in our queue and not in Triton's.
 """
 
 from __future__ import annotations
@@ -10,12 +9,16 @@ import logging
 from typing import Any
 
 from vlora import cores
-from vlora.errors import Unavailable
+from vlora.errors import Unavailable, VLoraError
 from vlora.model.decoder_config import dtype_of
+from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.exporter import ENCODER_PROGRESS, EncoderExporter, ProgressExporter
+from vlora.serving.responder import as_vlora_error
+from vlora.serving.tensors import Tensors
 from vlora.serving.triton.process import TritonProcess
-from vlora.serving.triton.tensors import try_inputs
-from vlora.serving.vision_encoder import Answers, VisionService
+from vlora.serving.triton.tensors import inputs_of, parameters_of
+from vlora.serving.vision_encoder import VisionService
+from vlora.serving.waiting import WaitingExporter, WaitingRequests
 from vlora.vision.decoder import ImageDecoder
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
@@ -47,35 +50,38 @@ class TritonPythonModel:
                 lambda: service.counters.images,
             ),
         )
-        self._flush_metrics = (lambda: None) if exporter is None else exporter.flush
-        self._service = VisionService(decoder, service, options.limits)
+        waiting = WaitingRequests()
+        self._process.export(
+            lambda registry: WaitingExporter(registry, self._process.labels, waiting)
+        )
+        self._service = VisionService(
+            decoder,
+            service,
+            options.limits,
+            ArrivalStamps.of_this_server(),
+            waiting,
+            max_requests=options.max_num_seqs + options.max_num_waiting,
+            # So that a client with an answer finds it counted.
+            before_answers=(lambda: None) if exporter is None else exporter.flush,
+        )
         logging.getLogger("vlora").info(
             "features per image: %d rows of width %d", encoder.rows, encoder.hidden
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer a batch.
+        """Answer the requests without images, and queue the others, for which None stands."""
+        answers = [self._answer(request) for request in requests]
+        return [None if one is None else self._process.response(one) for one in answers]
 
-        The answers of its last part are returned together, which is the cheapest way to send them.
-        None stands for a request that has been answered before, or is still being decoded.
-        """
+    def _answer(self, request: Any) -> Tensors | VLoraError | None:
         if self._process.lifeline.draining:
-            refusal = Unavailable("the server is shutting down")
-            return [self._process.response(refusal) for _ in requests]
-
-        def send(answers: Answers) -> None:
-            # Metrics are written first, so that a client with an answer finds it counted.
-            self._flush_metrics()
-            for index, answer in answers.items():
-                self._process.responder(requests[index]).answer(answer)
-
-        batch = [try_inputs(request) for request in requests]
-        last = self._service.answer(batch, send)
-        self._flush_metrics()
-        return [
-            self._process.response(last[index]) if index in last else None
-            for index in range(len(requests))
-        ]
+            return Unavailable("the server is shutting down")
+        try:
+            limits = self._process.options.limits
+            arguments = inputs_of(request), parameters_of(request, limits)
+        except Exception as error:
+            return as_vlora_error(error, "reading the request")
+        return self._service.handle(*arguments, lambda: self._process.responder(request))
 
     def finalize(self) -> None:
         self._service.close()

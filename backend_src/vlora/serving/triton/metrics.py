@@ -31,6 +31,10 @@ class TritonRegistry:
         kind = pb_utils.MetricFamily.HISTOGRAM
         return self._metric(name, help, kind, labels, buckets=list(buckets))
 
+    def drop(self, name: str) -> None:
+        # Triton keeps a metric until its family is deleted; deleting the metric alone does nothing.
+        del self._families[name]
+
     def _metric(
         self, name: str, help: str, kind: Any, labels: Mapping[str, str], **options: Any
     ) -> Metric:

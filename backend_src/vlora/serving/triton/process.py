@@ -90,7 +90,7 @@ class TritonProcess:
 
     def hand_over(self, requests: Sequence[Any], service: Service) -> None:
         """Pass the requests of a decoupled model to its service."""
-        hand_over(requests, service, self._errors)
+        hand_over(requests, service, self._errors, self.options.limits)
 
     def responder(self, request: Any) -> TritonResponder:
         """Return a responder that answers `request`."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
 
+from vlora.config import Limits
 from vlora.errors import VLoraError
 from vlora.serving.error_counts import ErrorCounts
 from vlora.serving.responder import Responder, as_vlora_error
@@ -79,15 +80,6 @@ class TritonResponder:
             self._closed = True
             self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def answer(self, answer: Tensors | VLoraError) -> None:
-        """Send the only response of the request, or an error if that cannot be sent."""
-        try:
-            if isinstance(answer, VLoraError):
-                raise answer
-            self.send(answer, final=True)
-        except Exception as error:
-            self.fail(as_vlora_error(error, "sending the answer"))
-
 
 class Service(Protocol):
     """Answers requests of a decoupled model, each through its responder."""
@@ -97,7 +89,9 @@ class Service(Protocol):
     ) -> None: ...
 
 
-def hand_over(requests: Sequence[Any], service: Service, errors: ErrorCounts) -> None:
+def hand_over(
+    requests: Sequence[Any], service: Service, errors: ErrorCounts, limits: Limits
+) -> None:
     """Pass the requests to the service, which answers them at any later time.
 
     This is all that `execute` of a decoupled model does. A request that cannot be read is answered
@@ -106,7 +100,7 @@ def hand_over(requests: Sequence[Any], service: Service, errors: ErrorCounts) ->
     for request in requests:
         responder = TritonResponder(request, errors)
         try:
-            arguments = inputs_of(request), parameters_of(request), id_of(request)
+            arguments = inputs_of(request), parameters_of(request, limits), id_of(request)
         except Exception as error:
             responder.fail(as_vlora_error(error, "reading the request"))
         else:

@@ -7,11 +7,15 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from vlora.config import Limits
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.serving.error_counts import ErrorCounts
-from vlora.serving.responder import as_vlora_error, to_message
+from vlora.serving.responder import to_message
 from vlora.serving.tensors import Array, Tensors
 from vlora.strict_json import load_object
+
+MAX_ID_LENGTH = 1024
+"""Maximum length of a request's id: ids are stored after their requests have ended."""
 
 
 def inputs_of(request: Any) -> dict[str, Array]:
@@ -19,30 +23,25 @@ def inputs_of(request: Any) -> dict[str, Array]:
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
-def try_inputs(request: Any) -> Tensors | VLoraError:
-    """Return the tensors of one request of a batch, or the error that reading them raised."""
-    try:
-        return inputs_of(request)
-    except Exception as error:
-        return as_vlora_error(error, "reading the request")
-
-
-def parameters_of(request: Any) -> dict[str, Any]:
+def parameters_of(request: Any, limits: Limits) -> dict[str, Any]:
     """Return the request's parameters, parsed from JSON. Raises InvalidArgument."""
-    text = _read_text(request.parameters, "a request parameter")
+    text = _read_text(request.parameters, "the request's parameters", limits.max_json_bytes)
     return load_object(text or "{}", "the request's parameters")
 
 
 def id_of(request: Any) -> str:
     """Return the request's id as the client sent it. Raises InvalidArgument."""
-    return _read_text(request.request_id, "the request's id")
+    return _read_text(request.request_id, "the request's id", MAX_ID_LENGTH)
 
 
-def _read_text(read: Callable[[], str], what: str) -> str:
+def _read_text(read: Callable[[], str], what: str, limit: int) -> str:
     try:
-        return read()
+        text = read()
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"{what} is not valid UTF-8") from error
+    if len(text) > limit:
+        raise InvalidArgument(f"{what} has {len(text)} characters; the limit is {limit}")
+    return text
 
 
 def to_triton(tensors: Tensors) -> list[Any]:

@@ -1,0 +1,110 @@
+"""The time at which a request arrived, passed from model to model as a stamp.
+
+The first of our models that a request reaches stamps it. Times are of CLOCK_MONOTONIC, which all
+processes of a host share.
+
+**Invariant:** a client cannot choose an arrival: a stamp is authenticated with a key that only the
+models of one server know, is accepted by a model once, and only shortly after it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from vlora.errors import InvalidArgument
+from vlora.launcher.run_folder import RUN_VARIABLE
+from vlora.serving.tensors import Array, Inputs, Tensors, strings
+
+ARRIVAL_INPUT = "arrival_stamp"
+"""Name of the tensor, an output of `vision_encoder` and an input of the models after it."""
+
+MAX_AGE_SECONDS = 10.0
+"""Age at which a stamp is no longer used: it takes milliseconds from one model to the next."""
+
+KEY_BYTES = 32
+_CONTENT = struct.Struct("<dd8s")
+"""Arrival, time at which the stamp was made, and a random number."""
+_BYTES = _CONTENT.size + hashlib.sha256().digest_size
+
+
+class ArrivalStamps:
+    """Makes and reads stamps. Thread-safe.
+
+    key: shared by the models of a server; empty to make none, and to accept none.
+    """
+
+    def __init__(self, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._key = key
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._used: OrderedDict[bytes, float] = OrderedDict()
+        """Stamps that were read, with the times at which they were made; old ones are removed."""
+
+    @staticmethod
+    def of_this_server() -> ArrivalStamps:
+        """Return the stamps of the server that runs this process.
+
+        Only a server of `vlora serve` has a private folder for the key. On another one, each model
+        takes the time at which it received a request for the arrival.
+        """
+        run = os.environ.get(RUN_VARIABLE)
+        return ArrivalStamps(shared_key(Path(run)) if run else b"")
+
+    def make(self, arrival: float) -> Array:
+        """Return a stamp for one call of another model: STRING[1], empty without a key."""
+        if not self._key:
+            return strings([b""])
+        content = _CONTENT.pack(arrival, self._clock(), secrets.token_bytes(8))
+        return strings([content + self._tag(content)])
+
+    def read(self, tensors: Tensors) -> float:
+        """Return the arrival of a request: that of its stamp, or now if it has none that counts.
+
+        Raises InvalidArgument for a stamp that was not made by this server.
+        """
+        now = self._clock()
+        stamp = Inputs(tensors).blob(ARRIVAL_INPUT, _BYTES)
+        if not stamp:
+            return now
+        content = stamp[: _CONTENT.size]
+        if not self._key or not hmac.compare_digest(stamp[_CONTENT.size :], self._tag(content)):
+            raise InvalidArgument(
+                f"'{ARRIVAL_INPUT}' was not made by this server; leave it out: only the models set"
+                " it for each other"
+            )
+        arrival, made, _ = _CONTENT.unpack(content)
+        return float(arrival) if self._is_first_use(content, made, now) else now
+
+    def _is_first_use(self, content: bytes, made: float, now: float) -> bool:
+        with self._lock:
+            while self._used and next(iter(self._used.values())) < now - MAX_AGE_SECONDS:
+                self._used.popitem(last=False)
+            if content in self._used or made < now - MAX_AGE_SECONDS:
+                return False
+            self._used[content] = now
+            return True
+
+    def _tag(self, content: bytes) -> bytes:
+        return hmac.digest(self._key, content, "sha256")
+
+
+def shared_key(folder: Path) -> bytes:
+    """Return the key in the private folder of a run; the first caller makes it."""
+    path = folder / "arrival.key"
+    draft = folder / f"arrival.key.{secrets.token_hex(8)}"
+    with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(KEY_BYTES))
+    with suppress(FileExistsError):
+        path.hardlink_to(draft)
+    draft.unlink()
+    return path.read_bytes()

@@ -1,0 +1,144 @@
+"""Requests that wait in a model, and the end of those whose answers have become useless.
+
+An answer is useless when its deadline has passed, or when a newer request of its stream has
+superseded it. Independent of what the requests wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from vlora.errors import VLoraError
+from vlora.metrics import EngineStats, exported_stats
+from vlora.request import Freshness
+from vlora.serving.registry import Exporter, Level, Registry
+
+EndRequest = Callable[[Exception], None]
+"""Answers a request with an error; never raises."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    freshness: Freshness
+    client_id: str
+    end: EndRequest
+
+
+class WaitingRequests:
+    """The requests that wait in one model, by keys of the model. Thread-safe.
+
+    **Invariant:** a request leaves once: by `take`, for the caller to continue with it, or by being
+    ended, which answers it with an error.
+
+    superseded, expired: totals of the requests that were ended for these reasons.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self.superseded = 0
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._entries)
+
+    def add(self, key: str, freshness: Freshness, end: EndRequest, client_id: str = "") -> None:
+        """Add a request, and end the older ones of its stream if it supersedes them."""
+        with self._lock:
+            older = [
+                one
+                for one, entry in self._entries.items()
+                if entry.freshness.is_superseded_by(freshness)
+            ]
+            self._entries[key] = _Entry(freshness, client_id, end)
+        for one in older:
+            if self.end(one, freshness.superseded_error()):
+                with self._lock:
+                    self.superseded += 1
+
+    def take(self, key: str) -> bool:
+        """Remove a request to continue with it; return False if it has ended, or is late now."""
+        entry = self._remove(key)
+        return entry is not None and not self._end_if_late(entry)
+
+    def end(self, key: str, reason: Exception) -> bool:
+        """End a request; return False if it does not wait here."""
+        entry = self._remove(key)
+        if entry is not None:
+            entry.end(reason)
+        return entry is not None
+
+    def end_client(self, client_id: str, reason: VLoraError) -> bool:
+        """End the requests of a client's id; return whether there were any."""
+        keys = [key for key, entry in list(self._entries.items()) if entry.client_id == client_id]
+        ended = [self.end(key, reason) for key in keys]
+        return any(ended)
+
+    def end_all(self, reason: VLoraError) -> None:
+        """End all requests."""
+        for key in self.keys:
+            self.end(key, reason)
+
+    def end_late(self) -> None:
+        """End the requests whose deadline has passed; to be called regularly."""
+        now = self._clock()
+        for key, entry in list(self._entries.items()):
+            if entry.freshness.deadline <= now and self._remove(key) is entry:
+                self._end_if_late(entry)
+
+    def add_to(self, stats: EngineStats) -> EngineStats:
+        """Return statistics that also count the requests that were ended here."""
+        return replace(
+            stats,
+            superseded=stats.superseded + self.superseded,
+            expired=stats.expired + self.expired,
+            aborted=stats.aborted + self.superseded + self.expired,
+        )
+
+    def _remove(self, key: str) -> _Entry | None:
+        with self._lock:
+            return self._entries.pop(key, None)
+
+    def _end_if_late(self, entry: _Entry) -> bool:
+        late = entry.freshness.deadline <= self._clock()
+        if late:
+            with self._lock:
+                self.expired += 1
+            entry.end(entry.freshness.late_error())
+        return late
+
+
+class WaitingExporter(Exporter):
+    """Exports the requests that wait in a model before the engine, and those that end there."""
+
+    def __init__(
+        self, registry: Registry, labels: Mapping[str, str], waiting: WaitingRequests
+    ) -> None:
+        super().__init__()
+        self._waiting = waiting
+        self._length = Level(
+            registry.gauge(
+                "vlora:requests_before_engine", "Requests that wait in this model.", labels
+            )
+        )
+        exports = exported_stats()
+        self._counters = {
+            name: Level(registry.counter(exports[name].name, exports[name].help, labels))
+            for name in ("superseded", "expired")
+        }
+
+    def _write(self) -> None:
+        self._length.set(len(self._waiting))
+        for name, counter in self._counters.items():
+            counter.raise_to(getattr(self._waiting, name))

@@ -1,0 +1,200 @@
+"""Requests that wait for the vision encoder: deadlines, streams, arrival, and bounds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from transformers import LlavaForConditionalGeneration
+
+from tests.support.polling import until
+from tests.support.triton_client import Asker, Refused, asking, picture
+from tools.demo.build import make_model, save_checkpoint
+from tools.demo.tokenizer import make_tokenizer
+from vlora.launcher.server import ServerOptions, TritonServer
+
+ENCODER = '{model="vision_encoder",version="1"}'
+PROMPT = np.array([[b"?"]], dtype=object)
+COLOURS = itertools.count(1)
+
+BUSY_SECONDS = 4.0
+"""Time for which the encoder is occupied."""
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
+    """Yield a client of a server with a deep vision tower and a queue of 16 requests."""
+    tokenizer = make_tokenizer()
+    config = make_model(tokenizer, seed=0).config
+    config.vision_config.num_hidden_layers = 40
+    folder = tmp_path_factory.mktemp("deep")
+    save_checkpoint(folder, LlavaForConditionalGeneration(config), tokenizer)
+    options = ServerOptions(
+        model_json={"model": str(folder), "max_num_seqs": 4, "max_num_waiting": 12},
+        log=tmp_path_factory.mktemp("queue") / "tritonserver.log",
+    )
+    with TritonServer(options) as server, asking(server) as asker:
+        yield asker
+
+
+def fresh_picture() -> bytes:
+    number = next(COLOURS)
+    return picture((number % 251, number // 251, 33))
+
+
+def occupy(ask: Asker, frames: int) -> object:
+    clip = [fresh_picture() for _ in range(frames)]
+    return ask.once("vision_encoder", text_input=PROMPT, frames=np.array([clip], dtype=object))
+
+
+@dataclass
+class Busy:
+    """Requests that occupy the encoder, and the number of their frames."""
+
+    requests: list[Future[object]]
+    frames: int
+
+    @property
+    def ended(self) -> bool:
+        return all(request.done() for request in self.requests)
+
+    def wait(self) -> None:
+        for request in self.requests:
+            request.result()
+
+
+@contextmanager
+def busy_encoder(ask: Asker) -> Iterator[Busy]:
+    """Occupy the encoder for some seconds; yield while it encodes."""
+    occupy(ask, 1)
+    start = time.monotonic()
+    occupy(ask, 8)
+    # The pace of this machine decides how many frames are enough.
+    frames = min(math.ceil(BUSY_SECONDS * 8 / (time.monotonic() - start)), 512)
+    sizes = [min(frames - first, 64) for first in range(0, frames, 64)]
+    with ThreadPoolExecutor(len(sizes)) as pool:
+        busy = Busy([pool.submit(occupy, ask, size) for size in sizes], frames + 9)
+        time.sleep(0.5)
+        assert not busy.ended
+        yield busy
+
+
+def counters(ask: Asker) -> dict[str, float]:
+    """Return the encoder's counters; they are refreshed once a second."""
+    metrics = ask.metrics()
+    names = ("encoder_images", "requests_expired", "requests_superseded")
+    return {name: metrics.get(f"vlora:{name}_total{ENCODER}", 0.0) for name in names}
+
+
+def added(ask: Asker, before: dict[str, float], **expected: float) -> None:
+    """Wait until the counters have grown by this; then check that they have not grown by more."""
+
+    def grown() -> dict[str, float]:
+        after = counters(ask)
+        return {name: after[name] - before[name] for name in expected}
+
+    until(lambda: all(grown()[name] >= count for name, count in expected.items()))
+    assert grown() == expected
+
+
+@pytest.mark.parametrize("model", ["video_analytics", "visual_retrieval", "lmm"])
+def test_a_deadline_that_passes_in_the_encoders_queue_ends_the_request_without_encoding_it(
+    ask: Asker, model: str
+) -> None:
+    call = ask.once if model == "video_analytics" else ask.stream
+    before = counters(ask)
+    with busy_encoder(ask) as busy:
+        with pytest.raises(Refused, match="CANCELLED: past its deadline: 'deadline_ms' = 150"):
+            call(
+                model,
+                text_input="?",
+                image=fresh_picture(),
+                sampling_parameters={"deadline_ms": 150},
+            )
+        assert not busy.ended, "the error does not wait for the encoder"
+        busy.wait()
+    ask.once("video_analytics", text_input="?", image=fresh_picture())
+    added(ask, before, encoder_images=busy.frames + 1)
+
+
+def test_superseded_frames_are_not_encoded(ask: Asker) -> None:
+    """The deadlines and streams of requests also work as request parameters."""
+    before = counters(ask)
+    keys = {"stream_id": "camera", "supersede": True, "max_tokens": 1}
+
+    def send(index: int) -> object:
+        how = {"parameters": keys} if index % 2 else {"sampling_parameters": keys}
+        return ask.stream("visual_retrieval", text_input="?", image=fresh_picture(), **how)
+
+    with busy_encoder(ask) as busy, ThreadPoolExecutor(5) as pool:
+        frames = []
+        for index in range(5):
+            frames.append(pool.submit(send, index))
+            time.sleep(0.05)
+        for frame in frames[:4]:
+            with pytest.raises(Refused, match="CANCELLED: a newer request of stream 'camera'"):
+                frame.result()
+        assert not busy.ended
+        assert frames[4].result()
+        busy.wait()
+    added(ask, before, encoder_images=busy.frames + 1, requests_superseded=4)
+
+
+@pytest.mark.parametrize("model", ["video_analytics", "lmm"])
+def test_latencies_include_the_wait_for_the_encoder(ask: Asker, model: str) -> None:
+    def first_tokens() -> float:
+        name = "vllm:time_to_first_token_seconds_sum"
+        return ask.metrics()[f'{name}{{model="lmm",version="1"}}']
+
+    keys = {"max_tokens": 2, "temperature": 0}
+    with busy_encoder(ask) as busy:
+        sum_before, start = first_tokens(), time.monotonic()
+        image = {"image": fresh_picture(), "sampling_parameters": keys}
+        if model == "lmm":
+            (response,) = ask.stream("lmm", text_input="?", **image)
+            timings = json.loads(response["details"])["timings"]
+        else:
+            response = ask.once(model, text_input="?", **image)
+            timings = json.loads(response["result"])["timings"]
+        seconds = time.monotonic() - start
+        busy.wait()
+    assert 0.7 * seconds < timings["queued"] < timings["first_token"] < seconds
+    assert first_tokens() - sum_before > 0.7 * seconds
+
+
+def test_a_client_cannot_choose_its_arrival(ask: Asker) -> None:
+    for model, call in (("lmm", ask.stream), ("lmm_unary", ask.once)):
+        with pytest.raises(Refused, match="INVALID_ARG: 'arrival_stamp' was not made by this"):
+            call(model, text_input="?", arrival_stamp=b"\0" * 56)
+
+
+def test_a_stamp_of_the_encoder_counts_once(ask: Asker) -> None:
+    (stamp,) = ask.once("vision_encoder", text_input=PROMPT)["arrival_stamp"]
+    time.sleep(0.5)
+    totals = []
+    for _ in range(2):
+        response = ask.once("lmm_unary", text_input="?", arrival_stamp=stamp)
+        totals.append(json.loads(response["details"])["timings"]["queued"])
+    assert totals[0] > 0.5 > totals[1]
+
+
+def test_the_encoders_queue_is_bounded(ask: Asker) -> None:
+    def one(_: int) -> str:
+        try:
+            ask.once("video_analytics", text_input="?", image=fresh_picture())
+        except Refused as error:
+            return error.message
+        return "answered"
+
+    with busy_encoder(ask), ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(one, range(24)))
+    full = "in ensemble 'video_analytics', UNAVAILABLE: the queue is full: 16 requests are waiting"
+    assert set(answers) == {"answered", full}

@@ -1,0 +1,21 @@
+"""Healthy requests keep their answers and their latency while others attack the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.hostile_hour import hostile_hour
+
+
+def test_healthy_requests_keep_their_answers_under_attack(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+) -> None:
+    """A slice of `python -m tests.support.hostile_hour`."""
+    limits = {"max_decode_seconds": 1.0}
+    with hostile_hour(checkpoint, adapters_dir, tmp_path, limits=limits) as hour:
+        figures = hour.run(cycles=2, seconds=6)
+    print(figures.summary())
+    assert figures.quiet.wrong == figures.hostile.wrong == []
+    faults = [name for name in figures.outcomes if "uncoded" in name or "INTERNAL" in name]
+    assert faults == []
+    assert figures.ratio <= 2
