@@ -61,11 +61,14 @@ class BuildKernels(build_ext):
         units = [*kernels.units(build), *kernels.bindings(build)]
         # setuptools' compiler object is not thread-safe, but `spawn` only starts a process.
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            objects = list(pool.map(compile_unit, units))
+            objects = dict(zip(units, pool.map(compile_unit, units), strict=True))
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(
-            objects, target, libraries=["dl", "pthread"], target_lang="c++"
+            [objects[unit] for unit in kernels.link_order(units)],
+            target,
+            libraries=["dl", "pthread"],
+            target_lang="c++",
         )
 
 

@@ -169,6 +169,16 @@ def bindings(build: Path) -> list[Unit]:
     return [module, *map(Unit, sources)]
 
 
+def link_order(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units in the order in which their objects must be linked: those with the fewest
+    flags first.
+
+    Several objects may define the same inline function or template, of the standard library too.
+    The linker keeps the first definition for all of them, so it must be one that runs on every CPU.
+    """
+    return sorted(units, key=lambda unit: len(unit.flags))
+
+
 def object_name(unit: Unit) -> str:
     """Return the object file's name; it contains the directory, since file names may repeat."""
     path = unit.source

@@ -15,6 +15,7 @@
 #include "atmm/bindings_group.h"
 #include "atmm/bindings_tiles.h"
 #include "atmm/operator.h"
+#include "runtime/kernel_call.h"
 #include "runtime/names.h"
 
 namespace py = pybind11;
@@ -47,7 +48,7 @@ void merge_all(uintptr_t out, uintptr_t in, const std::string& dtype_name, const
     throw std::invalid_argument("sign " + std::to_string(sign) + " is neither +1 nor -1");
   const Dtype dtype = dtype_of(dtype_name);
   const TileChooser chooser(Operation::kMerge, config);
-  py::gil_scoped_release released;
+  const runtime::KernelCall call;
   vlora::atmm::merge(current_kernels(dtype), dtype, reinterpret_cast<void*>(out),
                      reinterpret_cast<const void*>(in), list.merges.data(),
                      int64_t(list.merges.size()), float(sign), chooser, threads);

@@ -14,6 +14,7 @@
 #include "atmm/bindings_tiles.h"
 #include "atmm/operator.h"
 #include "runtime/large_pages.h"
+#include "runtime/kernel_call.h"
 #include "runtime/names.h"
 
 namespace py = pybind11;
@@ -106,7 +107,7 @@ class Group {
                                   " bytes does not fit into " + std::to_string(into->second) +
                                   " bytes that begin " + std::to_string(into->first % 64) +
                                   " bytes after a multiple of 64");
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     const std::shared_ptr<char> storage = into ? nullptr : runtime::in_large_pages(bytes);
     char* next = into ? reinterpret_cast<char*>(into->first) : storage.get();
     std::vector<Pair> pairs(factors.size(), Pair{0, nullptr, nullptr});
@@ -127,7 +128,7 @@ class Group {
     if (w.rows < 1 || w.rows > INT32_MAX || w.columns != d_in_ || bias.rows != 1 ||
         bias.columns != w.rows || dtype_ != Dtype::kFp32)
       throw std::invalid_argument("a head of " + std::to_string(w.rows) + " classes does not fit");
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     const size_t bias_bytes = (size_t(w.rows) * sizeof(float) + 63) / 64 * 64;
     const std::shared_ptr<char> storage =
         runtime::in_large_pages(packed_bytes(w, true) + bias_bytes);
@@ -151,7 +152,7 @@ class Group {
     const Problem p = problem(*current, y, y_stride, x, x_stride, rows, segments,
                               fp32 ? Dtype::kFp32 : dtype_);
     const TileChooser chooser(Operation::kApply, config);
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     atmm::apply(current_kernels(dtype_), p, segments, chooser, threads);
   }
 
@@ -166,7 +167,7 @@ class Group {
              const SegmentList& segments) const {
     const std::shared_ptr<const Snapshot> current = snapshot();
     const Problem p = problem(*current, y, y_stride, x, x_stride, rows, segments, dtype_);
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     atmm::heads(current_kernels(dtype_), p, segments);
   }
 

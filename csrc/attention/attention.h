@@ -6,6 +6,12 @@
 // [kLanes][padded dim]. In bf16, values that are neighbours along the sum of a product form pairs,
 // which a shift and a mask widen and which products of pairs accept: keys are [dim / 2][kLanes][2],
 // values [kLanes / 2][padded dim][2]. Padding is zero.
+//
+// Invariant: values are finite. If a token's key or value has an element that is not, its value is
+// stored as zeros, and its key's first element as a NaN. A tile multiplies a value by the weights
+// of all its rows, also by a zero of rows before the token, and zero times NaN is NaN. Scores of
+// tokens that a row does not see, however, are discarded: the NaN reaches only the rows that see
+// the token.
 #pragma once
 
 #include <vector>

@@ -183,8 +183,8 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
     for (int64_t j = 0; j < count; j += run)
       for (int64_t h = 0; h < heads; ++h) {
         if (writes && j + run >= count && begin + count == end_panel)
-          write_key<T>(p, chunk.row, piece.kv_head + h,
-                       Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_key(layout, Stored<T>(p, chunk.row, piece.kv_head + h),
+                    Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         for (int64_t u = 0; u < units; ++u) {
           const int64_t columns = std::min(seen(u), j + run) - j, slot = h * head_slots + u * unit;
           if (columns <= 0) continue;
@@ -217,8 +217,8 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
     for (int64_t j = 0; j < count; j += run)
       for (int64_t h = 0; h < heads; ++h) {
         if (writes && j + run >= count && begin + count == end_panel)
-          write_value<T>(p, chunk.row, piece.kv_head + h,
-                         Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_value(layout, Stored<T>(p, chunk.row, piece.kv_head + h),
+                      Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         const T* values[kBlockPanels];
         const int64_t until = std::min(j + run, count);
         for (int64_t k = j; k < until; ++k) {
@@ -261,7 +261,6 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
         }
       }
   }
-  release_tiles();
   each_query([&](int64_t i, int64_t slot, int64_t row, int64_t head)
                  __attribute__((always_inline)) {
                    const float sum = sum_of(R::load(lane_sums + slot * R::kWidth));

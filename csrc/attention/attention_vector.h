@@ -8,11 +8,12 @@ namespace vlora::attention::VLORA_ISA {
 // Panels between the one that is read and the one that is prefetched: as many as there are in
 // kAheadBytes, at most kMaxAhead.
 constexpr int64_t kMaxAhead = 8, kAheadBytes = 8192;
-// Panels that are read at once where there is time left: the hardware prefetches each of them,
-// which brings more than a single stream or software prefetches do.
+// Number of panels that are read in rotation where products leave the core waiting for memory. The
+// hardware prefetches each of them as a stream of its own, which gives more bandwidth than one
+// stream or software prefetches.
 constexpr int64_t kStreams = 4;
-// Number of queries in a tile for values read this way: it leaves registers for more columns of a
-// row.
+// Number of queries in a tile of values that are read this way. It is small, so that the registers
+// hold more columns of a row.
 constexpr int kStreamQueries = kFullLines ? 4 : 2;
 
 // Computes attention of a piece. Its queries are those of its first head of keys and values, row by
@@ -101,8 +102,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
         const char* prefetch =
             key_run > 1 ? nullptr : reinterpret_cast<const char*>(order[j * heads + h + ahead]);
         if (writes && begin + until == end_panel)
-          write_key<T>(p, chunk.row, piece.kv_head + h,
-                       Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_key(layout, Stored<T>(p, chunk.row, piece.kv_head + h),
+                    Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         panels_of_head(j, until, h, panels);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           if (j >= seen[t]) continue;
@@ -130,8 +131,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
             value_run > 1 ? nullptr
                           : reinterpret_cast<const char*>(order[steps + j * heads + h + ahead]);
         if (writes && begin + until == end_panel)
-          write_value<T>(p, chunk.row, piece.kv_head + h,
-                         Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+          write_value(layout, Stored<T>(p, chunk.row, piece.kv_head + h),
+                      Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
         panels_of_head(count + j, count + until, h, panels);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           const int64_t i = h * per_head + t * tile, left = per_head - t * tile;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "runtime/kernel_call.h"
 #include "runtime/names.h"
 
 namespace py = pybind11;
@@ -50,7 +51,7 @@ void bind_attention(py::module_& m) {
                                          reinterpret_cast<const float*>(cosines),
                                          reinterpret_cast<const float*>(sines),
                                          scale};
-        py::gil_scoped_release released;
+        const runtime::KernelCall call;
         attention::attend(attention::kernels_of(plan.layout.dtype), problem, threads);
       });
 }

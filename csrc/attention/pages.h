@@ -1,6 +1,8 @@
 // Writes keys and values to the pages, for one instruction set.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "attention/attention.h"
@@ -42,17 +44,48 @@ VLORA_INLINE void convert(const float* x, int64_t dim, T* to) {
   for (int64_t i = d; i < dim; ++i) to[i] = converted[i - d];
 }
 
-// Interleaves two rows of values, [dim] fp32 each, as pairs of bf16.
-VLORA_INLINE void interleave(const float* first, const float* second, int64_t dim, uint16_t* to) {
-  uint16_t converted[2][kMaxDim];
-  convert(first, dim, converted[0]);
-  convert(second, dim, converted[1]);
-  using Pair __attribute__((may_alias)) = uint32_t;
-  Pair* const pairs = reinterpret_cast<Pair*>(to);
-  for (int64_t d = 0; d < dim; ++d) pairs[d] = converted[0][d] | uint32_t(converted[1][d]) << 16;
+// Returns whether all of x, [dim], is finite. The difference of a finite value and itself is zero,
+// that of any other value a NaN.
+template <class T>
+VLORA_INLINE bool is_finite(const T* x, int64_t dim) {
+  R differences = R::zero();
+  const auto add = [&](R values) { differences = differences + (values - values); };
+  int64_t d = 0;
+  for (; d + R::kWidth <= dim; d += R::kWidth) add(R::load(x + d));
+  if (d < dim) {
+    T rest[R::kWidth] = {};
+    std::copy(x + d, x + dim, rest);
+    add(R::load(rest));
+  }
+  return sum_of(differences) == 0;
 }
 
-// The address of the key and of the value of a position, for one head of keys and values.
+// Applies the invariant of attention.h to the key and the value of a token, [dim] each.
+template <class T>
+VLORA_INLINE void mark_not_finite(T* key, T* value, int64_t dim) {
+  if (is_finite(key, dim) && is_finite(value, dim)) return;
+  const float nan = NAN;
+  convert(&nan, 1, key);
+  std::fill(value, value + dim, T(0));
+}
+
+// The key and the value of a row of the step as they are stored, for one head.
+template <class T>
+struct Stored {
+  T key[kMaxDim], value[kMaxDim];
+
+  VLORA_INLINE Stored(const Problem& p, int64_t row, int64_t head) {
+    const int64_t dim = p.plan->layout.dim, half = dim / 2;
+    const float* const from = p.q + row * p.q_stride + (p.plan->heads + head) * dim;
+    float rotated[kMaxDim];
+    rotate(from, p.cosines + row * half, p.sines + row * half, half, 1.0f, rotated);
+    convert(rotated, dim, key);
+    convert(from + p.plan->layout.kv_heads * dim, dim, value);
+    mark_not_finite(key, value, dim);
+  }
+};
+
+// Where the key and the value of a position are stored, for one head of keys and values.
 template <class T>
 struct Slot {
   T *keys, *values;  // their panels
@@ -69,40 +102,29 @@ struct Slot {
   }
 };
 
-// Rotates the key of a row of the step and writes it to its column of a panel.
+// Writes a key to its column of a panel.
 template <class T>
-VLORA_INLINE void write_key(const Problem& p, int64_t row, int64_t head, const Slot<T>& to) {
+VLORA_INLINE void write_key(const Layout& layout, const Stored<T>& row, const Slot<T>& to) {
   // Values of a token that are contiguous in memory.
   constexpr int kPair = int(4 / sizeof(T));
-  const int64_t dim = p.plan->layout.dim, half = dim / 2;
-  float key[kMaxDim];
-  T converted[kMaxDim];
-  rotate(p.q + row * p.q_stride + (p.plan->heads + head) * dim, p.cosines + row * half,
-         p.sines + row * half, half, 1.0f, key);
-  convert(key, dim, converted);
-  for (int64_t d = 0; d < dim; d += kPair)
-    std::memcpy(to.keys + d * kLanes + to.lane * kPair, converted + d, 4);
+  for (int64_t d = 0; d < layout.dim; d += kPair)
+    std::memcpy(to.keys + d * kLanes + to.lane * kPair, row.key + d, 4);
 }
 
 template <class T>
-VLORA_INLINE void write_value(const Problem& p, int64_t row, int64_t head, const Slot<T>& to) {
-  const Layout& layout = p.plan->layout;
-  const int64_t q_head = p.plan->heads + layout.kv_heads + head, padded = layout.padded();
-  const float* const value = p.q + row * p.q_stride + q_head * layout.dim;
+VLORA_INLINE void write_value(const Layout& layout, const Stored<T>& row, const Slot<T>& to) {
+  const int64_t dim = layout.dim, padded = layout.padded();
   if constexpr (sizeof(T) == 4) {
-    convert(value, layout.dim, to.values + to.lane * padded);
+    std::memcpy(to.values + to.lane * padded, row.value, size_t(dim) * sizeof(T));
   } else {
     // The value is half of each pair; the other half belongs to the neighbouring token.
     using Pair __attribute__((may_alias)) = uint32_t;
-    T converted[kMaxDim];
-    convert(value, layout.dim, converted);
     Pair* const pairs = reinterpret_cast<Pair*>(to.values + to.lane / 2 * 2 * padded);
     const int shift = to.lane % 2 * 16;
     const uint32_t other_half = 0xffff0000u >> shift;
-    const int64_t dim = layout.dim;
 #pragma GCC ivdep
     for (int64_t d = 0; d < dim; ++d)
-      pairs[d] = (pairs[d] & other_half) | uint32_t(converted[d]) << shift;
+      pairs[d] = (pairs[d] & other_half) | uint32_t(row.value[d]) << shift;
   }
 }
 
@@ -145,12 +167,24 @@ void write_panel(const Problem& p, const Written& w) {
       convert(key, dim, keys + (head * kLanes + lane) * dim);
     }
     if constexpr (sizeof(T) == 4) {
-      for (int64_t head = 0; head < kv_heads; ++head, x += dim)
-        convert(x, dim, to.values + head * layout.head() + lane * padded);
+      for (int64_t head = 0; head < kv_heads; ++head, x += dim) {
+        T* const value = to.values + head * layout.head() + lane * padded;
+        convert(x, dim, value);
+        mark_not_finite(keys + (head * kLanes + lane) * dim, value, dim);
+      }
     } else if (lane % 2) {
       // The values of two rows form pairs.
-      for (int64_t head = 0; head < kv_heads; ++head, x += dim)
-        interleave(x - p.q_stride, x, dim, to.values + head * layout.head() + (lane - 1) * padded);
+      for (int64_t head = 0; head < kv_heads; ++head, x += dim) {
+        T value[2][kMaxDim];
+        for (int i = 0; i < 2; ++i) {
+          convert(x + (i - 1) * p.q_stride, dim, value[i]);
+          mark_not_finite(keys + (head * kLanes + lane + i - 1) * dim, value[i], dim);
+        }
+        using Pair __attribute__((may_alias)) = uint32_t;
+        Pair* const pairs =
+            reinterpret_cast<Pair*>(to.values + head * layout.head() + (lane - 1) * padded);
+        for (int64_t d = 0; d < dim; ++d) pairs[d] = value[0][d] | uint32_t(value[1][d]) << 16;
+      }
     }
   }
   for (int64_t head = 0; head < kv_heads; ++head)
@@ -175,8 +209,9 @@ void write(const Problem& p, const Written& w) {
         __builtin_prefetch(to.values + layout.head() + i, 1);
     }
     for (int64_t row = 0; row < w.rows; ++row, ++to.lane) {
-      write_key<T>(p, chunk.row + w.row + row, head, to);
-      write_value<T>(p, chunk.row + w.row + row, head, to);
+      const Stored<T> stored(p, chunk.row + w.row + row, head);
+      write_key(layout, stored, to);
+      write_value(layout, stored, to);
     }
   }
 }

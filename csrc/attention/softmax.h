@@ -96,15 +96,12 @@ VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float&
   constexpr int64_t kAtOnce = kSplit ? 2 * kLanes : R::kWidth;
   const int64_t used = ceil_div(valid, kAtOnce) * kAtOnce;
   for (int64_t i = used; i < slots; i += R::kWidth) R::zero().store(scores + i);
+  if (!valid) return;
   for (int64_t i = valid / R::kWidth * R::kWidth; i < used; i += R::kWidth)
     R::load(scores + i).first(int(valid - i), R::all(-INFINITY)).store(scores + i);
   R high = R::all(maximum);
   for (int64_t i = 0; i < used; i += R::kWidth) high = max(high, R::load(scores + i));
   const float new_maximum = high.largest();
-  if (new_maximum == -INFINITY) {
-    for (int64_t i = 0; i < used; ++i) scores[i] = 0;
-    return;
-  }
   if (!(new_maximum <= maximum + kMaxSlack)) {  // true also for a NaN
     if (maximum != -INFINITY) {                 // otherwise there are no earlier sums
       const R factor = exponential(R::all(maximum - new_maximum));
@@ -116,7 +113,6 @@ VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float&
   const R level = R::all(maximum);
   R total = R::load(sum);
   if constexpr (kSplit) {
-    // Scores beyond `valid` are -infinity here and weigh almost nothing.
     constexpr int kRegisters = 2 * kLanes / R::kWidth;
     const auto store = [](auto first, auto second, uint16_t* high) __attribute__((always_inline)) {
       decltype(first)::store_split(first, second, high, high + kAtOnce);
@@ -125,7 +121,9 @@ VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float&
       R weights[kRegisters];
 #pragma GCC unroll 8
       for (int n = 0; n < kRegisters; ++n) {
-        weights[n] = weight_of(R::load(scores + i + n * R::kWidth) - level);
+        const int64_t at = i + n * R::kWidth;
+        weights[n] = weight_of(R::load(scores + at) - level);
+        if (valid < at + R::kWidth) weights[n] = weights[n].first(int(valid - at), R::zero());
         total = total + weights[n];
       }
       uint16_t* const to = reinterpret_cast<uint16_t*>(scores + i);
@@ -166,7 +164,7 @@ inline void combine(const Problem& p, const Piece& piece, const float* partials)
     float sum = 0;
     for (int32_t part = 0; part < piece.parts; ++part) {
       const float* from = partials + part * size;
-      if (from[i] == -INFINITY) continue;
+      if (from[plan.queries() + i] == 0) continue;  // the part has no tokens that the row sees
       const R weight = exponential(R::all(from[i] - maximum));
       sum += weight.largest() * from[plan.queries() + i];
       const float* values = from + 2 * plan.queries() + i * padded;

@@ -1,7 +1,7 @@
 // Scans adapter folders: thousands of them in one call, without holding the interpreter's lock.
 //
-// This is no kernel; it is compiled into the same extension so that the package has only one. The
-// Python version in backend_src/vlora/lora/folders.py defines the bytes of a stamp.
+// This is not a kernel; it is compiled into the same extension so that the package has only one.
+// The Python version in backend_src/vlora/lora/folders.py defines the bytes of a stamp.
 #include <dirent.h>
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
@@ -67,8 +67,8 @@ std::string folder_stamp(const std::string& path) {
   return error ? error_stamp(error) : stamp;
 }
 
-// Whether an entry is a folder or a dangling link. The latter is an adapter that fails to load, and
-// so is an entry whose type cannot be determined.
+// Returns whether an entry is a folder, a dangling link, or something that cannot be looked up. The
+// last two are adapters that fail to load, so that the fault is reported.
 bool may_be_adapter(int root, const std::string& name) {
   struct stat status;
   if (fstatat(root, name.c_str(), &status, 0) == 0) return S_ISDIR(status.st_mode);

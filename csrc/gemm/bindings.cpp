@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gemm/gemm.h"
+#include "runtime/kernel_call.h"
 #include "runtime/names.h"
 
 namespace py = pybind11;
@@ -62,7 +63,7 @@ void bind_gemm(py::module_& m) {
                        int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias,
                        int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)), amx_gemm_for(product.dtype),
                    product, threads);
   });
@@ -70,7 +71,7 @@ void bind_gemm(py::module_& m) {
                              ptrdiff_t x_stride, int64_t rows, uintptr_t w, bool bf16, int64_t n,
                              int64_t k, uintptr_t bias, int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     gemm::multiply_gated(gemm::kernels(runtime::vector_isa(product.dtype)),
                          amx_gemm_for(product.dtype), product, reinterpret_cast<float*>(out),
                          threads);
@@ -90,7 +91,7 @@ void bind_gemm(py::module_& m) {
         throw std::out_of_range("token " + std::to_string(token) + " is not in a vocabulary of " +
                                 std::to_string(words));
     }
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     gemm::embed(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), embedding, threads);
   });
   m.def("add_norm", [](uintptr_t out, uintptr_t hidden, uintptr_t delta, uintptr_t weight,
@@ -102,20 +103,20 @@ void bind_gemm(py::module_& m) {
                           rows,
                           width,
                           eps};
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     gemm::add_norm(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), norm, threads);
   });
   m.def("gate", [](uintptr_t out, uintptr_t x, int64_t rows, int64_t width, int threads) {
     const gemm::Gate gate{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), rows,
                           width};
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     gemm::gate(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), gate, threads);
   });
   m.def("argmax", [](uintptr_t index, uintptr_t finite, uintptr_t x, int64_t rows, int64_t width,
                      int threads) {
     const gemm::Argmax argmax{reinterpret_cast<const float*>(x), reinterpret_cast<int64_t*>(index),
                               reinterpret_cast<bool*>(finite), rows, width};
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     gemm::argmax(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), argmax, threads);
   });
   // The fields of gemm::Draw, in order.
@@ -129,7 +130,7 @@ void bind_gemm(py::module_& m) {
           const gemm::Sample sample{reinterpret_cast<const float*>(scores), width, all.data(),
                                     tokens.data(), int64_t(all.size())};
           {
-            py::gil_scoped_release released;
+            const runtime::KernelCall call;
             gemm::sample(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), sample, threads);
           }
           return tokens;

@@ -12,7 +12,7 @@ NONE = "{nullptr, nullptr}"
 
 AMX_BODY = """\
 AmxGemm unit() {
-  return {{pack_limbs, pack_bf16}, {gemm_limbs, gemm_bf16}, release_tiles};
+  return {{pack_limbs, pack_bf16}, {gemm_limbs, gemm_bf16}};
 }
 """
 

@@ -173,7 +173,6 @@ void gemm_slice_by_tiles(const AmxGemm& amx, const Product& p, const Slice& slic
       },
       [&] {
         if (streaming) _mm_sfence();
-        amx.release();
       });
 }
 

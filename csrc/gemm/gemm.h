@@ -146,7 +146,6 @@ struct AmxGemm {
   void (*pack[kDtypes])(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
   void (*run[kDtypes])(const Product&, const Slice&, const char* panels, const Piece&,
                        char* scratch);
-  void (*release)();  // a thread calls it after its last piece
 };
 // Returns null if the instruction set has no such unit.
 const AmxGemm* amx_gemm(runtime::Isa isa);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "runtime/dispatch.h"
+#include "runtime/kernel_call.h"
 #include "runtime/large_pages.h"
 #include "runtime/machine.h"
 #include "runtime/names.h"
@@ -33,7 +34,7 @@ int64_t count_barriers(int threads, int rounds, int failing) {
         throw std::logic_error("a thread passed the barrier early");
     }
   };
-  py::gil_scoped_release released;
+  const runtime::KernelCall call;
   runtime::run_on(threads, work);
   return arrivals;
 }
@@ -42,7 +43,7 @@ int64_t count_barriers(int threads, int rounds, int failing) {
 // of the team.
 int64_t sum_pieces(int threads, int64_t pieces) {
   std::atomic<int64_t> sum{0};
-  py::gil_scoped_release released;
+  const runtime::KernelCall call;
   runtime::share_out(threads, pieces, [&](int64_t piece) { sum.fetch_add(piece); });
   return sum;
 }
@@ -101,20 +102,20 @@ void bind_runtime(py::module_& m) {
   m.def("sum_pieces", &sum_pieces);
   m.def("peak", [](const std::string& dtype, double seconds, int threads) {
     const Dtype type = dtype_of(dtype);
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     return runtime::peak(type, seconds, threads);
   });
   m.def("bandwidth", [](int64_t bytes, double seconds, int threads) {
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     return runtime::bandwidth(bytes, seconds, threads);
   });
   m.def("read", [](uintptr_t address, int64_t bytes, int threads) {
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     return runtime::read(reinterpret_cast<const void*>(address), bytes, threads);
   });
   m.def("multiply", [](const std::string& dtype, int64_t rounds, int threads) {
     const Dtype type = dtype_of(dtype);
-    py::gil_scoped_release released;
+    const runtime::KernelCall call;
     return runtime::multiply(type, rounds, threads);
   });
 }

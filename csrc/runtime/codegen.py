@@ -9,7 +9,7 @@ from pathlib import Path
 import kernels
 from kernels import CSRC, ISAS, TILES, Isa, Unit
 
-SOURCES = ("dispatch", "large_pages", "machine", "microbenchmarks", "threads")
+SOURCES = ("dispatch", "kernel_scope", "large_pages", "machine", "microbenchmarks", "threads")
 
 
 def units(build: Path) -> list[Unit]:
@@ -19,7 +19,7 @@ def units(build: Path) -> list[Unit]:
         body = "Microbenchmarks microbenchmarks() { return {peak, read}; }\n"
         includes = ["runtime/dispatch.h", "runtime/microbenchmarks.h"]
         if isa in TILES:
-            body += "TileUnit tile_unit() { return {multiply_tiles, release_tiles}; }\n"
+            body += "TileUnit tile_unit() { return {multiply_tiles}; }\n"
             includes[1:1] = [f"runtime/tile_{isa.name}.h", "runtime/tile_product.h"]
         all_units.append(kernels.unit(build, "runtime", "microbenchmarks", isa, includes, body))
     text = (

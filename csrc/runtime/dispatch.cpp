@@ -5,12 +5,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+
+#include "runtime/kernel_scope.h"
 
 namespace vlora::runtime {
 namespace {
@@ -39,11 +42,15 @@ int parsed(const std::string& name) {
   throw std::invalid_argument("instruction set '" + name + "' was not built or this CPU lacks it");
 }
 
+// VLORA_ISA as it was when this library was loaded: Python may change its environment while kernels
+// run. It is never deleted, since threads may use it during exit.
+const std::string& environment_request = *new std::string([] {
+  const char* const name = std::getenv("VLORA_ISA");
+  return name && *name ? name : "auto";
+}());
+
 std::atomic<int>& requested() {
-  static std::atomic<int> request{[] {
-    const char* const name = std::getenv("VLORA_ISA");
-    return name && *name ? parsed(name) : kAuto;
-  }()};
+  static std::atomic<int> request{parsed(environment_request)};
   return request;
 }
 
@@ -53,6 +60,7 @@ double measured_peak(Isa isa, Dtype dtype) {
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
   const Microbenchmarks& benchmarks = microbenchmarks(isa);
+  const KernelScope scope;
   // The best of ten runs of about 0.1 ms: another process that takes the core keeps it for longer
   // than one run.
   int64_t rounds = 500;
@@ -123,8 +131,10 @@ const std::vector<Isa>& ranked(Dtype dtype) {
     }
     return ranking;
   };
-  static const std::vector<Isa> rankings[kDtypes] = {order(Dtype::kFp32), order(Dtype::kBf16)};
-  return rankings[int(dtype)];
+  // Never deleted: threads may use it during exit.
+  static const auto& rankings =
+      *new std::array<std::vector<Isa>, kDtypes>{order(Dtype::kFp32), order(Dtype::kBf16)};
+  return rankings[size_t(dtype)];
 }
 
 Isa isa(Dtype dtype) {

@@ -24,8 +24,8 @@ bool runs_here(Isa isa);
 const std::vector<Isa>& ranked(Dtype dtype);
 
 // Returns the instruction set that products with matrices of this type use: the requested one, or
-// else the first of `ranked`. The environment variable VLORA_ISA is a request made before the first
-// call.
+// else the first of `ranked`. The environment variable VLORA_ISA, as it is when this library is
+// loaded, is a request made before the first call.
 Isa isa(Dtype dtype);
 // Returns the same for kernels that use vectors only and have no code for tiles.
 Isa vector_isa(Dtype dtype);

@@ -4,16 +4,17 @@
 //
 // fp32 has 24 significant bits and bf16 has 8, so the sum of three limbs is exactly the value. Of
 // the nine products of the limbs of two values, kernels compute the six largest and sum them in
-// fp32. Which three are left out is the only error:
-// split_truncated: each limb is the upper half of the bits that remain. The error is below 2^-21 of a
-// product, and 2^-23 on average, about as much as rounding a sum of fp32 loses. A limb costs a mask
-// and a subtraction, so gemms, which split their factors in every call, use it.
+// fp32. The three products that are left out are the only error. A value that is not finite has
+// limbs that are not finite, and products with it are NaN or infinite. There are two ways to split:
+//
+// split_truncated: each limb is the upper half of the bits that remain. The error is below 2^-21 of
+// a product, and 2^-23 on average, about as much as rounding a sum of fp32 loses. A limb costs a
+// mask and a subtraction, so gemms, which split their factors in every call, use it.
+//
 // split_rounded: each limb is the bf16 nearest to what remains, so later limbs are smaller. The
 // error is below 2^-25 of a product. A limb costs two more conversions; merges use it, since they
 // split a factor once for many products and their result is compared with the rounded sum bit by
 // bit.
-// A value that is not finite has limbs that are not finite, and products with it are NaN or
-// infinite.
 #pragma once
 
 #include "runtime/tile_unit.h"

@@ -23,7 +23,6 @@ inline double tile_peak(int64_t rounds) {
   // Multiplying a block takes about as long as eight rounds of vectors.
   const int64_t blocks = rounds / 8 + 1;
   for (int64_t i = 0; i < blocks; ++i) Block::multiply();
-  release_tiles();
   return double(blocks) * 4 * kAmxRows * kAmxRows * 2 * kAmxRows * 2;
 }
 #endif

@@ -6,15 +6,17 @@
 #include <strings.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#include <xmmintrin.h>
 
 #include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstdlib>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
+
+#include "runtime/kernel_scope.h"
 
 namespace vlora::runtime {
 namespace {
@@ -27,19 +29,6 @@ constexpr auto kSpin = std::chrono::microseconds(40);
 
 thread_local bool in_region = false;
 
-// Treats subnormal numbers as zeros while it exists (FTZ and DAZ). Some CPUs take over a hundred
-// cycles for each of them, and the softmax produces many: weights far below the largest one.
-class FlushSubnormals {
- public:
-  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushSubnormals() { _mm_setcsr(before_); }
-  FlushSubnormals(const FlushSubnormals&) = delete;
-  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
-
- private:
-  const unsigned before_;
-};
-
 // The state of one region, on its caller's stack.
 struct RegionState {
   Region work;
@@ -50,7 +39,7 @@ struct RegionState {
 
   void run(int thread, int threads) {
     in_region = true;
-    const FlushSubnormals flush;
+    const KernelScope scope;
     try {
       work(context, Team{thread, threads, &barrier});
     } catch (const Barrier::Broken&) {
@@ -73,6 +62,10 @@ class Pool {
       region.run(0, 1);
       return;
     }
+    const struct Release {
+      std::atomic<bool>& busy;
+      ~Release() { busy.store(false, std::memory_order_release); }
+    } release{busy_};
     threads = start(std::min(threads, kMaxCount + 1) - 1) + 1;
     region_.store(&region, std::memory_order_relaxed);
     gate_.value().store(kOpen | uint32_t(threads - 1) << kWanted);
@@ -91,7 +84,6 @@ class Pool {
       if (complete && count(gate, kInside) == 0) break;
       gate_.wait_while(gate);
     }
-    busy_.store(false, std::memory_order_release);
   }
 
  private:
@@ -102,12 +94,14 @@ class Pool {
   static int count(uint32_t gate, int position) { return int(gate >> position & kMaxCount); }
 
   // Starts workers until there are `workers` of them. Returns that number, or fewer if the system
-  // refuses more.
+  // has no threads or no memory for more.
   int start(int workers) {
     while (workers_ < workers) {
       try {
         std::thread([this, seen = calls_.load()] { loop(seen); }).detach();
       } catch (const std::system_error&) {
+        return workers_;
+      } catch (const std::bad_alloc&) {
         return workers_;
       }
       ++workers_;
@@ -187,11 +181,13 @@ std::atomic<Pool*> own_pool{nullptr};
 std::atomic<ThreadSource> requested{ThreadSource::kAuto};
 std::atomic<bool> forked{false};
 
-// Returns whether torch's threads sleep while they wait, and so leave the cores to our own.
-bool openmp_sleeps() {
-  const char* policy = std::getenv("OMP_WAIT_POLICY");
+// Whether torch's threads sleep while they wait, and so leave the cores to our own. The variable is
+// read once, when this library is loaded, as OpenMP's runtime does: Python may change its
+// environment while kernels run.
+const bool openmp_sleeps = [] {
+  const char* const policy = std::getenv("OMP_WAIT_POLICY");
   return policy && !strcasecmp(policy, "PASSIVE");
-}
+}();
 
 Pool& pool() {
   Pool* existing = own_pool.load(std::memory_order_acquire);
@@ -241,8 +237,7 @@ void Barrier::wait(int threads) {
   if (round & kBroken) throw Broken{};
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
     arrived_.store(0, std::memory_order_relaxed);
-    // Not an addition, which could undo the bit that another thread sets when it breaks up the
-    // region.
+    // An addition could undo the bit that another thread sets when it breaks up the region.
     uint32_t expected = round;
     round_.value().compare_exchange_strong(expected, (round + 1) & ~kBroken);
     round_.wake(INT_MAX);
@@ -265,14 +260,13 @@ bool set_thread_source(ThreadSource source) {
 
 ThreadSource thread_source() {
   if (requested == ThreadSource::kOwn || forked || !openmp()) return ThreadSource::kOwn;
-  return requested == ThreadSource::kOpenMp || !openmp_sleeps() ? ThreadSource::kOpenMp
-                                                                : ThreadSource::kOwn;
+  return requested == ThreadSource::kOpenMp || !openmp_sleeps ? ThreadSource::kOpenMp
+                                                              : ThreadSource::kOwn;
 }
 
 void run_region(int threads, bool independent, Region work, void* context) {
   RegionState region{work, context, {}, {}, {}};
   if (threads <= 1 || in_region) {
-    const FlushSubnormals flush;
     work(context, Team{0, 1, &region.barrier});
     return;
   }

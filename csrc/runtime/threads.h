@@ -8,10 +8,11 @@
 //
 // Threads are kept and reused; those that a region does not need stay asleep. A waiting thread
 // spins briefly, then sleeps. If torch's OpenMP threads spin while they wait (that is,
-// OMP_WAIT_POLICY is not PASSIVE), they are borrowed instead, since two teams would compete for the
-// same cores. A call inside a region, or while another thread's region runs, runs on its caller
-// alone. An exception in any thread ends the region and is rethrown by the call. A forked child
-// gets a team of its own.
+// OMP_WAIT_POLICY was not PASSIVE when this library was loaded), they are borrowed instead, since
+// two teams would compete for the same cores. A call inside a region, or while another thread's
+// region runs, runs on its caller alone. An exception in any thread ends the region and is rethrown
+// by the call. A forked child gets a team of its own. The caller is in a KernelScope
+// (kernel_scope.h); each thread of a region gets its own.
 #pragma once
 
 #include <atomic>

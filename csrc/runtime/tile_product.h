@@ -2,6 +2,7 @@
 // registers of an instruction set (tile_amx.h or tile_twin.h).
 #pragma once
 
+#include "runtime/kernel_scope.h"
 #include "runtime/tile_block.h"
 
 namespace vlora::runtime::VLORA_ISA {
@@ -20,7 +21,13 @@ struct Configured {
 };
 inline thread_local Configured configured;
 
-// Configures the registers of a TileBlock: two tiles of rows and `steps` steps.
+inline void release_tiles() {
+  configured = {};
+  TileRegisters::release();
+}
+
+// Configures the registers of a TileBlock: two tiles of rows and `steps` steps. The thread's
+// KernelScope releases them.
 inline void configure(int upper, int lower, int steps) {
   if (configured.upper == upper && configured.lower == lower && configured.steps == steps) return;
   configured = {upper, lower, steps};
@@ -39,6 +46,7 @@ inline void configure(int upper, int lower, int steps) {
   for (int t : {2, 3, 5})
     if (lower == 0) s.rows[t] = 0, s.line_bytes[t] = 0;
   TileRegisters::configure(s);
+  release_at_scope_end(release_tiles);
 }
 
 // `count` tiles of depth, of `steps` steps each.
@@ -74,11 +82,6 @@ inline void multiply_tiles(const TileProduct& p) {
     run(p, left + full * kAmxRows * 4, right + full * kAmxRows * p.step_bytes, 1, int(rest),
         p.first && !full);
   }
-}
-
-inline void release_tiles() {
-  configured = {};
-  TileRegisters::release();
 }
 
 }  // namespace vlora::runtime::VLORA_ISA

@@ -34,9 +34,8 @@ struct TileProduct {
 };
 
 struct TileUnit {
+  // Configures the tile registers, which the thread's KernelScope releases.
   void (*multiply)(const TileProduct&);
-  // Releases the tile registers. Each thread calls it after its last product.
-  void (*release)();
 };
 
 // Returns the tile unit of an instruction set, or null if it has none.

@@ -6,8 +6,7 @@
 
 namespace vlora::runtime::VLORA_ISA {
 
-// (A template, so that a function that an instruction set does not need is not instantiated for
-// it.)
+// It is a template so that functions that an instruction set does not use are not instantiated.
 template <class R>
 struct VectorOf {
   using V = VectorOf;

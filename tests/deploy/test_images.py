@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -61,14 +61,21 @@ def base_root() -> Path:
     return root
 
 
-def replayed(stages: list[Stage], folder: Path) -> Iterator[Replay]:
-    """Replay all instructions of all stages, in roots under `folder`; yield each stage's replay."""
+def replayed(
+    stages: list[Stage], folder: Path, replaced: Mapping[str, str] | None = None
+) -> Iterator[Replay]:
+    """Replay all instructions of all stages, in roots under `folder`; yield each stage's replay.
+
+    replaced: contents of files of the build context that differ from the source tree's.
+    """
     listed = kit.output_of(["git", "ls-files"], cwd=kit.ROOT).splitlines()
     context = folder / "context"
     for name in listed:
         if (kit.ROOT / name).is_file():
             (context / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(kit.ROOT / name, context / name)
+    for name, text in (replaced or {}).items():
+        (context / name).write_text(text)
     arguments = {key: os.environ[key] for key in ("TORCH_INDEX",) if key in os.environ}
     shared = [Path(name) for name in os.environ.get("REPLAY_SHARED", "").split(":") if name]
     roots: dict[str, Path] = {}
@@ -164,7 +171,8 @@ def test_the_cpu_image_serves_read_only_as_a_user_and_has_no_compilers(
 def test_the_gpu_image_builds_without_the_steps_that_need_nvidias_images(folder: Path) -> None:
     """The steps with nvcc and tritonserver, which only NVIDIA's images have, are left out.
 
-    Debian's compilers are installed in their place, to check that the image removes them.
+    Debian's compilers are installed in their place, to check that the image removes them. The lock
+    file has the same packages, but those of Debian's Python and of torch's CPU build.
     """
     build, run = read((kit.DOCKER / "Dockerfile").read_text())
     left_out = {"tools.tile_search.cuda_build": 0, "tritonserver --help": 0}
@@ -177,7 +185,12 @@ def test_the_gpu_image_builds_without_the_steps_that_need_nvidias_images(folder:
     assert set(left_out.values()) == {1}
     compilers = "apt-get update && apt-get install --yes --no-install-recommends g++ make"
     run.instructions.insert(0, Instruction("RUN", compilers))
-    *_, final = replayed([build, run], folder)
+    locks = {name: kit.DOCKER / f"requirements.{name}.txt" for name in ("cpu", "gpu")}
+    named = {line.partition("==")[0] for line in locks["gpu"].read_text().splitlines()}
+    lines = locks["cpu"].read_text().splitlines()
+    lock = "\n".join(line for line in lines if line.partition("==")[0] in named)
+    replaced = {str(locks["gpu"].relative_to(kit.ROOT)): lock}
+    *_, final = replayed([build, run], folder, replaced)
     for name in COMPILERS:
         located = subprocess.run(
             final.command(["/bin/sh", "-c", f"command -v {name}"]), capture_output=True, text=True

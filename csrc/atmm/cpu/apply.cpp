@@ -239,7 +239,6 @@ void Apply::operator()(const runtime::Team& team) const {
       apply_blocks(plan_->call, plan_->small_blocks ? &*plan_->small_blocks : nullptr,
                    wave.segments, *wave.blocks);
   }
-  if (const runtime::TileUnit* unit = plan_->call.kernels.tiles) unit->release();
 }
 
 void apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,

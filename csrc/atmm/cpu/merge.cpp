@@ -242,7 +242,6 @@ void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const
         merge_block(kernels, dtype, to, from, sign, task, packed);
       }
     }
-    if (kernels.tiles) kernels.tiles->release();
   };
   runtime::run_independent(int(std::min<size_t>(size_t(threads), tasks.size())), work);
 }

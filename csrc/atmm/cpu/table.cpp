@@ -57,10 +57,11 @@ Key key_of(const Shape& s) {
 }
 
 const std::vector<TileConfig>& configurations(Operation operation) {
-  static const std::vector<TileConfig> apply = {
+  // Never deleted: threads may use them during exit.
+  static const auto& apply = *new std::vector<TileConfig>{
 #include "configurations.inc"
   };
-  static const std::vector<TileConfig> merge = {
+  static const auto& merge = *new std::vector<TileConfig>{
 #include "merge_configurations.inc"
   };
   return operation == Operation::kApply ? apply : merge;

@@ -16,6 +16,7 @@
 #include "check_attention.h"
 #include "check_operator.h"
 #include "runtime/dispatch.h"
+#include "runtime/kernel_scope.h"
 #include "runtime/large_pages.h"
 #include "runtime/threads.h"
 
@@ -104,6 +105,7 @@ int main(int argc, char** argv) {
     }
     const Kernels& current = kernels(runtime::Isa(i));
     const auto run = [&] {
+      const runtime::KernelScope scope;
       for (int round = 0; round < rounds; ++round)
         for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
           check_apply(current, dtype, dtype, round % 8 == 0);

@@ -51,10 +51,11 @@ def build(folder: Path, sanitize: list[str]) -> Path:
         return str(target)
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-        objects = list(pool.map(compile_unit, units))
+        objects = dict(zip(units, pool.map(compile_unit, units), strict=True))
     program = folder / "check"
     libraries = ["-ldl", "-lpthread", "-Wl,--no-as-needed", "-lgomp"]
-    subprocess.run([compiler, *sanitize, *objects, *libraries, "-o", program], check=True)
+    linked = [objects[unit] for unit in kernels.link_order(units)]
+    subprocess.run([compiler, *sanitize, *linked, *libraries, "-o", program], check=True)
     return program
 
 

@@ -62,6 +62,29 @@ def test_the_environment_forces_an_instruction_set(name: str, output: str) -> No
     assert output in done.stdout + done.stderr
 
 
+LATER_CHANGE = """
+import os, torch
+from vlora import native
+cpu = native.kernels().runtime
+source = cpu.thread_source()
+os.environ.update(VLORA_ISA="scalar", OMP_WAIT_POLICY="ACTIVE")
+assert (cpu.requested_isa(), cpu.thread_source()) == ("auto", source) == ("auto", "own")
+"""
+
+
+@compiled
+def test_a_change_of_the_environment_has_no_effect_once_the_kernels_are_loaded() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "VLORA_ISA"}
+    done = subprocess.run(
+        [sys.executable, "-c", LATER_CHANGE],
+        env={**environment, "OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @compiled
 def test_the_core_sees_the_caches_that_tables_are_named_after() -> None:
     machine, device = native.kernels().runtime.machine(), Device.here()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -155,17 +156,59 @@ def test_a_nan_affects_only_its_sequence(backend: Backend) -> None:
     assert attended[3:21].isnan().any()
 
 
-@pytest.mark.parametrize("part", ["key", "value"])
-def test_the_reference_keeps_rows_before_one_that_is_not_finite(part: str) -> None:
-    case = Case(4, 2, 32, 16, torch.float32, ((20, 10), (1, 30)))
-    healthy = case.step([(0, 0, 30), (1, 0, 31)], "reference")
-    head = 4 if part == "key" else 6
-    case.rows[0][25, head * 32 : (head + 1) * 32] = float("inf")
-    case.step([(0, 0, 10), (1, 0, 30)], "reference")
-    attended = case.step([(0, 10, 30), (1, 30, 31)], "reference")
-    torch.testing.assert_close(attended[:15], healthy[10:25])
-    assert attended[15:20].isnan().all(1).all()
-    assert attended[20].isfinite().all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [3, 16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows", "start", "fault"),
+    [
+        (2, 2, 70, 20, 45),  # tiles of queries
+        (4, 1, 150, 0, 0),  # several rows in a tile, none before the fault
+        (4, 4, 4, 60, 2),  # interleaved panels
+        (4, 1, 30, 900, 25),  # keys divided among threads
+        (4, 4, 1, 128, 0),  # a decode row that is alone in its block
+        (4, 1, 1, 1200, 0),  # and one whose keys are divided
+    ],
+)
+@pytest.mark.parametrize(
+    ("part", "number"), [("value", math.nan), ("value", -math.inf), ("key", math.inf)]
+)
+def test_a_number_that_is_not_finite_changes_no_bit_of_earlier_rows(
+    backend: Backend,
+    part: str,
+    number: float,
+    heads: int,
+    kv_heads: int,
+    rows: int,
+    start: int,
+    fault: int,
+    block: int,
+    dtype: torch.dtype,
+) -> None:
+    torch.set_num_threads(3)
+    case = Case(heads, kv_heads, 32, block, dtype, ((rows, start), (1, 30)))
+    before = [(0, 0, start), (1, 0, 30)] if start else [(1, 0, 30)]
+    now = [(0, start, start + rows), (1, 30, 31)]
+    case.step(before, backend)
+    healthy = case.step(now, backend)
+    # One element of the last head of keys or values.
+    case.rows[0][start + fault, (heads + kv_heads * (1 + (part == "value"))) * 32 - 5] = number
+    attended = case.step(now, backend)
+    assert torch.equal(attended[:fault], healthy[:fault])
+    assert torch.equal(attended[rows], healthy[rows]), "another sequence"
+    # The query heads that share the head of keys and values see the fault.
+    seeing = slice((heads - heads // kv_heads) * 32, None)
+    assert attended[fault:rows, seeing].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_huge_value_changes_no_bit_of_earlier_rows(backend: Backend, dtype: torch.dtype) -> None:
+    case = Case(2, 2, 32, 16, dtype, ((70, 20),))
+    case.step([(0, 0, 20)], backend)
+    healthy = case.step([(0, 20, 90)], backend)
+    case.rows[0][50, 5 * 32 :] = 1e30
+    attended = case.step([(0, 20, 90)], backend)
+    assert torch.equal(attended[:30], healthy[:30])
+    assert not torch.equal(attended[30], healthy[30])
 
 
 def test_pages_and_rows_that_do_not_fit_are_refused() -> None:
