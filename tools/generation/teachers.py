@@ -1,4 +1,4 @@
-"""Teachers that nobody here has trained: OpenCV's face cascade and PP-OCR.
+"""Teachers that were trained elsewhere: the face cascade of OpenCV and PP-OCR.
 
 Each takes a PIL image and returns the answer of its knowledge item, or None to leave it out.
 """
