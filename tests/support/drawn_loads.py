@@ -381,7 +381,7 @@ class Load:
         served = (math.ceil(in_flight / at_once) * steps + 1) * self._longest_step
         if request_id not in self._contended:
             return options.max_wait_seconds + served
-        # Each adapter in front takes its patience, and the time until its request has begun.
+        # Each adapter in front takes its patience, and the time until its request begins.
         adapters = len(set(shape.adapters))
         return options.max_wait_seconds + adapters * (memory.PATIENCE_SECONDS + served)
 
