@@ -9,6 +9,7 @@ NAME ?=
 QUICK ?= 1
 BENCH ?=
 ACCURACY ?=
+GENERATE ?= --quick
 CUDA ?=
 GPU ?=
 DIST ?=
@@ -17,7 +18,7 @@ DEPLOY ?=
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo accuracy bench cuda gpu dist lock deploy-check sanitize lint types clean
+.PHONY: help serve test demo generate accuracy bench cuda gpu dist lock deploy-check sanitize lint types clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +31,9 @@ test: $(READY) ## Run all tests (a part of them: TESTS=tests/unit)
 
 demo: $(READY) ## Send real images and video through a server (starts one if there is none) and show answers
 	@$(BIN)/python -m tools.demo.show
+
+generate: $(READY) ## Generate adapters from knowledge items (the full set: GENERATE= ; options: GENERATE="--paper")
+	@$(BIN)/python -m tools.generation $(GENERATE)
 
 accuracy: $(READY) ## Ask a server the held-out set and compare with the card (ACCURACY="--dtype bfloat16")
 	@$(BIN)/python -m tools.demo.accuracy $(ACCURACY)

@@ -61,6 +61,10 @@ REGISTRY: Mapping[str, Entry] = {
         "benchmarks.adapters.benchmark:AdaptersBenchmark",
         "Many adapters: registered, resident, distinct, more than fit, and a split pool.",
     ),
+    "premerge": Entry(
+        "benchmarks.premerge:PremergeBenchmark",
+        "Steps before and after premerging, by the hot adapter's share of the requests.",
+    ),
     "prefix": Entry(
         "benchmarks.prefix:PrefixBenchmark",
         "Rounds of questions about one image, with and without the prefix cache.",

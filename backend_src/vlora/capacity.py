@@ -1,16 +1,19 @@
-"""Memory plan of an engine: what weights, adapters and sequences need and how many fit.
+"""Memory plan of an engine: the memory of its parts, and how many adapters and sequences fit.
 
 Computed from shapes with the functions that the engine itself uses; no weight is read.
-`tests/unit/test_capacity.py` compares the plan with what an engine allocates.
+`tests/unit/test_capacity.py` compares the plan with the resident memory of an engine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from vlora.config import Options
+from vlora.engine.memory import pages_for_adapters
 from vlora.ids import MatrixId
 from vlora.lora.folders import find_folders
 from vlora.lora.slab import ATTENTION, GROUPS, TARGETS
@@ -19,7 +22,9 @@ from vlora.memory.kv_cache import page_bytes
 from vlora.memory.pool import Run
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config
+from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape
+from vlora.model.workspace import FP32_BYTES, workspace_bytes
 
 EXAMPLE_RANKS = (8, 16, 32, 64)
 EXAMPLE_TARGETS: Mapping[str, tuple[str, ...]] = {
@@ -27,7 +32,6 @@ EXAMPLE_TARGETS: Mapping[str, tuple[str, ...]] = {
     "attention": ATTENTION,
     "all": TARGETS,
 }
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class AdapterCost:
     """Memory that one adapter needs.
 
     packed_bytes: bytes of its packed matrices. pages: pages of its run in the pool.
-    host_bytes: fp32 bytes in host memory.
+    host_bytes: fp32 bytes in host memory, of its vision task head too.
     """
 
     name: str
@@ -49,23 +53,45 @@ class Capacity:
     """Memory plan of an engine.
 
     memory_bytes: memory of the plan.
+    process_bytes: interpreter, libraries and tokenizer.
     weights_bytes: weights of the decoder.
     merged_bytes: second copy of the matrices that known adapters change.
+    step_bytes: intermediate results of the largest step.
+    host_bytes: host copies of adapters.
     page_bytes: one page of the pool. block_tokens: tokens of keys and values in a page.
     context_tokens: maximum length of a sequence.
-    pages: number of pages that fit in addition to the weights.
+    configured_pages: number of pages of the pool by the options.
     adapters: costs of the adapters in the folder. examples: costs by rank and targets.
     """
 
     memory_bytes: int
+    process_bytes: int
     weights_bytes: int
     merged_bytes: int
+    step_bytes: int
+    host_bytes: int
     page_bytes: int
     block_tokens: int
     context_tokens: int
-    pages: int
+    configured_pages: int
     adapters: tuple[AdapterCost, ...]
     examples: tuple[AdapterCost, ...]
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Memory without the pool."""
+        parts = (self.weights_bytes, self.merged_bytes, self.step_bytes, self.host_bytes)
+        return self.process_bytes + sum(parts)
+
+    @property
+    def configured_bytes(self) -> int:
+        """Memory of an engine with these options, once all of it has been used."""
+        return self.fixed_bytes + self.configured_pages * self.page_bytes
+
+    @property
+    def pages(self) -> int:
+        """Number of pages that fit into the memory of the plan."""
+        return max(0, self.memory_bytes - self.fixed_bytes) // self.page_bytes
 
     @property
     def token_bytes(self) -> float:
@@ -86,12 +112,22 @@ class Capacity:
         """Return how many sequences of maximum length fit in addition to adapters of some pages."""
         return max(0, self.pages - adapter_pages) // self.sequence_pages
 
+    def sequences_beside(self, count: int, cost: AdapterCost) -> int:
+        """Return how many sequences of maximum length fit if a number of equal adapters, instead of
+        the known ones, are resident."""
+        fixed = self.fixed_bytes - self.host_bytes + count * cost.host_bytes
+        pages = max(0, self.memory_bytes - fixed) // self.page_bytes
+        return max(0, pages - count * cost.pages) // self.sequence_pages
 
-def plan(options: Options, names: Mapping[str, str], memory_bytes: int) -> Capacity:
+
+def plan(
+    options: Options, names: Mapping[str, str], memory_bytes: int, process_bytes: int = 0
+) -> Capacity:
     """Return the memory plan of an engine with these options.
 
     names: adapter names, as `config.load_adapter_names` returns them.
-    memory_bytes: memory for weights and page pool together.
+    memory_bytes: memory of the process, or with `process_bytes` 0 that of the engine alone.
+    process_bytes: memory of the interpreter, the libraries and the tokenizer.
 
     Raises InvalidArgument for an unsupported model.
     """
@@ -108,18 +144,23 @@ def plan(options: Options, names: Mapping[str, str], memory_bytes: int) -> Capac
     merged = 0
     if options.merging == "out_of_place":
         merged = _merged_bytes(config, store.matrices, dtype.itemsize)
-    handles = [store.handle(name) for name in store.names()]
+    handles = (store.handle(name) for name in store.names())
+    adapters = tuple(
+        _cost(h.name, store.packed_bytes(h), h.description.host_bytes, page) for h in handles
+    )
+    adapter_pages = pages_for_adapters(options, page, sum(cost.pages for cost in adapters))
     return Capacity(
         memory_bytes=memory_bytes,
+        process_bytes=process_bytes,
         weights_bytes=weights,
         merged_bytes=merged,
+        step_bytes=step_bytes(config, options.max_num_batched_tokens, options.max_num_seqs),
+        host_bytes=_host_bytes(adapters, adapter_pages, options.adapter_host_bytes),
         page_bytes=page,
         block_tokens=options.block_size,
         context_tokens=options.max_model_len or config.context,
-        pages=max(0, memory_bytes - weights - merged) // page,
-        adapters=tuple(
-            _cost(h.name, store.packed_bytes(h), h.description.host_bytes, page) for h in handles
-        ),
+        configured_pages=options.kv_cache_tokens // options.block_size + adapter_pages,
+        adapters=adapters,
         examples=tuple(
             _example_cost(config, store, rank, label, page)
             for label in EXAMPLE_TARGETS
@@ -137,6 +178,40 @@ def weights_bytes(config: DecoderConfig, itemsize: int) -> int:
         math.prod(shape) * (itemsize if len(shape) > 1 else FP32_BYTES)
         for shape in config.weight_shapes.values()
     )
+
+
+def step_bytes(config: DecoderConfig, rows: int, sequences: int) -> int:
+    """Return the size of the intermediate results of a step: its buffers, the embeddings, and the
+    logits, which are filtered in a copy.
+
+    rows: maximum number of rows. sequences: maximum number of requests, each with logits.
+    """
+    logits = 2 * min(rows, sequences) * config.vocabulary
+    return workspace_bytes(config, rows) + (rows * config.hidden + logits) * FP32_BYTES
+
+
+def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int:
+    """Return the maximum size of the host copies.
+
+    The budget limits the copies of adapters that are not resident; a resident one has its copy in
+    any case, as merging needs it.
+
+    pages: of the pool for adapters. budget: `adapter_host_bytes`.
+    """
+    resident = 0
+    for cost in sorted(adapters, key=lambda cost: cost.pages):
+        pages -= cost.pages
+        if pages >= 0:
+            resident += cost.host_bytes
+    return min(sum(cost.host_bytes for cost in adapters), max(budget, resident))
+
+
+def process_bytes(options: Options) -> int:
+    """Return the memory of this process, once it has loaded the tokenizer: about that of an engine
+    without weights, pages and adapters."""
+    PromptReader(options.model, load_config(options.model))
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCost:

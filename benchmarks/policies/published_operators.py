@@ -33,7 +33,7 @@ def slora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
     for columns, pairs in _columns(y, group):
         for segment in segments:
             if (pair := pairs[segment.slot]) is not None:
-                _apply_segment(columns, x, segment, _in_fast_type(pair))
+                _apply_segment(columns, x, segment, pair)
 
 
 def punica(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
@@ -43,7 +43,7 @@ def punica(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group:
         for segment in segments:
             pair = pairs[segment.slot]
             if pair is not None and segment.length >= SGMV_ROWS:
-                _apply_segment(columns, x, segment, _in_fast_type(pair))
+                _apply_segment(columns, x, segment, pair)
         for rows, a, b in _gathered(small, pairs, x):
             low_rank = torch.bmm(a, x[rows].to(a.dtype)[:, :, None])
             columns.index_add_(0, rows, torch.bmm(b, low_rank)[:, :, 0].to(columns.dtype))
@@ -71,25 +71,33 @@ def use_operator(apply: Apply) -> Iterator[None]:
         yield
 
 
-_WIDENED: dict[int, tuple[LoraPair, LoraPair]] = {}
-"""Pairs (stored, in fp32) by the identity of the stored pair's A, which the entry keeps alive."""
+_CONVERTED: dict[int, tuple[LoraPair, LoraPair]] = {}
+"""Pairs (stored, converted) by the identity of the stored pair's A, which the entry keeps alive."""
 
 
-def _in_fast_type(pair: LoraPair) -> LoraPair:
-    """Return the pair in the type that this CPU multiplies fastest."""
-    if pair.a.dtype == torch.float32 or has_bf16_instructions():
-        return pair
-    entry = _WIDENED.get(id(pair.a))
-    if entry is None:
-        entry = _WIDENED[id(pair.a)] = (pair, LoraPair(pair.a.float(), pair.b.float()))
-    return entry[1]
+class _FastPairs:
+    """Pairs of one target by slot, in the type that this CPU multiplies fastest."""
+
+    def __init__(self, group: LoraGroup, pairs: Sequence[LoraPair | None]) -> None:
+        self._group = group
+        self._pairs = pairs
+
+    def __getitem__(self, slot: int) -> LoraPair | None:
+        stored = self._pairs[slot]
+        if stored is None:
+            return None
+        entry = _CONVERTED.get(id(stored.a))
+        if entry is None:
+            dtype = self._group.dtype if has_bf16_instructions() else torch.float32
+            factors = (factor.to(self._group.dtype).to(dtype) for factor in stored)
+            entry = _CONVERTED[id(stored.a)] = (stored, LoraPair(*factors))
+        return entry[1]
 
 
-def _columns(
-    y: torch.Tensor, group: LoraGroup
-) -> Iterator[tuple[torch.Tensor, Sequence[LoraPair | None]]]:
+def _columns(y: torch.Tensor, group: LoraGroup) -> Iterator[tuple[torch.Tensor, _FastPairs]]:
     """Return the columns of y of each target of the group, with the target's pairs by slot."""
-    return zip(torch.split(y, list(group.d_outs), dim=1), group.pairs, strict=True)
+    columns = torch.split(y, list(group.d_outs), dim=1)
+    return zip(columns, [_FastPairs(group, pairs) for pairs in group.pairs], strict=True)
 
 
 def _apply_segment(
@@ -101,7 +109,7 @@ def _apply_segment(
 
 
 def _gathered(
-    segments: Sequence[Segment], pairs: Sequence[LoraPair | None], x: torch.Tensor
+    segments: Sequence[Segment], pairs: _FastPairs, x: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield rows [n] with the weights of each: A [n, r, d_in] and B [n, d_out, r].
 
@@ -109,7 +117,7 @@ def _gathered(
     """
     if not segments:
         return
-    in_use = [_in_fast_type(pair) for s in segments if (pair := pairs[s.slot]) is not None]
+    in_use = [pair for s in segments if (pair := pairs[s.slot]) is not None]
     rank = max(pair.rank for pair in in_use)
     a = in_use[0].a.new_zeros(len(in_use), rank, in_use[0].a.shape[1])
     b = in_use[0].b.new_zeros(len(in_use), in_use[0].b.shape[0], rank)

@@ -41,6 +41,9 @@ HEALTHY_CLIENTS = 4
 PAUSE_SECONDS = 0.02
 """Pause of a client between two requests."""
 
+BOMB_SECONDS = 300.0
+"""Time limit of a hostile request: a bomb takes its processor time at a low priority."""
+
 POOL = {"adapter_pool_bytes": 4_000_000, "kv_cache_tokens": 4096}
 """Options under which the large version of the adapter does not fit into the pool."""
 
@@ -89,10 +92,9 @@ class Figures:
     hostile: Phase
     outcomes: Counter[str]
 
-    @property
-    def ratio(self) -> float:
-        """p99 of the healthy requests in hostile phases over that in quiet ones."""
-        return self.hostile.percentile(99) / self.quiet.percentile(99)
+    def ratio(self, percent: float) -> float:
+        """Return a percentile of the healthy requests in hostile phases over that in quiet ones."""
+        return self.hostile.percentile(percent) / self.quiet.percentile(percent)
 
     def summary(self) -> dict[str, Any]:
         phases = {"quiet": self.quiet, "hostile": self.hostile}
@@ -103,7 +105,10 @@ class Figures:
                 **{f"p{p}_ms": round(1e3 * phase.percentile(p), 1) for p in (50, 90, 99)},
             }
             for name, phase in phases.items()
-        } | {"p99_ratio": round(self.ratio, 2), "outcomes": dict(sorted(self.outcomes.items()))}
+        } | {
+            **{f"p{p}_ratio": round(self.ratio(p), 2) for p in (50, 90, 99)},
+            "outcomes": dict(sorted(self.outcomes.items())),
+        }
 
 
 class HostileHour:
@@ -130,7 +135,9 @@ class HostileHour:
             [flat_png(3200, 3125)] * 64,
         ]
         # The clients share the cores with the server, so they make their requests once.
-        self._bombs = [to_inputs({"image": bomb})[0] for bomb in bombs]
+        prepared = [to_inputs({"image": bomb})[0] for bomb in bombs]
+        models = ("video_analytics", "lmm_unary")
+        self._next_bomb = itertools.cycle(itertools.product(models, prepared))
 
     def run(self, cycles: int, seconds: float) -> Figures:
         """Alternate quiet and hostile phases of so many seconds each."""
@@ -169,20 +176,23 @@ class HostileHour:
         image = picture((10, 90, 200))
         for adapter in ({}, {"lora_name": "attention-r4"}, {"lora_name": "all-r8"}):
             sampling = {"sampling_parameters": {**keys, **adapter}}
-            yield {"model": "lmm", "text_input": "what is it?", **sampling}
-            yield {"model": "visual_retrieval", "text_input": "what?", "image": image, **sampling}
+            yield {"model": "lmm_unary", "text_input": "what is it?", **sampling}
+            yield {"model": "video_analytics", "text_input": "what?", "image": image, **sampling}
+        yield {"model": "visual_retrieval", "text_input": "what?", "image": image, **sampling}
         head = {"sampling_parameters": {"lora_name": "head-r8"}, "task": "classify"}
         yield {"model": "video_analytics", "text_input": "", "image": image, **head}
 
     def _answer(self, question: dict[str, Any]) -> tuple[Any, ...]:
         values = dict(question)
         model = values.pop("model")
-        if model == "video_analytics":
-            response = self._ask.once(model, **values)
-            result = json.loads(response["result"])
-            return result["text"], json.dumps(result["images"])
-        responses = self._ask.stream(model, **values)
-        return ("".join(response["text_output"] for response in responses),)
+        if model == "visual_retrieval":
+            responses = self._ask.stream(model, **values)
+            return ("".join(response["text_output"] for response in responses),)
+        response = self._ask.once(model, **values)
+        if model == "lmm_unary":
+            return (response["text_output"],)
+        result = json.loads(response["result"])
+        return result["text"], json.dumps(result["images"])
 
     def _be_healthy(self, phase: Phase, measured: threading.Event) -> None:
         order = random.sample(range(len(self._questions)), len(self._questions))
@@ -206,8 +216,7 @@ class HostileHour:
     def _hostile(self, name: str, model: str, **values: Any) -> None:
         """Send a request that may be answered or refused, and count which."""
         try:
-            call = self._ask.once if model == "video_analytics" else self._ask.stream
-            call(model, **values)
+            self._ask.once(model, timeout=BOMB_SECONDS, **values)
             outcome = "answered"
         except Refused as error:
             known = [code for code in CODES if f"{code}: " in error.message]
@@ -218,27 +227,25 @@ class HostileHour:
             self._outcomes[f"{name} {outcome}"] += 1
 
     def _send_bombs(self) -> None:
-        for bomb, model in zip(
-            itertools.cycle(self._bombs),
-            itertools.cycle(("visual_retrieval", "video_analytics", "lmm")),
-            strict=False,
-        ):
-            if self._stop.is_set():
-                return
+        while not self._stop.is_set():
+            with self._lock:
+                model, bomb = next(self._next_bomb)
             self._hostile("bomb", model, text_input="?", image=bomb)
 
     def _send_numbers(self) -> None:
         while not self._stop.is_set():
             key, value, temperature = next(self._numbers)
             keys = {"max_tokens": 3, "temperature": temperature, key: value}
-            self._hostile("number", "lmm", text_input="hello", sampling_parameters=keys)
+            self._hostile("number", "lmm_unary", text_input="hello", sampling_parameters=keys)
+            time.sleep(PAUSE_SECONDS)
 
     def _ask_victim(self) -> None:
         for task in itertools.cycle(("classify", "vqa", None)):
             if self._stop.is_set():
                 return
             keys = {"lora_name": VICTIM, "max_tokens": 4, "temperature": 0}
-            self._hostile("victim", "lmm", text_input="hello", task=task, sampling_parameters=keys)
+            question = {"text_input": "hello", "task": task, "sampling_parameters": keys}
+            self._hostile("victim", "lmm_unary", **question)
             time.sleep(PAUSE_SECONDS)
 
     def _replace_adapter(self) -> None:
@@ -354,13 +361,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--decode-seconds", type=float, default=10)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         checkpoint = build(scratch / "checkpoint")
         adapters = make_adapters(checkpoint, scratch / "given")
-        with hostile_hour(checkpoint, adapters, scratch) as hour:
+        limits = {"max_decode_seconds": arguments.decode_seconds}
+        with hostile_hour(checkpoint, adapters, scratch, limits=limits) as hour:
             figures = hour.run(arguments.cycles, arguments.seconds)
     text = json.dumps(figures.summary(), indent=1)
     print(text)

@@ -6,6 +6,8 @@ import json
 import re
 import socket
 import threading
+import urllib.error
+import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -43,6 +45,7 @@ def small(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         log=log,
         host="0.0.0.0",
         allow_shared_memory=True,
+        triton_arguments=("--http-restricted-api=model-repository:operator=key",),
     )
     with TritonServer(options) as running:
         yield running
@@ -186,6 +189,15 @@ def test_other_protocols_stay_closed_where_shared_memory_is_allowed(ask: Asker) 
     for call in (ask.client.get_trace_settings, ask.client.get_model_repository_index):
         with pytest.raises(InferenceServerException, match="protocol is restricted"):
             call()
+
+
+def test_an_operators_own_key_opens_a_protocol(small: TritonServer) -> None:
+    url = f"http://{small.http_url}/v2/repository/index"
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=60)
+    request = urllib.request.Request(url, data=b"{}", headers={"operator": "key"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert len(json.loads(answer.read())) == len(small.names)
 
 
 def test_a_server_on_all_networks_listens_on_every_address(small: TritonServer) -> None:

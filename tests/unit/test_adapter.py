@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.memory import peak_growth
 from vlora.errors import InvalidArgument, NotFound
-from vlora.lora.adapter import load_adapter
+from vlora.lora.adapter import AdapterFiles, load_adapter
 from vlora.lora.folders import find_folders
 from vlora.lora.model_shape import ModelShape
 from vlora.lora.store import AdapterStore
@@ -286,6 +289,41 @@ def test_a_copy_of_the_base_lm_head_is_accepted(folder: Path, model: ModelShape)
         folder, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": model.lm_head()})
     )
     load_adapter("x", folder, model)
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0, math.nan])
+def test_a_copy_of_the_lm_head_is_compared_without_memory_for_it(
+    folder: Path, model: ModelShape, change: float
+) -> None:
+    head = torch.zeros(1 << 18, HIDDEN * 8, dtype=torch.bfloat16)
+    model = replace(model, vocabulary=head.shape[0], hidden=head.shape[1], lm_head=lambda: head)
+    name = "base_model.model.lm_head.base_layer.weight"
+    head[-1, -1] = change
+    edit_tensors(folder, lambda t: t.update({name: head}))
+    head[-1, -1] = 0.0
+
+    def load() -> None:
+        if not change:
+            assert load_adapter("x", folder, model).pairs
+            return
+        with pytest.raises(InvalidArgument, match="differs from the base model's own lm_head"):
+            load_adapter("x", folder, model)
+
+    load()  # Everything that is loaded once is loaded now.
+    assert peak_growth(load) < head.nbytes / 4
+
+
+def test_a_head_counts_toward_the_size_of_an_adapter(folder: Path, model: ModelShape) -> None:
+    lora = AdapterFiles("x", folder, model).description.host_bytes
+    labels = [f"label {i}" for i in range(100)]
+    declared = {"head": {"labels": labels, "tasks": ["classify"]}}
+    (folder / "vlora.json").write_text(json.dumps(declared))
+    tensors = {"weight": torch.zeros(100, HIDDEN), "bias": torch.zeros(100)}
+    save_file(tensors, folder / "head.safetensors")
+    size = lora + 4 * 100 * (HIDDEN + 1)
+    assert AdapterFiles("x", folder, model, size).description.host_bytes == size
+    with pytest.raises(InvalidArgument, match=rf"head\.safetensors declares .* {size} bytes"):
+        AdapterFiles("x", folder, model, size - 1)
 
 
 def test_pickled_weights_are_never_read(folder: Path, model: ModelShape) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.launcher.processes import is_alive
-from vlora.vision.decoder import ImageDecoder, PixelPool
+from vlora.vision.decoder import SLOW_NICENESS, ImageDecoder, PixelPool
 from vlora.vision.images import DecodedImage, check_images
 from vlora.vision.pictures import ByteArray
 
@@ -123,6 +124,29 @@ def test_other_requests_are_decoded_while_slow_ones_run() -> None:
     assert all(isinstance(result, Unavailable) for result in results)
 
 
+def test_a_long_request_leaves_its_place_before_its_priority_is_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clip takes long, too, and does not deserve a lower priority at once."""
+    monkeypatch.setattr("vlora.vision.decoder.SLOW_SECONDS", math.inf)
+    decoder = ImageDecoder(LIMITS, places=1)
+    decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)
+    check_that_it_works(decoder)
+    (server,) = fork_servers()
+    assert {process.nice() for process in server.children()} == {server.nice()}
+    decoder.close()
+
+
+def test_a_slow_request_gets_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlora.vision.decoder.SLOW_SECONDS", 0.2)
+    decoder = ImageDecoder(LIMITS, places=1)
+    decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)
+    (server,) = fork_servers()
+    lowered = min(server.nice() + SLOW_NICENESS, 19)
+    until(lambda: [process.nice() for process in server.children()] == [lowered])
+    decoder.close()
+
+
 def test_parallel_requests_get_their_own_pixels(decoder: ImageDecoder) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda seed: check_that_it_works(decoder, seed), range(100)))
@@ -131,9 +155,12 @@ def test_parallel_requests_get_their_own_pixels(decoder: ImageDecoder) -> None:
 def test_a_decoder_or_a_fork_server_that_was_killed_is_replaced(decoder: ImageDecoder) -> None:
     check_that_it_works(decoder)
     (server,) = fork_servers()
-    for victims in (server.children(), [server, *server.children()]):
+    for whole in (False, True):
+        victims = [server] * whole + server.children()
         victims[0].kill()
         until(lambda: not any(is_alive(process) for process in victims))  # noqa: B023
+        # A process can count as ended before its connections are closed.
+        until(lambda: all(idle.has_reply() for idle in decoder._idle))
         check_that_it_works(decoder)
 
 

@@ -11,12 +11,15 @@ from vlora.launcher.environment import KNOWN, unknown_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 READERS = ("backend_src/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h", "tools/**/*.py")
+COMPOSE = ROOT / "docker" / "compose.yaml"
 
 
 def test_the_known_variables_are_those_that_the_sources_name() -> None:
     sources = [path for pattern in READERS for path in ROOT.glob(pattern)]
     texts = [path.read_text() for path in sources if path.name != "environment.py"]
-    assert {name for text in texts for name in re.findall(r'"(VLORA_[A-Z_]+)"', text)} == set(KNOWN)
+    read = {name for text in texts for name in re.findall(r'"(VLORA_[A-Z_]+)"', text)}
+    read |= set(re.findall(r"\$\{(VLORA_[A-Z_]+)", COMPOSE.read_text()))
+    assert read == set(KNOWN)
 
 
 def test_a_variable_that_nothing_reads_is_reported_with_the_known_ones() -> None:

@@ -15,7 +15,7 @@ from vlora.errors import InvalidArgument
 from vlora.generation.examples import Example, read_examples, split
 from vlora.generation.metrics import chrf, f1_iou50, top1, vqa_score
 from vlora.generation.spec import Item, read_spec
-from vlora.generation.teachers import load_teacher
+from vlora.generation.teachers import load_teacher, remembered
 
 ITEM = {"name": "digits", "task": "classify", "images": "digits", "required": 0.9}
 
@@ -161,6 +161,33 @@ def test_a_teacher_labels_images_or_leaves_them_out(data: Path) -> None:
     examples = read_examples(item, load_teacher(item))
     assert len(examples) == 60
     assert {one.answer for one in examples} == {"light", "dark"}
+
+
+def test_a_teacher_labels_each_image_once_even_if_it_is_stopped(data: Path) -> None:
+    item = item_of(data, teacher={"python": f"{__name__}:brightness"}, question="How is it?")
+    teacher = load_teacher(item)
+    asked: list[Path] = []
+    stop_after = 20
+
+    def counted(path: Path) -> str | None:
+        if len(asked) == stop_after:
+            raise KeyboardInterrupt
+        asked.append(path)
+        assert teacher is not None
+        return teacher(path)
+
+    file = data / "labels.json"
+    with pytest.raises(KeyboardInterrupt), remembered(item, counted, file) as label:
+        read_examples(item, label)
+    stop_after = 100
+    with remembered(item, counted, file) as label:
+        assert len(read_examples(item, label)) == 60
+    assert len(asked) == len(set(asked)) == 60
+    other = item_of(data, teacher={"python": f"{__name__}:darkness"}, question="How is it?")
+    stop_after = 200
+    with remembered(other, counted, file) as label:
+        read_examples(other, label)
+    assert len(asked) == 120
 
 
 def test_a_teacher_that_cannot_be_loaded_is_reported(data: Path) -> None:

@@ -7,7 +7,7 @@ pairs. This module knows no names, files or pools.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,8 @@ class LoraGroup:
     pairs alive; the core owns the packed copies unless `put` says where to write them. A slot may
     be set and cleared while calls run: each call uses the weights that it found at its start.
 
-    dtype: of rows, weights and outputs.
+    dtype: of rows, weights and outputs. Pairs may be fp32 instead, and are then rounded where they
+        are used, so that their owner needs no copy in this dtype.
     """
 
     def __init__(
@@ -93,14 +94,17 @@ class LoraGroup:
         on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
         if "native" in self.__dict__ or (on_cpu and backends.backend_of("atmm") == "cpu"):
             # Pack now, at load, rather than in the first forward pass.
-            packed = [None if p is None else factors(*p) for p in pairs]
-            self.native.set_slot(slot, packed, into)
+            _set_slot(self.native, slot, map(self.rounded, pairs), into)
         for column, pair in zip(self.pairs, pairs, strict=True):
             column[slot : slot + 1] = [pair]
         if all(pair is None for pair in pairs):
             self._idle.add(slot)
         else:
             self._idle.discard(slot)
+
+    def rounded(self, pair: LoraPair | None) -> LoraPair | None:
+        """Return a pair in the group's dtype, without a copy if it has it."""
+        return None if pair is None else LoraPair(*(factor.to(self.dtype) for factor in pair))
 
     def has(self, segments: Segments) -> bool:
         """Return whether any of the segments changes anything here."""
@@ -117,10 +121,10 @@ class LoraGroup:
                 f"slot {slot}, output {output}: A {a} and B {b} do not fit a projection"
                 f" [{d_out}, {self.d_in}]"
             )
-        if pair.a.dtype != self.dtype or pair.b.dtype != self.dtype:
+        if pair.a.dtype != pair.b.dtype or pair.a.dtype not in (self.dtype, torch.float32):
             raise ValueError(
                 f"slot {slot}, output {output}: A is {pair.a.dtype} and B {pair.b.dtype},"
-                f" the group is {self.dtype}"
+                f" the group is {self.dtype}; both must be of that type or torch.float32"
             )
 
     @cached_property
@@ -130,8 +134,18 @@ class LoraGroup:
         core = native.kernels().atmm
         group = core.Group(self.d_in, list(self.d_outs), DTYPES[self.dtype])
         for slot, pairs in enumerate(zip(*self.pairs, strict=True)):
-            group.set_slot(slot, [None if pair is None else factors(*pair) for pair in pairs])
+            _set_slot(group, slot, map(self.rounded, pairs))
         return group
+
+
+def _set_slot(
+    group: Any,
+    slot: int,
+    pairs: Iterable[LoraPair | None],
+    into: tuple[int, int] | None = None,
+) -> None:
+    alive = list(pairs)  # They must live until they have been packed.
+    group.set_slot(slot, [None if pair is None else factors(*pair) for pair in alive], into)
 
 
 class HeadGroup:

@@ -15,7 +15,7 @@ def apply(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
     """Compute what `vlora.atmm.op.apply` specifies."""
     for part, pairs in zip(torch.split(y, list(group.d_outs), dim=1), group.pairs, strict=True):
         for segment in segments:
-            pair = pairs[segment.slot]
+            pair = group.rounded(pairs[segment.slot])
             if pair is None or segment.length == 0:
                 continue
             rows = slice(segment.start, segment.start + segment.length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -25,8 +25,8 @@ from vlora.cli.common import (
 from vlora.cli.generate import generate
 
 if TYPE_CHECKING:
+    from vlora.errors import InvalidArgument
     from vlora.lora.adapter import AdapterInfo
-    from vlora.lora.store import AdapterStore
 
 app = typer.Typer(
     help="List and check the adapters that a server would load; generate new ones.",
@@ -46,9 +46,9 @@ def list_adapters(
 ) -> None:
     """List all adapters with their ranks, targets, tasks, labels and digests."""
     with report_errors():
-        store = _load_store(load_configuration(model, adapters, repository, options_file))
-    console.print(table_of([store.info(name) for name in store.names()]))
-    for name in store.broken:
+        found, broken = _read_all(load_configuration(model, adapters, repository, options_file))
+    console.print(table_of(found))
+    for name in broken:
         print_plain(f"{name} failed to load; see `vlora adapters check`")
 
 
@@ -61,14 +61,14 @@ def check_adapters(
 ) -> None:
     """Load all adapters and print why any of them fails; the exit status is then 1."""
     with report_errors():
-        store = _load_store(load_configuration(model, adapters, repository, options_file))
-    if not store.names() and not store.broken:
+        found, broken = _read_all(load_configuration(model, adapters, repository, options_file))
+    if not found and not broken:
         print_plain("no adapters")
-    for name in store.names():
-        console.print(f"[green]ok[/]      {escape(name)}")
-    for error in store.broken.values():
+    for info in found:
+        console.print(f"[green]ok[/]      {escape(info.name)}")
+    for error in broken.values():
         console.print(f"[red]broken[/]  {escape(str(error))}", soft_wrap=True)
-    if store.broken:
+    if broken:
         raise typer.Exit(1)
 
 
@@ -94,17 +94,19 @@ def table_of(adapters: Iterable[AdapterInfo]) -> Table:
     return table
 
 
-def _load_store(configured: Configuration) -> AdapterStore:
-    """Load all adapters that a server of this configuration would load."""
+def _read_all(
+    configured: Configuration,
+) -> tuple[Sequence[AdapterInfo], Mapping[str, InvalidArgument]]:
+    """Return the adapters that a server of this configuration would load, and the errors of those
+    that it could not, by name."""
+    from vlora.lora.folder_reader import read_infos
     from vlora.lora.folders import find_folders
-    from vlora.lora.store import AdapterStore
     from vlora.model.decoder_config import load_config
     from vlora.model.loader import adapter_shape
 
     options = configured.options
     # The commands print what failed; the log would repeat it.
     logging.getLogger("vlora").addHandler(logging.NullHandler())
-    config = load_config(options.model)
-    store = AdapterStore(adapter_shape(options.model, config), options.limits.max_adapter_bytes)
-    store.load(find_folders(options.adapters, configured.names))
-    return store
+    shape = adapter_shape(options.model, load_config(options.model))
+    folders = find_folders(options.adapters, configured.names)
+    return read_infos(folders, shape, options.limits.max_adapter_bytes)

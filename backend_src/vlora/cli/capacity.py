@@ -35,16 +35,17 @@ def capacity(
     options_file: OptionsFileOption = None,
     memory: Annotated[float, typer.Option(min=0.0, help="Memory in GiB.")] = 8.0,
 ) -> None:
-    """Show what fits into an amount of memory: weights, adapters and sequences.
+    """Show what fits into the memory of a process: weights, adapters and sequences.
 
-    The exit status is 1 if the weights alone do not fit.
+    The exit status is 1 if nothing is left for pages.
     """
     # Imported here because it imports torch.
-    from vlora.capacity import plan
+    from vlora.capacity import plan, process_bytes
 
     with report_errors():
         configured = load_configuration(model, adapters, repository, options_file)
-        result = plan(configured.options, configured.names, int(memory * GIB))
+        options, process = configured.options, process_bytes(configured.options)
+        result = plan(options, configured.names, int(memory * GIB), process)
         console.print(_parts_table(result))
         if not result.pages:
             raise typer.Exit(1)
@@ -59,8 +60,11 @@ def _parts_table(result: Capacity) -> Table:
     pool = result.pages * result.page_bytes
     adapters = result.adapter_pages * result.page_bytes
     rows = [
+        ("process", result.process_bytes, "interpreter, libraries and tokenizer"),
         ("base weights", result.weights_bytes, "the decoder's weights"),
         ("merged weights", result.merged_bytes, "second copy of what known adapters change"),
+        ("host copies", result.host_bytes, "adapters in float32"),
+        ("steps", result.step_bytes, "intermediate results of the largest step"),
         (
             "page pool",
             pool,
@@ -81,8 +85,9 @@ def _parts_table(result: Capacity) -> Table:
     ]
     for name, size, contents in rows:
         table.add_row(name, f"{size / MIB:.1f}", contents)
+    table.caption = f"with the configured pool: {result.configured_bytes / MIB:.1f} MiB"
     if not result.pages:
-        table.caption = "the weights alone do not fit"
+        table.caption += "; nothing is left for pages"
     return table
 
 
@@ -98,6 +103,6 @@ def _adapters_table(result: Capacity) -> Table:
             str(cost.pages),
             f"{cost.host_bytes / MIB:.2f}",
             str(cost.pages * result.block_tokens),
-            str(result.sequences(64 * cost.pages)),
+            str(result.sequences_beside(64, cost)),
         )
     return table

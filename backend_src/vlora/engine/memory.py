@@ -33,6 +33,16 @@ PATIENCE_SECONDS = 2.0
 it begins: adapters of requests that run stay resident, and pages that these need evict others."""
 
 
+def pages_for_adapters(options: Options, page_bytes: int, needed: int) -> int:
+    """Return the number of pages that are added to the pool for adapters.
+
+    needed: pages of all known adapters.
+    """
+    if options.adapter_pool_bytes != AUTO:
+        return -(-options.adapter_pool_bytes // page_bytes)
+    return min(needed, MAX_AUTO_BYTES // page_bytes)
+
+
 class EngineMemory:
     """Owner of the pool and its bytes. Belongs to the engine's thread."""
 
@@ -70,11 +80,9 @@ class EngineMemory:
             self.prefix = PrefixCache(self.pool, self.kv_cache.is_finite)
 
     def _pages_for_adapters(self, options: Options) -> int:
-        if options.adapter_pool_bytes != AUTO:
-            return -(-options.adapter_pool_bytes // self._page_bytes)
         handles = (self._adapters.handle(name) for name in self._adapters.names())
         needed = sum(self._run_length(handle) for handle in handles)
-        return min(needed, MAX_AUTO_BYTES // self._page_bytes)
+        return pages_for_adapters(options, self._page_bytes, needed)
 
     def _run_length(self, handle: AdapterHandle) -> int:
         """Return the number of contiguous pages that an adapter needs."""

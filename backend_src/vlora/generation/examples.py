@@ -90,12 +90,13 @@ def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed
 
 def _position(example: Example, seed: int) -> float:
     """Return a number from 0 to 1 that depends on the first image's content and the seed."""
-    digest = hashlib.sha256(f"{seed}:{_digest(example.images[0])}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}:{digest_of(example.images[0])}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 @cache
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -20,7 +20,7 @@ from vlora.generation.fusion import Packed, State, fuse_next, merge_next, simila
 from vlora.generation.learner import HEAD_STATE
 from vlora.generation.similarity import similarities
 from vlora.generation.spec import Options, Spec
-from vlora.generation.teachers import load_teacher
+from vlora.generation.teachers import load_teacher, remembered
 from vlora.generation.trainer import PeftTrainer, Progress
 
 STATE = "state.json"
@@ -52,12 +52,21 @@ class Outcome:
         return missed
 
 
-def load_splits(spec: Spec) -> dict[str, Splits]:
-    """Return the examples of all items, labelled by their teachers and split."""
-    return {
-        item.name: split(item, read_examples(item, load_teacher(item)), spec.split, spec.seed)
-        for item in spec.items
-    }
+def load_splits(spec: Spec, work: Path | None = None) -> dict[str, Splits]:
+    """Return the examples of all items, labelled by their teachers and split.
+
+    work: folder that keeps the teachers' answers; without it they are not kept.
+    """
+    splits = {}
+    for item in spec.items:
+        teacher = load_teacher(item)
+        if teacher is not None and work is not None:
+            with remembered(item, teacher, work / f"labels-{item.name}.json") as label:
+                examples = read_examples(item, label)
+        else:
+            examples = read_examples(item, teacher)
+        splits[item.name] = split(item, examples, spec.split, spec.seed)
+    return splits
 
 
 @dataclass
@@ -131,8 +140,8 @@ def generate(
 
     Raises InvalidArgument for examples that cannot be used, and if `work` holds another run.
     """
-    splits = load_splits(spec)
     work.mkdir(parents=True, exist_ok=True)
+    splits = load_splits(spec, work)
     trainer = PeftTrainer(spec, options, splits, work, report)
     settings = spec.model_dump(mode="json", exclude={"items", "options", "prefix"})
     journal = _Journal(

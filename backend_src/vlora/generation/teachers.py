@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vlora.errors import InvalidArgument
+from vlora.generation.examples import digest_of
 from vlora.generation.spec import Item, OnnxTeacher, Teacher
 
 Label = Callable[[Path], str | None]
@@ -46,6 +49,37 @@ def load_teacher(item: Item) -> Label | None:
         return answer
 
     return checked
+
+
+@contextmanager
+def remembered(item: Item, label: Label, file: Path) -> Iterator[Label]:
+    """Give a teacher whose answers are kept in `file`, so that each image is labelled once.
+
+    Answers of another teacher are dropped. Those that were given are written even if an error or a
+    signal ends the labelling.
+    """
+    teacher = item.teacher.model_dump(mode="json") if item.teacher else None
+    answers: dict[str, str | None] = {}
+    if file.is_file():
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if saved["teacher"] == teacher:
+            answers = saved["answers"]
+    known = len(answers)
+
+    def answer(path: Path) -> str | None:
+        digest = digest_of(path)
+        if digest not in answers:
+            answers[digest] = label(path)
+        return answers[digest]
+
+    try:
+        yield answer
+    finally:
+        if len(answers) > known:
+            part = file.with_name(file.name + ".part")
+            content = {"teacher": teacher, "answers": answers}
+            part.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            part.replace(file)
 
 
 def _load(teacher: Teacher) -> Callable[[Image.Image], Any]:

@@ -15,6 +15,7 @@ KNOWN = {
     "VLORA_ISA": "instruction set of the kernels",
     "VLORA_ATMM_CUDA": "path of the operator's CUDA library",
     "VLORA_CUTLASS": "folder of CUTLASS's headers, to compile that library",
+    "VLORA_BIND": "read by docker/compose.yaml: the host's address for the ports",
     "VLORA_RUN": "set by vlora serve: the run's folder",
     "VLORA_SERVER": "set by vlora serve: the server's process id",
     "VLORA_GPU_SECONDS": "set by tools.gpu: the time limit of a stage",

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vlora.atmm.types import LoraPair
 from vlora.errors import nearest
 from vlora.ids import MatrixId
@@ -84,7 +82,7 @@ class Description:
 
     info: lacks the digest.
     ranks: of each targeted matrix, in the order of the matrices.
-    host_bytes: size of the weights in fp32.
+    host_bytes: size of the weights in fp32, those of the head included.
     reader: reads the weights; None for a simulated adapter.
     """
 
@@ -136,7 +134,10 @@ class AdapterFiles:
                 matrix, pair, file, config, model, self._invalid
             )
         extra = _read_extra(folder, invalid)
-        self._head = load_head(folder, extra.get("head"), model.hidden, invalid)
+        self._head = load_head(
+            folder, extra.get("head"), model.hidden, invalid, max_bytes, host_bytes
+        )
+        host_bytes += self._head.nbytes if self._head else 0
         info = AdapterInfo(
             name=name,
             digest="",
@@ -187,7 +188,8 @@ def read_adapter(name: str, folder: Path, description: Description, hidden: int)
     invalid = ErrorFactory(name)
     head = None
     if description.info.head_labels:
-        head = load_head(folder, _read_extra(folder, invalid).get("head"), hidden, invalid)
+        declared = _read_extra(folder, invalid).get("head")
+        head = load_head(folder, declared, hidden, invalid, description.host_bytes)
     return _read(folder, description, head, invalid.in_file(WEIGHTS))
 
 
@@ -247,11 +249,8 @@ def _assign_tensors(
 def _check_copy(file: WeightsFile, key: str, model: ModelShape, invalid: ErrorFactory) -> None:
     """Check that a tensor equals the base model's lm_head, which PEFT saves with an adapter of
     it."""
-    equal = file.shapes[key] == (model.vocabulary, model.hidden)
-    if equal:
-        base = model.lm_head()
-        equal = torch.equal(file.read(key).to(base.dtype), base)
-    if not equal:
+    expected = (model.vocabulary, model.hidden)
+    if file.shapes[key] != expected or not file.equals(key, model.lm_head()):
         raise invalid(f"holds '{key}', which differs from the base model's own lm_head")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from vlora.errors import InvalidArgument
-from vlora.lora.adapter import Adapter, AdapterFiles
+from vlora.lora.adapter import Adapter, AdapterFiles, AdapterInfo, load_adapter
 from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle, Stamp
 from vlora.lora.model_shape import ModelShape
@@ -129,3 +129,20 @@ class FolderReader:
         self._retries.pop(name, None)
         self._read_bytes += 0 if adapter is None else size
         self._report(FolderRead(AdapterHandle(name, folder, stamp, files.description), adapter))
+
+
+def read_infos(
+    folders: Mapping[str, Path], model: ModelShape, max_bytes: int
+) -> tuple[list[AdapterInfo], dict[str, InvalidArgument]]:
+    """Read each folder with its weights, one after another, in order of name.
+
+    Returns the adapters with their digests, and the errors by name. Holds the weights of one
+    adapter at a time. max_bytes: as of `FolderReader`.
+    """
+    infos, errors = [], {}
+    for name, folder in sorted(folders.items()):
+        try:
+            infos.append(load_adapter(name, folder, model, max_bytes).info)
+        except Exception as error:
+            errors[as_text(name)] = as_adapter_error(name, folder, error)
+    return infos, errors

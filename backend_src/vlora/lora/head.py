@@ -17,7 +17,7 @@ from vlora.lora.weights_file import WeightsFile
 
 @dataclass(frozen=True)
 class TaskHead:
-    """HeadMatrix of one adapter.
+    """Vision task head of one adapter.
 
     linear: weight [classes, hidden] and bias [classes], fp32.
     labels: one per class.
@@ -28,10 +28,24 @@ class TaskHead:
     labels: tuple[str, ...]
     tasks: tuple[str, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Size of weight and bias."""
+        return sum(tensor.nbytes for tensor in self.linear)
 
-def load_head(folder: Path, declared: Any, hidden: int, invalid: ErrorFactory) -> TaskHead | None:
-    """Return the head that `vlora.json` declares and `head.safetensors` holds; None without
-    both."""
+
+def load_head(
+    folder: Path,
+    declared: Any,
+    hidden: int,
+    invalid: ErrorFactory,
+    max_bytes: int,
+    others: int = 0,
+) -> TaskHead | None:
+    """Return the head that `vlora.json` declares and `head.safetensors` holds; None without both.
+
+    max_bytes: maximum size of the adapter in fp32. others: size of its other weights.
+    """
     path = folder / "head.safetensors"
     if declared is None and not path.exists():
         return None
@@ -44,6 +58,7 @@ def load_head(folder: Path, declared: Any, hidden: int, invalid: ErrorFactory) -
     for name, shape in expected.items():
         if file.shapes[name] != shape:
             raise invalid(f"has '{name}' {file.shapes[name]}; it must be {shape}")
+    file.require_fits(expected, max_bytes, others)
     return TaskHead(HeadMatrix(file.read("weight"), file.read("bias")), labels, tasks)
 
 

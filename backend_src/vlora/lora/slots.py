@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
 from vlora.lora.adapter import Adapter
 from vlora.lora.model_shape import ModelShape
-from vlora.lora.weights_reader import cast
 
 
 class Slots:
@@ -23,7 +21,7 @@ class Slots:
     used."""
 
     def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
-        """Create the slots. dtype: of the operator's pairs."""
+        """Create the slots. dtype: of the packed copies; the groups keep the host copies."""
         self._model = model
         self._dtype = dtype
         self._groups: dict[tuple[MatrixId, ...], LoraGroup] = {}
@@ -38,16 +36,10 @@ class Slots:
             shapes = [self._model.shape_of(matrix) for matrix in key]
             group = LoraGroup(shapes[0][1], [d_out for d_out, _ in shapes], self._dtype)
             for adapter in self._adapters:
-                pairs = {} if adapter is None else self._pairs(adapter)
+                pairs = {} if adapter is None else adapter.pairs
                 group.append([pairs.get(matrix) for matrix in key])
             self._groups[key] = group
         return self._groups[key]
-
-    def _pairs(self, adapter: Adapter) -> Mapping[MatrixId, LoraPair]:
-        """Return the adapter's pairs in the operator's dtype."""
-        if self._dtype == torch.float32:
-            return adapter.pairs
-        return cast(adapter.pairs, self._dtype)
 
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
         """Return the size of an adapter's packed copies in all groups. The compiled core
@@ -83,9 +75,8 @@ class Slots:
         """
         adapter = self._adapters[slot]
         assert adapter is not None, f"slot {slot} is empty"
-        pairs = self._pairs(adapter)
         for matrices, group in list(self._groups.items()):
-            row = [pairs.get(matrix) for matrix in matrices]
+            row = [adapter.pairs.get(matrix) for matrix in matrices]
             if address is None:
                 group.put(slot, row)
                 continue

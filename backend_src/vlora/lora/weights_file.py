@@ -6,6 +6,7 @@ Sizes are checked before anything is read: a file may declare more than the mach
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from vlora.lora.weights_reader import FLOATS, Layout
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 """Maximum size of a file's header; an adapter of 80 layers needs 0.2 MB."""
+
+PIECE_BYTES = 1 << 20
+"""Size of the pieces in which a tensor is compared with another one."""
 
 
 def _open(path: Path) -> Any:
@@ -33,6 +37,7 @@ class WeightsFile:
 
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
         """Open the file. Raise InvalidArgument if it is missing, no regular file, or broken."""
+        self._path = path
         self._invalid = invalid
         require_file(path, invalid)
         try:
@@ -85,10 +90,38 @@ class WeightsFile:
             raise self._invalid(f"has NaN or Inf in '{key}'")
         return tensor
 
-    def require_fits(self, keys: list[str], max_bytes: int) -> int:
-        """Return the size of these tensors in fp32; raise InvalidArgument if it exceeds
-        `max_bytes`."""
-        needed = sum(4 * math.prod(self.shapes[key]) for key in keys)
+    def equals(self, key: str, expected: torch.Tensor) -> bool:
+        """Return whether a tensor equals `expected` once it is rounded to the same dtype.
+
+        It is read in pieces of PIECE_BYTES. Raises InvalidArgument if a tensor of the file is no
+        float, or if it cannot be read.
+        """
+        if self.shapes[key] != tuple(expected.shape):
+            return False
+        offset, dtype = self.layout.offset(key), FLOATS[self._types[key]]
+        values = max(1, PIECE_BYTES // dtype.itemsize)
+        try:
+            with self._path.open("rb") as file:
+                file.seek(offset)
+                flat = expected.flatten()
+                for start in range(0, len(flat), values):
+                    piece = flat[start : start + values]
+                    stored = bytearray(file.read(len(piece) * dtype.itemsize))
+                    if len(stored) < len(piece) * dtype.itemsize:
+                        raise self._invalid("cannot be read: it ends early")
+                    same = torch.frombuffer(stored, dtype=dtype).float().to(piece.dtype)
+                    if not torch.equal(same, piece):
+                        return False
+        except OSError as error:
+            raise self._invalid(f"cannot be read: {error}") from error
+        return True
+
+    def require_fits(self, keys: Iterable[str], max_bytes: int, others: int = 0) -> int:
+        """Return the size of these tensors in fp32 and of the adapter's other weights.
+
+        others: size of these. Raises InvalidArgument if the sum exceeds `max_bytes`.
+        """
+        needed = others + sum(4 * math.prod(self.shapes[key]) for key in keys)
         if needed > max_bytes:
             raise self._invalid(
                 f"declares weights of {needed} bytes; 'max_adapter_bytes' allows {max_bytes}"

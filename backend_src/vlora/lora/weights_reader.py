@@ -58,13 +58,10 @@ class Layout:
         """
         size = plan.runs[-1][2]
         header, data = bytearray(self.start), torch.empty(size, dtype=torch.uint8)
-        wanted, others = data.numpy().data, memoryview(bytearray(plan.other_bytes))
-        buffers = (
-            wanted[start:end] if end <= size else others[start - size : end - size]
-            for start, end in plan.targets
-        )
+        wanted = data.numpy().data
+        parts = (wanted[a:b] if b <= size else b - a for a, b in plan.targets)
         try:
-            _read_into(path, [memoryview(header), *buffers])
+            _read_into(path, [memoryview(header), *parts])
         except (OSError, EOFError) as error:
             raise invalid(f"cannot be read: {error}") from error
         if hash(bytes(header)) != self.header:
@@ -76,6 +73,11 @@ class Layout:
                 run = run.clone()  # Tensors of a smaller type before it leave it unaligned.
             runs.append(run.view(dtype).to(torch.float32))
         return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def offset(self, key: str) -> int:
+        """Return the number of bytes before a tensor."""
+        before = range(self.keys.index(key))
+        return self.start + sum(self.sizes[i] * FLOATS[self.types[i]].itemsize for i in before)
 
     def read_plan(self, wanted: Sequence[int]) -> ReadPlan:
         """Return the plan that puts the `wanted` tensors into memory in this order, then the
@@ -93,48 +95,51 @@ class Layout:
             *_, (_, end) = run
             runs.append((dtype, start, end))
             start = end
-        return ReadPlan(tuple(targets), tuple(runs), ends[-1] - start)
+        return ReadPlan(tuple(targets), tuple(runs))
 
 
 @dataclass(frozen=True)
 class ReadPlan:
     """Target of a file's bytes in memory.
 
-    targets: (start, end) of each tensor, in the file's order.
+    targets: (start, end) of each tensor, in the file's order. Those that end beyond the last run
+        are skipped.
     runs: (dtype, start, end) of contiguous wanted tensors of one dtype.
-    other_bytes: size of the tensors after these, which are read only to skip them.
     """
 
     targets: tuple[tuple[int, int], ...]
     runs: tuple[tuple[torch.dtype, int, int], ...]
-    other_bytes: int
 
 
-def _read_into(path: Path, buffers: Sequence[memoryview]) -> None:
-    """Fill the buffers from the file's beginning. The file is not mapped: truncating a mapped file
-    would end the process."""
-    left = [buffer for buffer in buffers if buffer.nbytes]
+def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:
+    """Fill buffers from the file's beginning; a number is one of bytes to skip. The file is not
+    mapped: truncating a mapped file would end the process."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        offset = 0
-        while left:
-            count = os.preadv(descriptor, left[:MAX_BUFFERS], offset)
-            if count == 0:
-                raise EOFError("it ends early")
-            offset += count
-            while left and count >= left[0].nbytes:
-                count -= left.pop(0).nbytes
-            if count:
-                left[0] = left[0][count:]
+        offset, contiguous = 0, list[memoryview]()
+        for part in (*parts, 0):
+            if isinstance(part, memoryview):
+                contiguous.append(part)
+            else:
+                offset = _fill(descriptor, offset, contiguous) + part
+                contiguous = []
     finally:
         os.close(descriptor)
 
 
-def cast(pairs: Mapping[MatrixId, LoraPair], dtype: torch.dtype) -> dict[MatrixId, LoraPair]:
-    """Return all of an adapter's pairs in this dtype, as views of one tensor."""
-    factors = [*(pair.a for pair in pairs.values()), *(pair.b for pair in pairs.values())]
-    flat = torch.cat([factor.flatten() for factor in factors]).to(dtype)
-    return _split_pairs(flat, pairs, [tuple(factor.shape) for factor in factors])
+def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
+    """Fill buffers from a file's offset on; return the offset after them."""
+    left = [buffer for buffer in buffers if buffer.nbytes]
+    while left:
+        count = os.preadv(descriptor, left[:MAX_BUFFERS], offset)
+        if count == 0:
+            raise EOFError("it ends early")
+        offset += count
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]
+    return offset
 
 
 def _split_pairs(

@@ -13,6 +13,8 @@ import torch
 from vlora.memory import hugepages
 from vlora.model.decoder_config import DecoderConfig
 
+FP32_BYTES = 4
+
 
 @dataclass(frozen=True)
 class StepBuffers:
@@ -33,19 +35,28 @@ class StepBuffers:
     hidden: torch.Tensor
 
 
+def _groups(config: DecoderConfig) -> tuple[dict[str, int], ...]:
+    """Return the widths of the buffers by name; those of one group share their memory."""
+    attended, inner = config.heads * config.head_dim, config.intermediate
+    qkv = attended + 2 * config.kv_heads * config.head_dim
+    return (
+        {"qkv": qkv, "gate_up": 2 * inner},
+        {"normed": config.hidden, "attended": attended, "gated": inner},
+        {"delta": config.hidden},
+        {"hidden": config.hidden},
+    )
+
+
+def workspace_bytes(config: DecoderConfig, rows: int) -> int:
+    """Return the size of the buffers of a step with this many rows."""
+    return sum(max(group.values()) * rows * FP32_BYTES for group in _groups(config))
+
+
 class Workspace:
     """Buffers of one forward pass at a time. Holds memory for the largest step so far."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        attended, inner = config.heads * config.head_dim, config.intermediate
-        qkv = attended + 2 * config.kv_heads * config.head_dim
-        # Buffers by width; those of one group share their memory.
-        self._groups = (
-            {"qkv": qkv, "gate_up": 2 * inner},
-            {"normed": config.hidden, "attended": attended, "gated": inner},
-            {"delta": config.hidden},
-            {"hidden": config.hidden},
-        )
+        self._groups = _groups(config)
         self._memory: list[torch.Tensor] = []
         self._max_rows = -1
         self._buffers: StepBuffers | None = None

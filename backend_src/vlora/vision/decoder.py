@@ -2,7 +2,7 @@
 
 A request that needs more processor time or memory than its limits ends its decoder process, gets
 its error, and the process is replaced. A request that takes long continues outside the regular
-places, at a lower priority, so that the requests after it are not delayed.
+places, and later at a lower priority, so that the requests after it are not delayed.
 
 **Invariant:** the decoded pixels of all requests are at most `max_batch_megapixels`, apart from one
 request, which has its own limit.
@@ -27,14 +27,17 @@ from vlora.vision import decode_protocol as protocol
 from vlora.vision.decode_process import Decoder, ForkServer, HasReply, PictureRefusedError
 from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
 
-SLOW_SECONDS = 1.0
-"""Seconds after which a request gives its place to the next one."""
+LONG_SECONDS = 0.1
+"""Seconds after which a request gives its place to the next one: ordinary images take less."""
+
+SLOW_SECONDS = 0.25
+"""Seconds after which the priority of a request's decoder is lowered."""
 
 SLOW_NICENESS = 10
-"""Niceness of the decoder of a slow request: a tenth of the share of other processes."""
+"""Niceness of the decoder of a slow request above ours: it gets a tenth of our share."""
 
-POLL_SECONDS = 0.1
-"""Interval at which a request that waits for memory checks whether it has become slow."""
+POLL_SECONDS = 0.05
+"""Interval at which a request that waits checks whether it has become long or slow."""
 
 
 class PixelPool:
@@ -88,40 +91,44 @@ OnDone = Callable[[DecodedRequest | Exception], None]
 
 
 class _Place:
-    """The place of one request: a regular one, and one of the slow ones if it takes long.
+    """The place of one request: a regular one, then one of those for long requests.
 
-    process: id of its decoder, whose priority is lowered with the change.
+    The time in a regular place bounds how long such a request delays others.
+
+    process: id of its decoder. is_slow: whether the decoder's priority was lowered.
     """
 
-    def __init__(self, regular: threading.Semaphore, slow: threading.Semaphore) -> None:
+    def __init__(self, regular: threading.Semaphore, long: threading.Semaphore) -> None:
         self._regular = regular
-        self._slow = slow
+        self._long = long
+        self._is_long = False
         self.is_slow = False
         self.process: int | None = None
 
     def __enter__(self) -> _Place:
         self._regular.acquire()
-        self._slow_at = time.monotonic() + SLOW_SECONDS
+        self._since = time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
-        (self._slow if self.is_slow else self._regular).release()
+        (self._long if self._is_long else self._regular).release()
 
     def wait(self, has_reply: HasReply) -> None:
-        """Wait for a reply of the decoder; change to a slow place meanwhile if necessary."""
-        while not has_reply(max(self._slow_at - time.monotonic(), POLL_SECONDS)):
+        """Wait for a reply of the decoder; change the place or the priority meanwhile."""
+        while not has_reply(POLL_SECONDS):
             self.check()
 
     def check(self) -> None:
-        """Change to a slow place if the request has taken long and one is free."""
-        late = not self.is_slow and time.monotonic() >= self._slow_at
-        if late and self._slow.acquire(blocking=False):
-            self.is_slow = True
+        """Change the place or the priority if it is time, and if a place for long ones is free."""
+        seconds = time.monotonic() - self._since
+        if not self._is_long and seconds >= LONG_SECONDS and self._long.acquire(blocking=False):
+            self._is_long = True
             self._regular.release()
-            if self.process is not None:
-                # The decoder may have ended.
-                with suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, self.process, SLOW_NICENESS)
+        if self._is_long and not self.is_slow and seconds >= SLOW_SECONDS and self.process:
+            self.is_slow = True
+            # The decoder may have ended.
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self.process, os.nice(0) + SLOW_NICENESS)
 
 
 class ImageDecoder:
@@ -130,12 +137,12 @@ class ImageDecoder:
     def __init__(self, limits: Limits, places: int = 2) -> None:
         """Start the fork server.
 
-        places: number of requests that are decoded at a time; twice as many slow ones come on top.
+        places: number of requests that are decoded at a time; twice as many long ones come on top.
         """
         self._processes = ForkServer()
         self._pixels = PixelPool(limits.max_batch_megapixels * 1e6)
         self._regular = threading.Semaphore(places)
-        self._slow = threading.Semaphore(2 * places)
+        self._long = threading.Semaphore(2 * places)
         self._threads = ThreadPoolExecutor(3 * places, thread_name_prefix="decode")
         self._idle: list[Decoder] = []
         self._closed = False
@@ -209,7 +216,7 @@ class ImageDecoder:
             self._pixels.reserve(owner, width * height, place.check)
 
         images: list[DecodedImage] = []
-        with _Place(self._regular, self._slow) as place:
+        with _Place(self._regular, self._long) as place:
             check()
             decoder = self._take()
             place.process = decoder.process

@@ -13,7 +13,7 @@
 namespace vlora::atmm {
 namespace {
 
-// Seconds of work below which waking a second thread costs more than it saves.
+// Minimum seconds of work for a second thread: with less, waking it costs more than it saves.
 constexpr double kMinParallelSeconds = 8e-6;
 
 // How much faster adapters are read from cache than from memory; used only to estimate work.
@@ -23,17 +23,17 @@ constexpr double kCachedRate = 3;
 // whose tiles of 4 rows still fill the pipeline.
 constexpr int64_t kMinBlockRows = 8;
 
-// Ratio of the longest thread's share to the mean up to which the shares count as balanced.
+// Maximum ratio of the longest thread's share to the mean for which the shares count as balanced.
 constexpr double kBalanced = 1.08;
 
 // Maximum number of times that blocks are halved for balance.
 constexpr int kMaxHalvings = 5;
 
-// Maximum blocks per thread whose balance is examined; more are balanced by their number.
+// Maximum number of blocks per thread for which the balance is computed. More blocks even out.
 constexpr int64_t kManyBlocks = 32;
 
-// Rows per thread up to which all threads share the inside of the segments of a wave that blocks of
-// rows do not balance.
+// Maximum rows per thread for which all threads work on each segment together (SharedWave), where
+// blocks of rows cannot be balanced.
 constexpr int64_t kMaxSharedRows = 24;
 
 float* low_scratch(int64_t floats) {
@@ -130,9 +130,9 @@ double estimated_seconds(const Call& c, const Segment& s) {
   return std::max(2 * rows * adapter_elements / machine.peak[int(c.p.dtype)], bytes / rate);
 }
 
-// Whether vdpbf16ps is no faster than fp32 multiply-adds, although it does more at once. Blocks of
-// a few rows then wait for it and not for memory; a single row does not, and from kMinTileUnitRows
-// on there are other ways.
+// Whether vdpbf16ps is slower than fp32 multiply-adds or missing. Blocks of a few rows are then
+// multiplied as fp32, since this instruction would limit them. Memory limits a single row, and from
+// kMinTileUnitRows on other kernels are used.
 bool pairs_are_slow() {
   static const bool slow = !runtime::runs_here(runtime::Isa::kAvx512Bf16) ||
                            runtime::core_peak(runtime::Isa::kAvx512Bf16, Dtype::kBf16) <

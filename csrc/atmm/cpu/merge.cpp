@@ -15,18 +15,18 @@ namespace {
 // Tasks per thread: enough of them that little time is idle while the last ones finish.
 constexpr int64_t kTasksPerThread = 8;
 
-// Rows of a task, and rows computed at a time where stores bypass the caches, so that their part of
-// B stays in L1. It is a multiple of 6, 8 and 32, the rows of the tiles.
+// Rows of a task; a multiple of 6, 8 and 32, the rows of the tiles. Where stores bypass the caches,
+// all of them are computed at a time, and their part of B stays in L1.
 constexpr int64_t kTaskRows = 96;
 
-// Minimum rank for which AMX tiles are faster than vectors. A tile's depth is 32, and smaller ranks
-// only wait for memory. Measured on one thread, bf16, vectors and tiles: rank 64:
-// 52 and 30 ms, rank 32: 18 and 13 ms, rank 16: 17 and 20 ms.
+// Minimum rank for which AMX tiles are faster than vectors. A tile's depth is 32, and memory limits
+// smaller ranks. Measured in bf16 on one thread with vectors and with tiles: rank 64 takes 52 and
+// 30 ms, rank 32 18 and 13 ms, rank 16 17 and 20 ms.
 constexpr int64_t kMinLimbRank = 17;
 
-// Bytes of a row's part from which on the hardware prefetches the next rows: it follows one stream
-// in a page. With software prefetch, 896 columns of fp32 by tiles on one thread take 3.3 ms instead
-// of 4.5 ms, 4096 columns 52 ms instead of 49 ms.
+// Minimum bytes of a row's part for which prefetching the next rows is left to the hardware, which
+// follows one stream in each page. With software prefetch, 896 columns of fp32 by tiles on one
+// thread take 3.3 ms instead of 4.5 ms, and 4096 columns 52 ms instead of 49 ms.
 constexpr int64_t kHardwarePrefetchBytes = 4096;
 
 // Whether the tiles read panels whose even columns come first.
@@ -100,9 +100,9 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   const Panels panels{reinterpret_cast<const char*>(packed), ceil_div(task.columns, kPanel), m.rank,
                       kernels.bundle, false};
   // Stores bypass the caches if a tile writes several whole lines of a row one after another. With
-  // AVX2 it writes one line or half a line and then continues in the next row: memory of Zen 3
-  // takes that at a half to a fifth of its rate. In place, the lines read are in cache and are
-  // written there.
+  // AVX2 it writes a line or half a line and then continues in the next row, which reaches only a
+  // half to a fifth of the memory's rate (Zen 3). A merge in place has just read these lines, so it
+  // writes them in the cache.
   const bool wide_tiles = kernels.bundle > 1;
   const bool bypasses = wide_tiles && writes_whole_lines(m, size, out, in);
   Tile t{};
@@ -124,8 +124,8 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   loop.out_panel = loop.in_panel = kPanel * size;
   loop.tail = int32_t(task.columns - (panels.count - 1) * kPanel);
   loop.fetch_rows = true;
-  // Narrow tiles take one tile's rows at a time from end to end: as many streams as the hardware
-  // prefetches.
+  // With narrow tiles, the rows of one tile are computed from end to end before the next ones: the
+  // hardware prefetches that many streams.
   const int64_t rows =
       wide_tiles ? kTaskRows
                  : std::min<int64_t>(kMaxDirectRows, kernels.max_rows[loop.columns - 1]);
@@ -147,7 +147,7 @@ bool uses_limbs(const Kernels& kernels, const Merge& m) {
 
 int64_t limb_depth(int64_t rank) { return ceil_div(rank, kLimbDepth) * kLimbDepth; }
 
-// Floats of memory for columns of A as limbs, which take the role of pack_columns' panels.
+// Returns the floats that columns of A take as limbs, which replace the panels of pack_columns.
 int64_t limb_floats(int64_t rank, int64_t columns) {
   return ceil_div(columns, kLimbColumns) * kLimbColumns * limb_depth(rank) * kLimbs / 2;
 }

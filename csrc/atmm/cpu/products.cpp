@@ -34,8 +34,8 @@ void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step,
   }
 }
 
-// Steps of a bundle that are prefetched while the same number before them is multiplied: loads of
-// tiles alone keep too few cache lines in flight.
+// Steps of a bundle that are prefetched while the same number of steps before them is multiplied.
+// The loads of the tiles alone would keep too few cache lines in flight.
 constexpr int64_t kFetchedSteps = 2 * runtime::kAmxRows;
 
 // Whether an adapter is read once, from memory. With more rows it is read again, from L2.
@@ -45,8 +45,8 @@ void prefetch(const char* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
 }
 
-// Computes panels [first, last) of x A^T, none of them narrow. The last prefetch of a bundle is of
-// what follows it in memory: the next bundle, or B.
+// Computes panels [first, last) of x A^T, none of them narrow. The end of a bundle prefetches what
+// follows in memory: the next bundle, or B.
 void shrink_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to,
                      int64_t first, int64_t last) {
   const int64_t begin = c.steps(x.k), total_steps = c.steps(x.count);

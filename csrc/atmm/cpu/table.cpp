@@ -22,7 +22,7 @@ int field(uint64_t word, int index) { return int(word >> (8 * index) & 0xff); }
 
 int log2_of(uint64_t value) { return value ? 63 - __builtin_clzll(value) : 0; }
 
-// Bytes of L2 from which on cores prefetch the rows that a merge reads next by themselves.
+// Minimum bytes of L2 of cores whose hardware prefetches the rows that a merge reads next.
 constexpr int64_t kPrefetchingL2 = 2 << 20;
 
 // Returns a weighted number of octaves between two keys, or -1 if their operation or type differs.
@@ -77,8 +77,8 @@ std::string name_of(const TileConfig& c) {
 }
 
 TileConfig built_in(const Shape& s, const runtime::Machine& machine, bool widening, bool tiles) {
-  // All panels of a bundle, because they are one stream. (A register tile is never wider than its
-  // instruction set's widest.)
+  // All panels of a bundle, because they are one stream. (A register tile has at most the width of
+  // the widest tile of its instruction set.)
   const int columns = kMaxBundle * kPanel;
   if (s.operation == Operation::kMerge) {
     // As many columns of A are packed at a time as fill L2, although that leaves no L2 for W. Rows
@@ -99,15 +99,15 @@ TileConfig built_in(const Shape& s, const runtime::Machine& machine, bool wideni
     return {8, columns, columns, 0, lines, 0};
   }
   // Many rows: wide tiles. 6 rows by 64 columns fill the registers of AVX-512 and load least per
-  // product (16 columns with AVX2). Rows are read in place: copying them costs more than their
-  // stride does (160 against 195 GFLOP/s at d = 4096, rank 64). Panels of 64 columns take a quarter
-  // of L2 at a time, and a rank-64 intermediate three quarters of L1. Where panels are converted to
-  // fp32 for a block of rows, blocks are twice as long.
+  // product (16 columns with AVX2). Rows are read in place: copying them costs more than the cache
+  // misses of their stride (160 against 195 GFLOP/s at d = 4096, rank 64). Panels of 64 columns take
+  // a quarter of L2 at a time, and a rank-64 intermediate three quarters of L1. Where panels are
+  // converted to fp32 for a block of rows, blocks are twice as long.
   const int depth = nearest({128, 256, 512, 1024}, double(machine.l2) / 4 / (columns * 4));
   const double rows = double(machine.l1) * 3 / 4 / (64 * 4);
-  // AMX tiles wait for their rows. Where a segment's rows fill half of L2, blocks have 32 rows: as
-  // many streams as the hardware prefetches and as one product takes. Measured on one thread with 4
-  // x 256 rows, d = 4096, rank 64: 96 rows 2.4 ms, 48 rows 2.3 ms, 24 rows 1.9 ms, 32 rows 1.8 ms.
+  // Loading rows limits AMX tiles. Where a segment's rows fill half of L2, blocks have the 32 rows
+  // of one product, as many streams as the hardware prefetches. Measured on one thread with 4 x 256
+  // rows, d = 4096, rank 64: 96 rows 2.4 ms, 48 rows 2.3 ms, 24 rows 1.9 ms, 32 rows 1.8 ms.
   const int64_t row_bytes = 2 * s.rows * (s.d_in + s.d_out);
   if (tiles && 2 * row_bytes >= machine.l2) return {32, columns, columns, depth, 0, 0};
   return {nearest({48, 96, 192}, widening ? 2 * rows : rows), columns, columns, depth, 0, 0};

@@ -9,9 +9,32 @@ namespace {
 
 constexpr int kSide = 128, kDepth = 16, kThreads = 256, kHalf = kSide / 2, kQuad = 4;
 
+// The transposed part of B in shared memory is [kDepth][kStride]. A warp stores 8 steps of depth of
+// 4 rows, which it reads as 4 pieces of 32 bytes; with this stride they fall on 32 banks. The
+// stride keeps rows aligned to 16 bytes.
+constexpr int kStride = kSide + 4, kSteps = 8;
+// Returns the step of depth, and the row of B, of the i-th element that a block stores.
+VLORA_HD constexpr int step_of(int i) { return i / (kSteps * kSide) * kSteps + i % kSteps; }
+VLORA_HD constexpr int row_of(int i) { return i / kSteps % kSide; }
+
+// Returns the largest number of lanes of a warp that store to the same bank at once.
+constexpr int bank_conflicts() {
+  constexpr int kBanks = 32;
+  int largest = 0;
+  for (int first = 0; first < kDepth * kSide; first += kWarp) {
+    int lanes[kBanks] = {};
+    for (int i = first; i < first + kWarp; ++i) {
+      const int on_bank = ++lanes[(step_of(i) * kStride + row_of(i)) % kBanks];
+      if (on_bank > largest) largest = on_bank;
+    }
+  }
+  return largest;
+}
+static_assert(bank_conflicts() == 1, "each lane must store to a bank of its own");
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) merge_kernel(VloraMergeCall call) {
-  __shared__ float a[kDepth][kSide], b[kDepth][kSide];
+  __shared__ float a[kDepth][kSide], b[kDepth][kStride];
   const int tx = int(threadIdx.x) % (kHalf / kQuad), ty = int(threadIdx.x) / (kHalf / kQuad);
   for (int64_t block = blockIdx.x; block < call.blocks; block += gridDim.x) {
     int begin = 0, end = call.count;
@@ -26,11 +49,12 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(VloraMergeCall call)
     float sums[8][8] = {};
     for (int64_t from = 0; from < m.rank; from += kDepth) {
       __syncthreads();  // all threads have read the previous iteration's parts
+#pragma unroll 4
       for (int i = int(threadIdx.x); i < kDepth * kSide; i += kThreads) {
         const int64_t k = from + i / kSide, c = column + i % kSide;
         a[i / kSide][i % kSide] = k < m.rank && c < m.d_in ? m.a[k * m.d_in + c] : 0.f;
-        const int64_t l = from + i % kDepth, r = row + i / kDepth;
-        b[i % kDepth][i / kDepth] = l < m.rank && r < m.d_out ? m.b[r * m.rank + l] : 0.f;
+        const int64_t l = from + step_of(i), r = row + row_of(i);
+        b[step_of(i)][row_of(i)] = l < m.rank && r < m.d_out ? m.b[r * m.rank + l] : 0.f;
       }
       __syncthreads();
 #pragma unroll 4

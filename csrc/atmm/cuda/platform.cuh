@@ -85,6 +85,11 @@ __device__ __forceinline__ void sum_lanes(float (&values)[N], int lanes) {
   }
 }
 
+// Returns the number of lanes of the warp for which `value` is true. All lanes must call it.
+__device__ __forceinline__ int count_lanes(bool value) {
+  return __popc(__ballot_sync(0xffffffffu, value));
+}
+
 #define VLORA_SHARED(type, name)                                        \
   extern __shared__ __align__(16) unsigned char vlora_dynamic_shared[]; \
   type *const name = reinterpret_cast<type *>(vlora_dynamic_shared)
@@ -93,13 +98,14 @@ __device__ __forceinline__ void sum_lanes(float (&values)[N], int lanes) {
 
 using Half = emulation::Half;
 using Bfloat = emulation::Bfloat;
+using emulation::count_lanes;
 using emulation::from_float;
 using emulation::launch;
 using emulation::sum_lanes;
 using emulation::to_float;
 using emulation::warm;
 
-#define VLORA_SHARED(type, name) type *const name = static_cast<type *>(emulation::shared())
+#define VLORA_SHARED(type, name) const emulation::Shared<type> name
 
 #endif
 

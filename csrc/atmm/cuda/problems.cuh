@@ -59,15 +59,20 @@ VLORA_HD int64_t tiles_of(const Problem &p, int block_rows, int block_columns, i
 }
 
 // Returns the problem that contains a tile: the last one with first <= tile, which is never empty.
-VLORA_HD int problem_of(const int32_t *first, int begin, int end, int tile) {
+// The lanes of a warp search together, so that 1024 problems take two reads one after the other.
+__device__ inline int problem_of(const int32_t *first, int begin, int end, int tile) {
+  const int lane = int(threadIdx.x) % kWarp;
   while (end - begin > 1) {
-    const int middle = begin + (end - begin) / 2;
-    (first[middle] <= tile ? begin : end) = middle;
+    const int step = int(div_up(end - begin, kWarp)), at = begin + lane * step;
+    // `first` ascends, so the condition holds for the first lanes.
+    begin += (count_lanes(at < end && first[at] <= tile) - 1) * step;
+    end = int(min64(end, begin + step));
   }
   return begin;
 }
 
-VLORA_HD Tile tile_at(const Group &g, int begin, int end, int tile) {
+// All lanes of a warp must call it.
+__device__ inline Tile tile_at(const Group &g, int begin, int end, int tile) {
   Tile t;
   t.problem = problem_of(g.first, begin, end, tile);
   const Problem &p = g.problems[t.problem];
@@ -268,7 +273,8 @@ inline int64_t max_tiles(const VloraCall &call, int block_rows, int block_column
 struct RowWork {
   Slices slices;
   int up_to;  // maximum rows of a segment; tiles compute longer ones
-  int rank_blocks, column_blocks;
+  int rank_blocks, column_blocks;  // column_blocks: of all projections
+  int first_column_block[VLORA_MAX_PROJECTIONS];
 };
 
 constexpr int kRowWarps = 8, kRowThreads = kRowWarps * kWarp;
@@ -288,7 +294,12 @@ inline RowWork row_work(const VloraCall &call, const VloraTiles &tiles) {
   work.slices = call.heads ? Slices{1, call.d_in} : slices_of(call.d_in, tiles.row_slices);
   work.up_to = tiles.shrink == VLORA_ROWS ? INT32_MAX : tiles.rows_up_to;
   work.rank_blocks = int(div_up(call.max_rank, kRanksPerBlock));
-  work.column_blocks = int(div_up(max_d_out(call), kColumnsPerBlock));
+  work.column_blocks = 0;
+  for (int p = 0; p < VLORA_MAX_PROJECTIONS; ++p) {
+    work.first_column_block[p] = work.column_blocks;
+    if (p < call.projection_count)
+      work.column_blocks += int(div_up(call.projections[p].d_out, kColumnsPerBlock));
+  }
   return work;
 }
 

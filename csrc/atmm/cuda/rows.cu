@@ -1,8 +1,8 @@
 // The row kernels: for decode, and for what tensor cores do not take (fp32, odd or unaligned
 // sizes).
 //
-// With few rows per segment a tile of 16 rows would be mostly padding, and bandwidth is the limit.
-// Both kernels read each byte of an adapter once for every R rows, in coalesced loads of 16 bytes.
+// With few rows per segment, a tile of 16 rows would be mostly padding, and bandwidth is the limit.
+// Both kernels read an adapter once for every R rows, in coalesced loads of 16 bytes.
 // The depth of the shrink is divided into slices, so that few segments still fill the device; the
 // expand sums the slices, in order, when it reads them.
 #include "kernels.cuh"
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kRowThreads) shrink_kernel(VloraCall call, Wor
     if (checked_adapter.fault != 0 && reports_faults) record_fault(w, checked_adapter.fault);
     const int rank = int(checked_adapter.adapter.rank);
     const int j = rank_block * kRanksPerBlock + warp * kRanksPerWarp;
-    if (j >= rank) continue;  // for all lanes of the warp
+    if (j >= rank) continue;  // the same for all lanes of the warp
     const T *const a0 = static_cast<const T *>(checked_adapter.adapter.a) + int64_t(j) * call.d_in;
     const T *const a1 = j + 1 < rank ? a0 + call.d_in : a0;
     const int from = slice * work.slices.depth;
@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(kRowThreads) shrink_kernel(VloraCall call, Wor
 
 // Computes y[row, c] += sign * low[row] · B[c] for the rows of one wave. A warp takes 32
 // neighbouring columns. Groups of `lanes` of its lanes compute one column at a time, so that they
-// read consecutive pieces of 16 bytes of B; each lane keeps the sum of the column that it writes.
+// read consecutive pieces of 16 bytes of B. Each lane multiplies the same piece of all columns, and
+// keeps the sum of the column that it writes.
 template <typename T, int R>
 __global__ void __launch_bounds__(kRowThreads) expand_kernel(VloraCall call, Workspace w,
                                                              RowWork work, int wave) {
@@ -113,16 +114,25 @@ __global__ void __launch_bounds__(kRowThreads) expand_kernel(VloraCall call, Wor
   VLORA_SHARED(float, low);  // [R, max_rank]
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
   const int begin = wave_begin(call, wave);
-  const int64_t per_segment = int64_t(call.projection_count) * work.column_blocks;
-  const int64_t items = (call.wave_end[wave] - begin) * per_segment;
+  const int per_segment = work.column_blocks;
+  const int64_t items = int64_t(call.wave_end[wave] - begin) * per_segment;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const int index = begin + int(item / per_segment);
-    const int projection = int(item % per_segment) / work.column_blocks;
+    const int item_in_segment = int(item % per_segment);
+    int projection = 0, first_block = 0;
+    // Constant indices keep `work` out of local memory.
+#pragma unroll
+    for (int p = 1; p < VLORA_MAX_PROJECTIONS; ++p) {
+      const int block = work.first_column_block[p];
+      const bool reached = p < call.projection_count && block <= item_in_segment;
+      projection += reached;
+      first_block = reached ? block : first_block;
+    }
     const int64_t column =
-        int64_t(item % work.column_blocks) * kColumnsPerBlock + warp * kWarp + lane;
+        int64_t(item_in_segment - first_block) * kColumnsPerBlock + warp * kWarp + lane;
     const CheckedSegment checked = segment_at(call, wave, index);
     const VloraSegment s = checked.segment;
-    if (s.length == 0 && checked.fault == 0) return;  // so is the rest of the wave
+    if (s.length == 0 && checked.fault == 0) return;  // empty segments come last in a wave
     if (s.length == 0 || s.length > work.up_to) continue;
     const CheckedAdapter checked_adapter = adapter_at(call, projection, index, s.slot, false);
     const int rank = int(checked_adapter.adapter.rank);
@@ -148,32 +158,40 @@ __global__ void __launch_bounds__(kRowThreads) expand_kernel(VloraCall call, Wor
       }
       __syncthreads();
       float results[R] = {};
-#pragma unroll 4
-      for (int c = 0; c < lanes; ++c) {
-        float sums[R] = {};
-        if (group_column + c < out.d_out) {
-          const T *const b =
-              static_cast<const T*>(checked_adapter.adapter.b) + (group_column + c) * rank;
-          for (int piece = member; piece < pieces; piece += lanes) {
-            if (aligned) {
-              float q[kStep];
-              load16(b + piece * kStep, q);
+      // One iteration, except for ranks of more than 32 pieces.
+      for (int first = 0; first < pieces; first += lanes) {
+        const int piece = first + member;
+        float part[R][kStep] = {};  // of `low`
+        if (piece < pieces) {
+          const int values = aligned ? kStep : 1;
 #pragma unroll
-              for (int i = 0; i < R; ++i)
+          for (int i = 0; i < R; ++i)
 #pragma unroll
-                for (int e = 0; e < kStep; ++e)
-                  sums[i] += q[e] * low[i * call.max_rank + piece * kStep + e];
-            } else {
-              const float q = to_float(b[piece]);
-#pragma unroll
-              for (int i = 0; i < R; ++i) sums[i] += q * low[i * call.max_rank + piece];
-            }
-          }
+            for (int e = 0; e < kStep; ++e)
+              if (e < values) part[i][e] = low[i * call.max_rank + piece * values + e];
         }
-        sum_lanes(sums, lanes);
+#pragma unroll 4
+        for (int c = 0; c < lanes; ++c) {
+          float sums[R] = {};
+          if (piece < pieces && group_column + c < out.d_out) {
+            const T *const b =
+                static_cast<const T*>(checked_adapter.adapter.b) + (group_column + c) * rank;
+            float q[kStep] = {};
+            if (aligned) {
+              load16(b + piece * kStep, q);
+            } else {
+              q[0] = to_float(b[piece]);
+            }
 #pragma unroll
-        for (int i = 0; i < R; ++i)
-          if (c == member) results[i] = sums[i];
+            for (int i = 0; i < R; ++i)
+#pragma unroll
+              for (int e = 0; e < kStep; ++e) sums[i] += q[e] * part[i][e];
+          }
+          sum_lanes(sums, lanes);
+#pragma unroll
+          for (int i = 0; i < R; ++i)
+            if (c == member) results[i] += sums[i];
+        }
       }
       if (column >= out.d_out) continue;
 #pragma unroll
@@ -203,8 +221,8 @@ Expand expand_of(int type) {
 
 // Returns a grid with the items along x and the row blocks of a segment along y.
 dim3 grid_of(const VloraCall &call, int64_t items, int row_block, int up_to, int resident) {
-  constexpr int kBlocksPerResident =
-      4;  // more blocks than the device holds, since their work differs
+  // More blocks than the device can hold, since they do not all have the same work.
+  constexpr int kBlocksPerResident = 4;
   const int64_t rows = div_up(min64(call.longest, up_to), row_block);
   const int64_t x = min64(items, int64_t(kBlocksPerResident) * resident);
   const int64_t y = min64(rows, div_up(int64_t(kBlocksPerResident) * resident, x));
@@ -246,7 +264,7 @@ cudaError_t shrink_rows(const VloraCall &call, const Workspace &w, const RowWork
 cudaError_t expand_rows(const VloraCall &call, const Workspace &w, const RowWork &work,
                         int row_block, int wave, int resident, cudaStream_t stream) {
   const int64_t items = int64_t(call.wave_end[wave] - wave_begin(call, wave)) *
-                        call.projection_count * work.column_blocks;
+                        work.column_blocks;
   if (items == 0) return cudaSuccess;
   const dim3 grid = grid_of(call, items, row_block, work.up_to, resident);
   return launch(row_block == 1 ? expand_of<1>(call.type) : expand_of<4>(call.type), grid,

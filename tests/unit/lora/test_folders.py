@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.adapter_store import no_free_descriptors, write_adapter
+from tests.support.adapter_store import no_free_descriptors, small_model, write_adapter
 from vlora.lora import folders
+from vlora.lora.folder_reader import read_infos
 from vlora.lora.folders import FolderWatch, find_folders, stamp_of
+from vlora.lora.weights_reader import WeightsReader
 
 
 def test_a_watch_reports_settled_folders_once(root: Path) -> None:
@@ -116,3 +120,25 @@ def test_a_root_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     watch._reported = {"a": (tmp_path, b"")}
     watch.look(0.0)
     assert not reported
+
+
+def test_adapters_are_listed_with_the_weights_of_one_at_a_time(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "broken").mkdir()
+    alive: list[weakref.ref[Any]] = []
+    read = WeightsReader.read
+
+    def counted(*args: Any) -> Any:
+        gc.collect()
+        assert not [reference for reference in alive if reference() is not None]
+        pairs, digest = read(*args)
+        alive.extend(weakref.ref(factor) for pair in pairs.values() for factor in pair)
+        return pairs, digest
+
+    monkeypatch.setattr(WeightsReader, "read", counted)
+    infos, errors = read_infos(find_folders(root, {}), small_model(), 1 << 20)
+    assert [info.name for info in infos] == [f"a{index}" for index in range(6)]
+    assert all(info.digest for info in infos)
+    assert set(errors) == {"broken"}
+    assert "adapter 'broken': adapter_config.json" in str(errors["broken"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from vlora.atmm import op
 from vlora.atmm.types import Segment
 from vlora.lora import loads
 from vlora.lora.adapter import AdapterFiles
+from vlora.lora.folders import find_folders
+from vlora.lora.store import AdapterStore
 
 
 def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
@@ -171,3 +174,25 @@ def test_a_large_adapter_is_packed_by_the_packer_thread(
     assert harness.request(3) is None
     assert harness.resident() == {"a3"}
     assert [name.partition("_")[0] for name in packed] == ["adapter-packer"]
+
+
+def test_an_adapter_in_bf16_has_no_copy_besides_the_host_copy_and_the_packed_one(
+    root: Path,
+) -> None:
+    store = AdapterStore(small_model(), dtype=torch.bfloat16)
+    group = store.group([MATRIX])
+    store.load(find_folders(root, {}))
+    handle = store.handle("a0")
+    assert handle.adapter is not None
+    assert handle.slot is not None
+    kept, pair = group.pairs[0][handle.slot], handle.adapter.pairs[MATRIX]
+    assert kept is not None
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in pair]
+    rounded = [factor.bfloat16().float() for factor in pair]
+    x, segments = torch.randn(3, HIDDEN), [Segment(0, 3, handle.slot)]
+    reference, compiled = torch.zeros(2, 3, HIDDEN)
+    op.apply(reference, x, segments, group, backend="reference")
+    torch.testing.assert_close(reference, x @ rounded[0].T @ rounded[1].T)
+    op.apply(compiled, x, segments, group)
+    torch.testing.assert_close(compiled, reference, rtol=0.02, atol=0.1)
+    store.close()

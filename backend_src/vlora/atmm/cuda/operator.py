@@ -95,7 +95,7 @@ class Operator:
             if isinstance(group, HeadGroup):
                 on_device.append_head(group.heads[slot])
             else:
-                on_device.append([column[slot] for column in group.pairs])
+                on_device.append([group.rounded(column[slot]) for column in group.pairs])
         on_device.ready()
         return on_device
 

@@ -78,6 +78,17 @@ inline Bfloat from_float<Bfloat>(float v) {
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+// What the kernels did since the library was loaded, for tests that compare costs.
+struct Counts {
+  uint64_t blocks;           // launched
+  uint64_t shared_accesses;  // to dynamic shared memory
+  uint64_t warp_counts;      // calls of count_lanes, once for each lane
+};
+inline Counts &counts() {
+  static Counts all{};
+  return all;
+}
+
 constexpr int kLanes = 32;
 constexpr size_t kStack = 64 << 10, kSharedBytes = 228 << 10;
 
@@ -104,6 +115,7 @@ class Block {
     grid_ = grid, size_ = dim3(unsigned(threads)), body_ = &body;
     while (int(threads_.size()) < threads) threads_.push_back(std::make_unique<Thread>());
     const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
+    counts().blocks += blocks;
     // Visit each block once in a shuffled order: an odd step modulo a power of two is a bijection.
     // Indices beyond the last block are skipped.
     uint64_t ring = 1;
@@ -223,7 +235,18 @@ class Block {
   uint64_t random_ = 1;
 };
 
-inline void *shared() { return Block::here().shared(); }
+// A pointer to dynamic shared memory that counts the accesses.
+template <typename T>
+class Shared {
+ public:
+  T &operator[](int64_t i) const {
+    ++counts().shared_accesses;
+    return values_[i];
+  }
+
+ private:
+  T *values_ = reinterpret_cast<T *>(Block::here().shared());
+};
 
 template <typename... P, typename... A>
 cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, cudaStream_t,
@@ -244,6 +267,14 @@ void sum_lanes(float (&values)[N], int lanes) {
   Thread &thread = Block::here().current();
   thread.values = values, thread.count = N, thread.lanes = lanes;
   Block::here().wait(State::kWarp);
+}
+
+// Returns the number of lanes of the warp for which `value` is true.
+inline int count_lanes(bool value) {
+  ++counts().warp_counts;
+  float count[1] = {float(value)};
+  sum_lanes(count, kLanes);
+  return int(count[0]);
 }
 
 }  // namespace emulation

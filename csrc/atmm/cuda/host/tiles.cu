@@ -1,5 +1,5 @@
-// Replaces the compiled tiles in the emulation: the same loop over the same problem arrays, with
-// one thread per block and the product as plain loops.
+// Replaces the compiled tiles in the emulation: the same loop over the same problem arrays, with one
+// warp per block and the product as plain loops. Also returns the emulation's counts.
 #include "../kernels.cuh"
 
 namespace vlora {
@@ -14,7 +14,8 @@ __global__ void grouped_kernel(Group group, int begin, int end) {
     const T *const a = static_cast<const T *>(p.a) + t.from;
     const T *const b = static_cast<const T *>(p.b) + t.from;
     for (int i = t.row; i < p.m && i < t.row + group.block_rows; ++i)
-      for (int j = t.column; j < p.n && j < t.column + group.block_columns; ++j) {
+      for (int j = t.column + int(threadIdx.x); j < p.n && j < t.column + group.block_columns;
+           j += kWarp) {
         float sum = 0;
         for (int k = 0; k < t.depth; ++k)
           sum += to_float(a[i * p.lda + k]) * to_float(b[j * p.ldb + k]);
@@ -32,10 +33,10 @@ __global__ void grouped_kernel(Group group, int begin, int end) {
 template <typename T, bool Expand>
 Instance instance(int type, int rows, int columns) {
   return {{{rows, columns, 32}, {rows, columns, 32}, 2, type, Expand, kWarp, 0},
-          [](int *resident) { return warm(grouped_kernel<T, Expand>, 1, 0, resident); },
+          [](int *resident) { return warm(grouped_kernel<T, Expand>, kWarp, 0, resident); },
           [](const Group &group, int begin, int end, int blocks, cudaStream_t stream) {
-            return launch(grouped_kernel<T, Expand>, dim3(unsigned(blocks)), 1, 0, stream, group,
-                          begin, end);
+            return launch(grouped_kernel<T, Expand>, dim3(unsigned(blocks)), kWarp, 0, stream,
+                          group, begin, end);
           }};
 }
 
@@ -54,3 +55,5 @@ const Instance *const kInstances = kTable;
 const int kInstanceCount = sizeof kTable / sizeof *kTable;
 
 }  // namespace vlora
+
+extern "C" emulation::Counts vlora_emulated_counts(void) { return emulation::counts(); }

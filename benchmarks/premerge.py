@@ -1,0 +1,181 @@
+"""The premerge benchmark: steps on the base with all adapters, and on the premerged base.
+
+It repeats figure 3 of the plug-and-play paper: the share of requests for the hot adapter goes from
+0 to 1, and the others are spread over the cold adapters. The checkpoint is the mid-size model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rich.console import RenderableType
+
+from benchmarks.benchmark import (
+    GRIDS,
+    Bar,
+    Benchmark,
+    EngineThreadsOption,
+    QuickOption,
+    RootOption,
+    Row,
+    at_most,
+    load_grid_values,
+    server_threads,
+)
+
+if TYPE_CHECKING:
+    from benchmarks.llava import Checkpoint
+    from benchmarks.synthetic_model import SyntheticModel
+
+Cell = tuple[str, str]
+"""Storage type, and name of the step."""
+
+BUDGET_SECONDS = 6.0
+
+
+def premerged(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with its first adapter premerged, made once beside it."""
+    from benchmarks.llava import Checkpoint
+    from vlora.generation.premerge import premerge
+    from vlora.lora.adapter import load_adapter
+    from vlora.model.decoder_config import load_config
+    from vlora.model.loader import adapter_shape
+
+    out = checkpoint.folder.with_name("premerged")
+    if not out.exists():
+        config = load_config(checkpoint.folder)
+        shape = adapter_shape(checkpoint.folder, config)
+
+        def read(name: str) -> Any:
+            folder = checkpoint.adapters / name
+            return folder, load_adapter(name, folder, shape)
+
+        hot, *cold = checkpoint.adapter_names
+        readers = {name: lambda name=name: read(name) for name in cold}
+        premerge(checkpoint.folder, config, shape, read(hot), readers, out)
+    return Checkpoint(out / "model", out / "adapters", checkpoint.sizes)
+
+
+def adapters_of(requests: int, share: float, cold: int) -> list[int]:
+    """Return the adapter of each request: 0 for the hot one, else 1 to `cold` in turn.
+
+    share: of the requests that are for the hot adapter.
+    """
+    hot = round(requests * share)
+    return [0] * hot + [1 + i % cold for i in range(requests - hot)]
+
+
+class PremergeBenchmark(Benchmark[Cell]):
+    """Time of a step after premerging over the time before, by the hot adapter's share."""
+
+    name = "premerge"
+    bars: ClassVar[Mapping[str, Bar]] = {"decode_hot": at_most(1.0), "prefill_hot": at_most(1.0)}
+
+    def __init__(
+        self,
+        *,
+        threads: EngineThreadsOption = None,
+        quick: QuickOption = False,
+        root: RootOption = None,
+    ) -> None:
+        super().__init__(quick=quick, grid=GRIDS / "premerge.json")
+        from benchmarks import machine
+
+        self._threads = threads or server_threads()
+        machine.set_threads(self._threads)
+        self._grid = load_grid_values(self.grid_path, quick=quick)
+        self._root: Path | None = root
+        self._models: dict[str, tuple[SyntheticModel, SyntheticModel]] = {}
+
+    def settings(self) -> dict[str, Any]:
+        return {"threads": self._threads}
+
+    def cells(self) -> Sequence[Cell]:
+        return [(dtype, step) for dtype in self._grid["dtypes"] for step in self._grid["cells"]]
+
+    def run(self, cell: Cell) -> Iterator[Row]:
+        from benchmarks.timing import interleaved
+        from vlora.ids import BASE
+
+        dtype, name = cell
+        step = self._grid["cells"][name]
+        before, after = self._pair(dtype)
+        cold = len(before.slots) - 1
+        for share in self._grid["shares"]:
+            self.status(f"{name}, {dtype}, {share:.0%} hot")
+            chosen = adapters_of(step["requests"], share, cold)
+            for model in (before, after):
+                model.stage(step["requests"], step["length"], step["computed"])
+            slots = [after.slots[index] if index else BASE for index in chosen]
+            timings = interleaved(
+                {
+                    "before": before.step([before.slots[index] for index in chosen]),
+                    "after": after.step(slots),
+                    "base": after.step([BASE] * len(chosen)),
+                },
+                rounds=self._grid["rounds"],
+                warm=False,
+                budget=BUDGET_SECONDS,
+            )
+            yield {
+                "step": name,
+                "dtype": dtype,
+                "hot_share": share,
+                **{f"{key}_ms": round(t.median * 1e3, 3) for key, t in timings.items()},
+                "ratio": round(timings["after"].median / timings["before"].median, 4),
+                "noise": round(max(t.noise for t in timings.values()), 4),
+            }
+
+    def _pair(self, dtype: str) -> tuple[SyntheticModel, SyntheticModel]:
+        """Return the engines before and after; those of another type are dropped."""
+        from benchmarks import llava
+        from benchmarks.synthetic_model import SyntheticModel
+
+        if dtype not in self._models:
+            self._models.clear()
+            sizes = {**self._grid["sizes"], "ranks": tuple(self._grid["sizes"]["ranks"])}
+            checkpoint = llava.make(llava.Sizes(**sizes), self._root)
+            steps = self._grid["cells"].values()
+            positions = max(step["requests"] * (step["length"] + 32) for step in steps)
+            rows = max(s["requests"] * (s["length"] - s["computed"]) for s in steps)
+            before, after = (
+                SyntheticModel(model, dtype, positions, rows, adapters=True)
+                for model in (checkpoint, premerged(checkpoint))
+            )
+            self._models[dtype] = before, after
+        return self._models[dtype]
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the worst ratio of the storage types, with every request hot and with none."""
+
+        def worst(step: str, share: float) -> float | None:
+            ratios = [
+                row["ratio"]
+                for row in self.rows
+                if row["step"] == step and row["hot_share"] == share
+            ]
+            return max(ratios, default=None)
+
+        return {
+            f"{step}_{name}": worst(step, share)
+            for step in ("decode", "prefill")
+            for name, share in (("hot", 1.0), ("cold", 0.0))
+        }
+
+    def tables(self) -> Iterable[RenderableType]:
+        from benchmarks.report import figure_table
+
+        table = figure_table(
+            ("step", "type", "hot share", "before, ms", "premerged, ms", "base alone, ms", "ratio"),
+            "one step before and after premerging",
+        )
+        for row in self.rows:
+            table.add_row(
+                row["step"],
+                row["dtype"],
+                f"{row['hot_share']:.0%}",
+                *(f"{row[key]:.5g}" for key in ("before_ms", "after_ms", "base_ms", "ratio")),
+            )
+        return [table]

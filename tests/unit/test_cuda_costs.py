@@ -1,0 +1,95 @@
+"""Costs of the CUDA kernels, counted while the emulation runs them on the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from tests.support.atmm_problems import emulation
+from vlora.atmm.cuda.choice import Choice
+from vlora.atmm.cuda.operator import Operator
+from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
+from vlora.atmm.types import LoraPair, Segment
+
+THREADS = 256
+"""Threads of a block of the row kernels; a block of the expand computes as many columns."""
+LANES = 32
+
+
+class Counts(ctypes.Structure):
+    """emulation::Counts of csrc/atmm/cuda/host/emulation.cuh."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("blocks", "shared_accesses", "warp_counts")
+    )
+
+
+@pytest.fixture(scope="module")
+def operator() -> Operator:
+    return Operator(emulation(), torch.device("cpu"))
+
+
+def call(
+    operator: Operator,
+    d_outs: Sequence[int],
+    segments: Sequence[Segment] | DeviceSegments,
+    choice: Choice,
+    rank: int = 64,
+) -> Callable[[], Counts]:
+    """Prepare a call in bf16 on 40 rows; calling the result runs it and returns its counts."""
+    library = ctypes.CDLL(str(operator.library.path))
+    library.vlora_emulated_counts.restype = Counts
+    group = DeviceGroup(64, d_outs, torch.bfloat16, operator.device)
+    group.append([LoraPair(values(rank, 64), values(d_out, rank)) for d_out in d_outs])
+    group.ready()
+    if not isinstance(segments, DeviceSegments):
+        segments = operator.segments(segments)
+
+    def run() -> Counts:
+        before = library.vlora_emulated_counts()
+        operator.apply(values(40, sum(d_outs)), values(40, 64), segments, group, choice)
+        after = library.vlora_emulated_counts()
+        return Counts(*(getattr(after, n) - getattr(before, n) for n, _ in Counts._fields_))
+
+    return run
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def test_the_expand_launches_no_blocks_beyond_a_projection_s_columns(operator: Operator) -> None:
+    """Keys and values of grouped attention have fewer columns than queries."""
+    blocks = [
+        call(operator, (columns, 256, 256), [Segment(0, 1, 0)], Choice())().blocks
+        for columns in (256, 8 * 256)
+    ]
+    assert blocks[1] - blocks[0] == 7
+
+
+def test_a_lane_of_the_expand_reads_its_part_of_the_intermediate_once(operator: Operator) -> None:
+    rank, vector = 64, 8
+    counts = call(operator, (256,), [Segment(0, 1, 0)], Choice(), rank)()
+    assert counts.shared_accesses == rank + THREADS * vector
+
+
+def test_a_tile_is_found_in_two_reads_among_a_thousand_problems(operator: Operator) -> None:
+    library = operator.library
+    choice = Choice(
+        next(iter(library.tiles_of("shrink", "bf16"))),
+        next(iter(library.tiles_of("expand", "bf16"))),
+        slices=1,
+        rows_up_to=0,
+    )
+    real = operator.segments([Segment(0, 10, 0), Segment(10, 30, 0)])
+    rounds = []
+    for capacity in (32, 1024):
+        empty = torch.zeros(capacity - 2, 4, dtype=torch.int32)
+        padded = DeviceSegments(torch.cat((real.tensor, empty)), (capacity,), 1, 40)
+        rounds.append(call(operator, (72,), padded, choice)().warp_counts)
+    few, many = rounds
+    assert few > 0
+    assert many == 2 * few

