@@ -196,6 +196,31 @@ def test_a_paused_sequence_keeps_its_pages_until_a_chosen_one_needs_them() -> No
     assert sequences["b"].table.pages == []
 
 
+def test_a_paused_sequence_runs_in_the_place_of_one_that_lost_its_pages() -> None:
+    pool = PagePool(3)
+    scheduler = Scheduler(Budgets(3, 100), Only("old", "grows", "new"))
+    for arrival, (name, words) in enumerate({"old": 2, "grows": 4, "new": 2}.items()):
+        scheduler.add(make_sequence(pool, name, words, arrival=arrival))
+    carry_out(scheduler, scheduler.schedule())
+    scheduler.policy = Only("grows", "new")
+    scheduler.policy.max_batch = 2
+    plan = scheduler.schedule()
+    assert plan.preempted == ("new",)
+    assert {chunk.sequence_id for chunk in plan.chunks} == {"grows", "old"}
+
+
+def test_a_paused_sequence_that_cannot_grow_leaves_its_place_to_the_next() -> None:
+    pool = PagePool(7)
+    scheduler = Scheduler(Budgets(4, 8), Only("stuck", "decodes", "long"))
+    for arrival, (name, words) in enumerate({"long": 20, "stuck": 4, "decodes": 2}.items()):
+        scheduler.add(make_sequence(pool, name, words, arrival=arrival))
+    carry_out(scheduler, scheduler.schedule())
+    scheduler.add(make_sequence(pool, "waits", 4, arrival=9.0))
+    scheduler.policy = Only("decodes", "waits")
+    scheduler.policy.max_batch = 2
+    assert {chunk.sequence_id for chunk in scheduler.schedule().chunks} == {"decodes", "long"}
+
+
 def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
     pool = PagePool(100)
     scheduler = Scheduler(Budgets(4, 100), Only("a"))
@@ -256,6 +281,26 @@ def test_the_live_adapter_is_evicted_if_nothing_could_run_otherwise() -> None:
     plan = scheduler.schedule()
     assert [chunk.sequence_id for chunk in plan.chunks] == ["big"]
     assert plan.live == BASE
+
+
+def test_the_oldest_begins_in_the_step_in_which_the_last_running_one_loses_its_pages() -> None:
+    """Keep an adapter's pages from the oldest as long as the other one runs."""
+    pool = PagePool(6)
+    adapter = IdleAdapter(pool, 3, 3)
+    scheduler = Scheduler(Budgets(4, 100), Only("runs"))
+    scheduler.add(make_sequence(pool, "runs", 3, 1, arrival=1.0))
+    carry_out(scheduler, scheduler.schedule())
+    is_idle = adapter.evictable_pages
+
+    def evictable_pages(enough: int) -> int:
+        return 0 if scheduler.running else is_idle(enough)
+
+    adapter.evictable_pages = evictable_pages  # type: ignore[method-assign]
+    scheduler.add(make_sequence(pool, "oldest", 4, 1))
+    scheduler.policy = Only("oldest")
+    plan = scheduler.schedule()
+    assert [chunk.sequence_id for chunk in plan.chunks] == ["oldest"]
+    assert plan.preempted == ("runs",)
 
 
 @settings(deadline=None, max_examples=150)

@@ -1,11 +1,12 @@
-"""Simulated loads of the scheduler: batches stay full, waits stay bounded, adapters come late."""
+"""Loads of the scheduler alone: batches stay full, and waits stay bounded.
+
+`tests/engine/test_drawn_loads.py` draws loads of the whole engine.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,7 +20,6 @@ from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
-from vlora.lora.handle import State
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.model.inputs import Prompt
@@ -37,7 +37,7 @@ class Load:
     """
 
     def __init__(
-        self, policy: Policy, *, sequences: int, rows: int, pages: int = 10**4, block: int = 16
+        self, policy: Policy, *, sequences: int, rows: int, pages: int = 500, block: int = 16
     ) -> None:
         self.pool, self.block, self.rows = PagePool(pages), block, rows
         self.scheduler = Scheduler(Budgets(sequences, rows), policy)
@@ -140,75 +140,3 @@ def test_preferred_requests_that_never_end_delay_another_by_the_bound_only(name:
             load.add(4, 3, priority=-1)
         load.step()
         assert load.now <= 1.0 + (math.ceil(13 / 2) * 3 + 1) * STEP + 3 * STEP
-
-
-def drawn_loads(count: int) -> Iterator[random.Random]:
-    for seed in range(count):
-        yield random.Random(seed)
-
-
-def kinds_of(draw: random.Random) -> dict[str, bool]:
-    return {kind: draw.random() < 0.5 for kind in ("priorities", "deadlines", "late", "adapters")}
-
-
-@pytest.mark.parametrize("name", ["unmerge_only", "credit", "predictive"])
-def test_drawn_loads_keep_batches_full_and_waits_bounded(name: str) -> None:
-    """Draw arrivals, priorities, deadlines, adapters that become ready late, and short pools."""
-    for draw in drawn_loads(60):
-        kinds = kinds_of(draw)
-        sequences = draw.randint(1, 8)
-        batch = draw.choice([sequences, draw.randint(1, sequences)])
-        max_wait = draw.choice([0.5, 2.0, 5.0])
-        prompt, answer, block = draw.randint(1, 30), draw.randint(1, 30), draw.choice([1, 4, 16])
-        largest = -(-(prompt + answer) // block)
-        short_of_pages = draw.random() < 0.5
-        fitting = draw.randint(1, sequences) if short_of_pages else sequences
-        rows = sequences * prompt
-        load = Load(
-            policies(batch, rows, max_wait)[name],
-            sequences=sequences,
-            rows=rows,
-            pages=fitting * largest,
-            block=block,
-        )
-        late: list[tuple[float, Sequence]] = []
-        arrivals = draw.randint(1, 60)
-        ready_at: dict[str, float] = {}
-        while arrivals or not load.scheduler.idle:
-            for _ in range(min(arrivals, draw.choice([0, 0, 0, 1, 1, 5]))):
-                arrivals -= 1
-                slot = draw.randint(-1, 3) if kinds["adapters"] else BASE
-                added = load.add(
-                    draw.randint(1, prompt),
-                    draw.randint(1, answer),
-                    slot,
-                    priority=draw.choice([-1, 0, 0, 3]) if kinds["priorities"] else 0,
-                    deadline_ms=draw.choice([None, 500.0]) if kinds["deadlines"] else None,
-                )
-                ready_at[added.id] = load.now
-                if kinds["late"] and added.adapter is not None and draw.random() < 0.3:
-                    late.append((load.now + draw.random() * 3, added))
-                    added.adapter.state = State.ON_DISK
-                    ready_at[added.id] = math.inf
-            for at, added in late:
-                if at <= load.now and added.adapter is not None and not added.ready:
-                    added.adapter.state, ready_at[added.id] = State.RESIDENT, load.now
-            ready = sum(s.ready for s in load.scheduler.waiting) + len(load.scheduler.running)
-            if load.scheduler.idle or not ready:
-                load.now += STEP
-                continue
-            plan = load.step()
-            computed = len(plan.chunks)
-            assert computed > 0
-            # A preempted request that is computed again may take all rows.
-            if name == "unmerge_only" and not short_of_pages and plan.rows < rows:
-                assert computed >= min(batch, ready), (load.now, computed, ready)
-        # At worst, `fitting` requests at a time end before it, each of which may be preempted and
-        # computed again; then decision 41 holds with B = the requests that fit.
-        at_once = min(batch, fitting)
-        steps = math.ceil(len(load.answers) / at_once) * (answer + 2) * (2 if short_of_pages else 1)
-        bound = max_wait + (steps + 1) * STEP
-        for request, waited in load.first_wait.items():
-            unready = ready_at[request]
-            assert waited <= bound + unready, (request, waited, bound)
-        assert len(load.ended) == len(load.answers)

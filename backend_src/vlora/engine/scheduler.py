@@ -117,20 +117,22 @@ class Scheduler:
         chosen = [by_id[r.id] for r in self.choice.order]
         self._protect(self.choice.live)
         step = self._allocate(chosen, self.choice)
+        preempted = step.preempted
         if not step.rows and self.running:
             # None of the chosen gets pages: the sequences that hold pages continue.
             running = self.running[: self.policy.max_batch]
             step = self._allocate(running, Choice((), self.choice.live))
-        elif not step.rows:
-            # Nothing runs either: begin the oldest, which may take the live adapter's pages.
+            preempted += step.preempted
+        if not step.rows:
+            # Nothing runs any more: begin the oldest, which may take the live adapter's pages.
             self.choice = Choice((), BASE)
             self._protect(BASE)
-            step = self._allocate(eligible[:1], self.choice)
+            step = self._allocate([s for s in eligible if s.ready][:1], self.choice)
         self._last_step = step.rows
         for sequence in step.rows:
             sequence.scheduled(now)
         live = self.choice.live
-        return StepPlan(chunks_of(step.rows, live), tuple(step.preempted), live, step.cached)
+        return StepPlan(chunks_of(step.rows, live), tuple(preempted), live, step.cached)
 
     def _eligible(self, arrival_cutoff: float) -> list[Sequence]:
         """Return the sequences that the policy is asked about, in order of arrival.
@@ -154,7 +156,6 @@ class Scheduler:
         # Once one prompt waits for pages, later ones must not take them. After a preemption no
         # prompt is admitted: a sequence that was just preempted would take its pages back.
         full = bool(step.preempted)
-        refused = False
         for sequence in prompts:
             if step.free_rows == 0:
                 break
@@ -162,21 +163,19 @@ class Scheduler:
                 full = full or not self._admit(sequence, step)
             if sequence.table.pages:
                 step.add(sequence)
-            else:
-                refused = True
-        if refused:
+        if len(step.rows) < len(chosen):
             self._continue_paused(chosen, step)
         return step
 
     def _continue_paused(self, chosen: list[Sequence], step: StepBuilder) -> None:
-        """Fill the batch with paused sequences, since chosen ones got no slot or no pages.
+        """Fill the batch with paused sequences, since chosen ones got no slot or lack pages.
 
         Decoding ones go first. They take pages from other paused sequences only.
         """
-        left_out = set(self.running).difference(chosen)
-        count = max(0, self.policy.max_batch - len(step.rows))
-        for sequence in sorted(left_out, key=lambda s: (s.missing > 1, s.arrival))[:count]:
-            if step.free_rows == 0:
+        chosen_ids = {s.id for s in chosen}
+        left_out = [s for s in self.running if s.id not in chosen_ids]
+        for sequence in sorted(left_out, key=lambda s: (s.missing > 1, s.arrival)):
+            if step.free_rows == 0 or len(step.rows) >= self.policy.max_batch:
                 break
             if not sequence.table.pages:
                 continue  # Preempted for one before it.
