@@ -1,4 +1,4 @@
-"""Results of the engine benchmark, and the engines that one storage type needs."""
+"""Results of the engine benchmark, and the pair of engines that it measures for each dtype."""
 
 from __future__ import annotations
 

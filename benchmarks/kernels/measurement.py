@@ -27,14 +27,14 @@ MULTIPLY_ROUNDS = 100_000
 
 @dataclass(frozen=True)
 class Effort:
-    """Duration of a measurement.
+    """Numbers of samples and calls that decide how long a measurement takes.
 
-    rounds: of all operators in a cell.
+    rounds: number of times that all operators of a cell are measured in turn.
     budget: seconds per operator in a cell.
-    stability_rounds, stability_warm_ups: calls per operator in the latency stability test (figure
-        18 of the paper: 100 after 10).
-    all_in_fp32: whether bf16 cells measure every baseline on fp32 weights as well, instead of
-        those that can be the fastest.
+    stability_rounds, stability_warm_ups: counted calls and preceding uncounted calls per operator
+        in the latency stability test (figure 18 of the paper: 100 after 10).
+    all_in_fp32: on a CPU without bf16 instructions, whether bf16 cells measure every baseline on
+        fp32 weights as well, or only those in POSSIBLY_FASTEST.
     """
 
     rounds: int

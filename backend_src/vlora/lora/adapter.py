@@ -178,8 +178,9 @@ def _reader(
 
 
 def read_adapter(name: str, folder: Path, description: Description, hidden: int) -> Adapter:
-    """Return the adapter whose unchanged files have been described before.
+    """Read the weights of an adapter whose files have been checked before.
 
+    description: result of that check; the weights file must not have changed since.
     hidden: width of the model.
 
     Raises InvalidArgument as `AdapterFiles.read` does.

@@ -1,7 +1,7 @@
-"""Image features from pixels, by the stock vision tower and connector without the decoder.
+"""Image encoder: the stock vision tower and connector, which turn pixels into image features.
 
-Computes in float32 on the CPU; matrices may be stored in bfloat16. This module does not see
-requests, caches or Triton.
+Computes in float32 on the CPU; matrices may be stored in bfloat16. The checkpoint's decoder is not
+loaded. This module does not handle requests, caches or Triton.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class Operator:
 
 
 class MergedParts:
-    """Prepared merge of an adapter, whose table is copied to the device once."""
+    """Prepared merge of an adapter. Its table of matrices is copied to the device only once."""
 
     def __init__(self, operator: Operator, updates: Sequence[MergeUpdate]) -> None:
         self._operator = operator

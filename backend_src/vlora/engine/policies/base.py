@@ -98,8 +98,8 @@ class Policy(Protocol):
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         """Choose the requests of the next step.
 
-        ready: candidates in order of arrival, at least one: all that hold pages, and the first
-            waiting ones in each of `orders`.
+        ready: at least one candidate, in order of arrival. It contains all requests that hold
+            pages, and the first waiting requests in each of `orders`.
         live: slot of the adapter merged into the weights now, or BASE.
         now: seconds on the engine's clock.
         """
