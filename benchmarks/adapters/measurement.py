@@ -93,7 +93,8 @@ class ManyAdapters:
     def requests(self, adapters: Sequence[str], seed: int, shared: int = 0) -> list[DriverRequest]:
         """Return one request per name in `adapters`.
 
-        shared: number of tokens that all prompts of an adapter begin with, for any seed.
+        shared: number of leading tokens that all prompts of an adapter have in common. These tokens
+            do not depend on the seed.
         """
         rng = random.Random(seed)
 

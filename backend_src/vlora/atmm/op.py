@@ -129,7 +129,7 @@ def heads(
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Return the scores of vision task heads before the softmax; shrink only.
+    """Return the scores of vision task heads before the softmax.
 
     Semantics: y[R, : classes of slot] = x[R] Wᵀ + bias for every segment; all other elements are
     zero.

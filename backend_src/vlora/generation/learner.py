@@ -188,7 +188,7 @@ class Learner(nn.Module):
         self.adapted.unload()
 
     def load(self, folder: Path) -> None:
-        """Load weights of an earlier adapter; the rows of labels that it knows keep theirs."""
+        """Load the weights of an earlier adapter, and the head rows of the labels that it has."""
         set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
         self._load_head(folder)
 

@@ -127,11 +127,13 @@ class Training(_Strict):
 class Options(_Strict):
     """Settings of the packing of items into adapters. The defaults go beyond the paper's heuristic.
 
-    order: of the items; the paper's is random. `gradient` puts similar items next to each other.
+    order: order of the items; the paper's is random. `gradient` puts similar items next to each
+        other.
     replay: share of a batch drawn from the items fused before; the paper's is 0.
     fit: `last` tries the newest adapter only, as the paper does; `best` tries every adapter, the
         most similar first.
-    merge: method by which adapters are merged at the end where all promises still hold.
+    merge: method by which adapters are merged at the end. Two adapters are merged only if all their
+        items still reach the promised accuracy.
     """
 
     order: Literal["given", "random", "gradient"] = "gradient"

@@ -79,8 +79,8 @@ class WeightsFile:
             raise self._invalid(f"holds '{key}' as {self._types[key]}; served: {', '.join(FLOATS)}")
 
     def read(self, key: str) -> torch.Tensor:
-        """Return the tensor in fp32, contiguous. Raise InvalidArgument if it is no float or not
-        finite."""
+        """Return the tensor in fp32, contiguous. Raise InvalidArgument if it is not
+        floating-point, or contains NaN or infinity."""
         self._require_float(key)
         try:
             tensor: torch.Tensor = self._opened.get_tensor(key).to(torch.float32).contiguous()
