@@ -40,7 +40,7 @@ Job = tuple["MergeModel | str", "int | str"]
 
 
 class SwitchBenchmark(Benchmark[Job]):
-    """Cost of a change of the live adapter, for the machine and for a request."""
+    """Cost of changing the live adapter: merge times, and delays of the requests."""
 
     name = "switch"
     bars: ClassVar[Mapping[str, Bar]] = {

@@ -47,7 +47,7 @@ class DenseHeads(nn.Module):
 
 
 def to_pixels(images: NDArray[np.uint8]) -> Tensor:
-    """Return the image processor's output [n, 3, 64, 64] of images uint8 [n, 64, 64, 3]."""
+    """Return pixels [n, 3, 64, 64] of uint8 [n, 64, 64, 3], as the image processor does."""
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
