@@ -137,9 +137,9 @@ class Analysis:
     async def run(self) -> None:
         """Play every stream to its end, or until the first error that the user can correct.
 
-        A refusal before the first answer is such an error: its cause, such as the adapter's name
-        or the task, is part of every request. Shared memory is released only after the last
-        request that may read it has ended.
+        A request that is refused before the first answer counts as such an error, because its
+        cause, such as the adapter's name or the task, is the same for all requests. Shared memory
+        is released only after the last request that may read it has ended.
         """
         try:
             async with asyncio.TaskGroup() as streams:

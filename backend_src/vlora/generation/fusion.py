@@ -129,7 +129,7 @@ class Trainer(Protocol):
         """Merge two adapters without training and evaluate all their items."""
 
     def similarity(self, item: Item, others: Sequence[str]) -> float:
-        """Return how well `item` goes with other items, higher is better."""
+        """Return how similar `item` is to other items; a higher number means more similar."""
 
 
 def broken_promises(spec: Spec, scores: Mapping[str, float]) -> tuple[str, ...]:

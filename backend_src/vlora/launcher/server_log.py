@@ -53,7 +53,7 @@ def create(path: Path) -> IO[bytes]:
 
 
 def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
-    """Return the log from byte `start` on, without earlier lines if these are over `limit` bytes.
+    """Return the log from byte `start` on, but at most its last `limit` bytes in whole lines.
 
     Returns "" if the log is not a file.
     """

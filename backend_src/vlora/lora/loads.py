@@ -72,7 +72,7 @@ class AdapterLoads:
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
         """Load and pack the adapters that waiting requests need.
 
-        A resident adapter that an older request needs is not evicted for a newer one's.
+        The adapter of an older request is never evicted to make room for that of a newer request.
 
         wanted: adapters of waiting requests, in the order of arrival.
         running: number of running requests, each of which will need one more page.

@@ -121,10 +121,10 @@ class VisionService:
     ) -> Tensors | VLoraError | None:
         """Return the answer to a request without images, or an error; queue any other request.
 
-        make_responder: called for a request that is queued, which gets its answer later.
-
-        The inputs have a leading batch dimension of 1, as Triton passes them, and so do answers:
-        image and frames are [1, n]. The tensors may become invalid when this returns.
+        tensors: inputs with a leading batch dimension of 1, as Triton passes them, so that image
+            and frames are [1, n]. Answers have this dimension too. The tensors may become invalid
+            when this returns.
+        make_responder: called if the request is queued; the responder gets the answer later.
         """
         try:
             if self._closed.is_set():
