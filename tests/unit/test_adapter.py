@@ -310,7 +310,7 @@ def test_a_copy_of_the_lm_head_is_compared_without_memory_for_it(
             load_adapter("x", folder, model)
 
     load()  # Everything that is loaded once is loaded now.
-    assert peak_growth(load) < head.nbytes / 4
+    assert peak_growth(load) < head.nbytes / 2
 
 
 def test_a_head_counts_toward_the_size_of_an_adapter(folder: Path, model: ModelShape) -> None:

@@ -19,7 +19,7 @@ ENSEMBLE = {"image_layout": np.zeros((0, 6), np.int32)}
 
 
 def writer(**tensors: np.ndarray) -> AnswerWriter:
-    call = read_call({"text_input": strings(["ask: "]), **tensors}, {}, "", Limits())
+    call = read_call({"text_input": strings(["ask: "]), **tensors}, {}, "", Limits(), 0.0)
     return AnswerWriter(call, "vqa")
 
 

@@ -88,7 +88,7 @@ def test_the_table_shows_the_cost_of_each_rank(checkpoint: Path, adapters_dir: P
     assert by_rank[-1] > 4 * by_rank[0]
     result = CliRunner().invoke(
         cli.app,
-        ["capacity", "--model", str(checkpoint), "--adapters", str(adapters_dir), "--memory", "1"],
+        ["capacity", "--model", str(checkpoint), "--adapters", str(adapters_dir), "--memory", "64"],
     )
     assert result.exit_code == 0, result.output
     for name in ("rank 8, all", "attention-r4", "merged weights", "host copies", "page pool"):
