@@ -13,7 +13,7 @@ pytest.importorskip("sklearn")
 from tools.demo import lexicon  # noqa: E402
 from tools.demo.adapters import adapter_batch  # noqa: E402
 from tools.demo.ahead import ahead  # noqa: E402
-from tools.demo.boxes import box_text, iou, parse_boxes  # noqa: E402
+from tools.demo.boxes import box_text, parse_boxes  # noqa: E402
 from tools.demo.dense import dense_batch  # noqa: E402
 from tools.demo.heldout import DOMAINS, is_right, items  # noqa: E402
 from tools.demo.joint import joint_batch  # noqa: E402
@@ -23,6 +23,7 @@ from tools.demo.questions import ask  # noqa: E402
 from tools.demo.recipes import RECIPES  # noqa: E402
 from tools.demo.scenes import base_scene, draw  # noqa: E402
 from tools.demo.tokenizer import make_tokenizer  # noqa: E402
+from vlora.generation.metrics import iou  # noqa: E402
 
 
 def rng(seed: int = 3) -> np.random.Generator:

@@ -6,7 +6,7 @@ Pixel boxes are (x1, y1, x2, y2), x2 and y2 exclusive.
 
 import re
 
-Box = tuple[float, float, float, float]
+from vlora.generation.metrics import Box
 
 BINS = 32
 GRID = 1000
@@ -37,14 +37,3 @@ def parse_boxes(text: str, size: int) -> list[Box]:
         x1, y1, x2, y2 = (int(value) * size / GRID for value in match.groups())
         found.append((x1, y1, x2, y2))
     return found
-
-
-def iou(a: Box, b: Box) -> float:
-    """Return intersection over union of two pixel boxes."""
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    shared = width * height
-    areas = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1])
-    return shared / (areas - shared)

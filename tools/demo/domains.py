@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.demo import lexicon
-from tools.demo.boxes import Box
 from tools.demo.scenes import Scene, Thing, place_boxes, random_surface, random_thing
 from tools.demo.shapes import Floats
+from vlora.generation.metrics import Box
 
 _DARK = ("black", "gray", "brown")
 _HELD_OUT_DIGITS = 450

@@ -12,18 +12,18 @@ import numpy as np
 from PIL import Image
 
 from tools.demo import lexicon
-from tools.demo.boxes import Box, iou, parse_boxes
+from tools.demo.boxes import parse_boxes
 from tools.demo.domains import digit_scene
 from tools.demo.motion import FRAMES, base_clip
 from tools.demo.questions import VQA_KINDS, Question, ask
 from tools.demo.recipes import RECIPES, Sample
 from tools.demo.scenes import SIDE, Pixels, Scene, base_scene, draw
+from vlora.generation.metrics import ENOUGH_OVERLAP, Box, iou
 
 SEED = 7_000_001
 BASE_DOMAINS = ("vqa", "caption", "refer", "detect", "classify", "video")
 ADAPTER_DOMAINS = tuple(domain for recipe in RECIPES.values() for domain in recipe.domains)
 DOMAINS = (*BASE_DOMAINS, *ADAPTER_DOMAINS)
-ENOUGH_OVERLAP = 0.5
 
 
 @dataclass(frozen=True)

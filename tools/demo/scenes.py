@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.demo import lexicon
-from tools.demo.boxes import Box
 from tools.demo.shapes import OUTLINES, Floats, dark_parts, surface_shade
+from vlora.generation.metrics import Box
 
 SIDE = 64
 SUPERSAMPLING = 2

@@ -37,15 +37,15 @@ from clients.common import (
     stream_responses,
 )
 from clients.frames import VideoFile, encode_frame
-from tools.demo.boxes import iou, parse_boxes
+from tools.demo.boxes import parse_boxes
 from tools.demo.pictures import Caption, sheet, tile
 from tools.demo.scenes import Pixels
+from vlora.generation.metrics import ENOUGH_OVERLAP, iou
 
 SAMPLES = Path(__file__).with_name("samples")
 STREAMED = {"vqa", "caption"}
 FRAMES = 6
 GRID = 1000
-ENOUGH_OVERLAP = 0.5
 
 
 @dataclass(frozen=True)

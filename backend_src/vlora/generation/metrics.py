@@ -5,28 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from vlora.vision.results import TextBox, parse_boxes
+from vlora.vision.results import parse_boxes
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
 """Takes answers and their references, in the same order, and returns the accuracy."""
 
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, in any unit."""
+
 ENOUGH_OVERLAP = 0.5
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = re.compile(r"[^\w\s]")
-_NUMBER_WORDS = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-]
-_NUMBERS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUMBER_WORDS)}}
+_NUMBER_WORDS = "zero one two three four five six seven eight nine ten"
+_NUMBERS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUMBER_WORDS.split())}}
 
 
 def top1(answers: Sequence[str], references: Sequence[str]) -> float:
@@ -62,20 +53,22 @@ def f1_iou50(answers: Sequence[str], references: Sequence[str]) -> float:
         total += len(left) + len(wanted)
         for box in wanted:
             same = [other for other in left if other.label == box.label]
-            best = max(same, key=lambda other: _iou(box, other), default=None)
-            if best is not None and _iou(box, best) >= ENOUGH_OVERLAP:
+            best = max(same, key=lambda other: iou(box.grid, other.grid), default=None)
+            if best is not None and iou(box.grid, best.grid) >= ENOUGH_OVERLAP:
                 left.remove(best)
                 matched += 1
     return 2 * matched / total if total else 1.0
 
 
-def _iou(a: TextBox, b: TextBox) -> float:
+def iou(a: Box, b: Box) -> float:
     """Return the intersection over union of two boxes."""
-    (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a.grid, b.grid
-    width, height = min(ax2, bx2) - max(ax1, bx1), min(ay2, by2) - max(ay1, by1)
-    shared = max(0, width) * max(0, height)
-    union = (ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - shared
-    return shared / union if union else 0.0
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    if width <= 0 or height <= 0:
+        return 0.0
+    shared = width * height
+    areas = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1])
+    return shared / (areas - shared)
 
 
 def chrf(answers: Sequence[str], references: Sequence[str]) -> float:
