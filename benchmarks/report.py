@@ -15,6 +15,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.benchmark import Bar, Row
+from vlora.atomic_file import replace_text
 
 
 def machine_meta(name: str, quick: bool) -> dict[str, Any]:
@@ -43,9 +44,8 @@ def write_json(
     head = json.dumps(meta, indent=1).replace("\n", "\n ")
     tail = json.dumps(summary, indent=1).replace("\n", "\n ")
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(f'{{\n "meta": {head},\n "rows": [\n{lines}\n ],\n "summary": {tail}\n}}\n')
-    part.replace(path)
+    text = f'{{\n "meta": {head},\n "rows": [\n{lines}\n ],\n "summary": {tail}\n}}\n'
+    replace_text(path, text)
 
 
 def figure_table(columns: Sequence[str], title: str | None = None, labels: int = 1) -> Table:

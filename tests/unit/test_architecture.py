@@ -18,6 +18,7 @@ MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 LAYERS = [
     {
         "atmm",
+        "atomic_file",
         "backends",
         "kernels",
         "metrics",

@@ -32,6 +32,7 @@ from vlora.atmm.cuda.choice import (
 from vlora.atmm.cuda.operator import DTYPES, Operator, table_path
 from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
 from vlora.atmm.types import LoraPair, Segment
+from vlora.atomic_file import replace_text
 
 SIDES = ((4096, 4096), (1024, 1024))
 RANKS = (64, 16, 128)
@@ -239,7 +240,5 @@ def write_table(operator: Operator, entries: Sequence[dict[str, Any]], folder: P
         },
     }
     folder.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(table, indent=1) + "\n")
-    draft.replace(path)
+    replace_text(path, json.dumps(table, indent=1) + "\n")
     return path

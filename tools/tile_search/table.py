@@ -11,6 +11,7 @@ from typing import Any
 
 from vlora.atmm.device import Device
 from vlora.atmm.tiles import TABLES, VERSION
+from vlora.atomic_file import replace_text
 
 __all__ = ["TABLES", "Device", "path_for", "write"]
 
@@ -42,9 +43,7 @@ def write(
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(_text(table))
-    draft.replace(path)
+    replace_text(path, _text(table))
 
 
 def _text(table: Mapping[str, Any]) -> str:

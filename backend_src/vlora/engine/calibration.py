@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ import torch
 from vlora import backends, native
 from vlora.atmm.device import Device
 from vlora.atmm.tiles import DTYPE_NAMES
+from vlora.atomic_file import replace_text
 from vlora.engine.cost import AdapterSize, CostModel, Profile
 from vlora.ids import BASE, order_of
 from vlora.lora.store import AdapterStore
@@ -85,9 +85,7 @@ def load_or_measure(
     profile = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(asdict(profile), file)
-        Path(file.name).replace(path)
+        replace_text(path, json.dumps(asdict(profile)))
     except OSError as error:
         log.warning("the cost profile is not stored: %s", error)
     return profile

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from vlora.atomic_file import replace_text
 from vlora.errors import InvalidArgument
 from vlora.generation.examples import digest_of
 from vlora.generation.spec import Item, OnnxTeacher, Teacher
@@ -76,10 +77,8 @@ def remembered(item: Item, label: Label, file: Path) -> Iterator[Label]:
         yield answer
     finally:
         if len(answers) > known:
-            part = file.with_name(file.name + ".part")
             content = {"teacher": teacher, "answers": answers}
-            part.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            part.replace(file)
+            replace_text(file, json.dumps(content) + "\n")
 
 
 def _load(teacher: Teacher) -> Callable[[Image.Image], Any]:
