@@ -110,18 +110,13 @@ def _check_adapters(
     """Return the folders under `root`, the files of those that can be read, and the others'
     errors."""
     from vlora.lora.adapter import AdapterFiles
+    from vlora.lora.folder_reader import read_each
     from vlora.lora.folders import find_folders
 
     if not root.is_dir():
         raise InvalidArgument(f"no adapters folder at {root}")
     folders = find_folders(root, {})
-    files: dict[str, AdapterFiles] = {}
-    broken: dict[str, InvalidArgument] = {}
-    for name, folder in folders.items():
-        try:
-            files[name] = AdapterFiles(name, folder, shape)
-        except InvalidArgument as error:
-            broken[name] = error
+    files, broken = read_each(folders, lambda name, folder: AdapterFiles(name, folder, shape))
     return folders, files, broken
 
 

@@ -36,10 +36,9 @@ DEFAULT_MAX_RANK = 64
 
 @dataclass(frozen=True)
 class Delta:
-    """Delta adapter that was written. rank: the largest of any matrix; source: "" for the base."""
+    """Delta adapter that was written. rank: the largest of any matrix."""
 
     name: str
-    source: str
     rank: int
 
 
@@ -209,10 +208,16 @@ def premerge(
         )
         base = str(out / "model")
         adapters = part / "adapters"
+
+        def write_delta(name: str, pairs: Mapping[MatrixId, LoraPair]) -> None:
+            deltas = delta_pairs(pairs, adapter.pairs)
+            write_adapter(adapters / name, deltas, shape, base)
+            rank = max(pair.a.shape[0] for pair in deltas.values())
+            report.deltas.append(Delta(name, rank))
+
         write_adapter(adapters / name, no_change(adapter.pairs), shape, base)
         copy_head(folder, adapters / name)
-        write_adapter(adapters / BASE_ADAPTER, delta_pairs({}, adapter.pairs), shape, base)
-        report.deltas.append(Delta(BASE_ADAPTER, "", _rank(delta_pairs({}, adapter.pairs))))
+        write_delta(BASE_ADAPTER, {})
         for cold_name, read in cold.items():
             progress(cold_name)
             try:
@@ -220,17 +225,11 @@ def premerge(
             except InvalidArgument as error:
                 report.failed[cold_name] = str(error)
                 continue
-            pairs = delta_pairs(weights.pairs, adapter.pairs)
-            write_adapter(adapters / cold_name, pairs, shape, base)
+            write_delta(cold_name, weights.pairs)
             copy_head(cold_folder, adapters / cold_name)
-            report.deltas.append(Delta(cold_name, cold_name, _rank(pairs)))
         text = json.dumps(report.as_json(), indent=2)
         (part / REPORT).write_text(text + "\n", encoding="utf-8")
     return report
-
-
-def _rank(pairs: Mapping[MatrixId, LoraPair]) -> int:
-    return max(pair.a.shape[0] for pair in pairs.values())
 
 
 @contextmanager

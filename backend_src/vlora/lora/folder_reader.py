@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 from vlora.errors import InvalidArgument
 from vlora.lora.adapter import Adapter, AdapterFiles, AdapterInfo, load_adapter
@@ -20,6 +21,8 @@ from vlora.lora.peft_config import as_text
 from vlora.lora.transient import Backoff, as_adapter_error, is_transient
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,20 @@ class FolderReader:
         self._report(FolderRead(AdapterHandle(name, folder, stamp, files.description), adapter))
 
 
+def read_each(
+    folders: Mapping[str, Path], read: Callable[[str, Path], T]
+) -> tuple[dict[str, T], dict[str, InvalidArgument]]:
+    """Return what `read` returns for each name and folder, in order of name, and by name the errors
+    of those that it could not read."""
+    found, errors = {}, {}
+    for name, folder in sorted(folders.items()):
+        try:
+            found[name] = read(name, folder)
+        except Exception as error:
+            errors[as_text(name)] = as_adapter_error(name, folder, error)
+    return found, errors
+
+
 def read_infos(
     folders: Mapping[str, Path], model: ModelShape, max_bytes: int
 ) -> tuple[list[AdapterInfo], dict[str, InvalidArgument]]:
@@ -139,10 +156,7 @@ def read_infos(
     Returns the adapters with their digests, and the errors by name. Holds the weights of one
     adapter at a time. max_bytes: as of `FolderReader`.
     """
-    infos, errors = [], {}
-    for name, folder in sorted(folders.items()):
-        try:
-            infos.append(load_adapter(name, folder, model, max_bytes).info)
-        except Exception as error:
-            errors[as_text(name)] = as_adapter_error(name, folder, error)
-    return infos, errors
+    infos, errors = read_each(
+        folders, lambda name, folder: load_adapter(name, folder, model, max_bytes).info
+    )
+    return list(infos.values()), errors
