@@ -150,7 +150,7 @@ class AdapterLoads:
             self._tiers.packed(handle)
 
     def _fail(self, handle: AdapterHandle, error: Exception) -> None:
-        """Note that an adapter could not be loaded or packed.
+        """Handle the failure of a load or of a packing.
 
         A reason outside of its files delays the next attempt. Any other reason, and the last
         attempt's, is the error of the handle.

@@ -68,7 +68,7 @@ class NameTable:
 
 
 def _neighbours(words: Sequence[str], word: str) -> Sequence[str]:
-    """Return the words around the position of `word` in a sorted sequence."""
+    """Return the nearest neighbors of `word`, before and after it, in a sorted sequence."""
     position = bisect_left(words, word)
     return words[max(0, position - HINT_NEIGHBOURS) : position + HINT_NEIGHBOURS]
 

@@ -247,7 +247,7 @@ def _indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def open_weights(file: Path) -> Any:
-    """Return an open safetensors file. Raises InvalidArgument if it cannot be read."""
+    """Open a safetensors file and return it. Raises InvalidArgument if it cannot be read."""
     # Read, not mapped: a mapped file would count as memory in addition to the slab, and a file
     # truncated while it is read would end the process.
     try:

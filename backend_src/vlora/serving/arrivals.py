@@ -38,7 +38,7 @@ _BYTES = _CONTENT.size + hashlib.sha256().digest_size
 
 
 class ArrivalStamps:
-    """Makes and reads stamps. Thread-safe.
+    """Maker and reader of arrival stamps. Thread-safe.
 
     key: shared by the models of a server; empty to make none, and to accept none.
     """

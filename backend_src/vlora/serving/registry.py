@@ -34,7 +34,7 @@ class Registry(Protocol):
         self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> Metric: ...
     def drop(self, name: str) -> None:
-        """Remove a family with all its metrics, which must not be used any more."""
+        """Remove a family with all its metrics, which can then no longer be used."""
 
 
 class Exporter(ABC):

@@ -22,7 +22,12 @@ AVX512 = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])\b")
 
 @dataclass
 class Function:
-    """A function of the compiled module: its mangled name, instructions and references."""
+    """One function of the disassembled module.
+
+    name: mangled. rank: of the highest instruction set among its instructions.
+    calls: addresses that its instructions refer to.
+    exit_handlers: whether it registers a function to be called at exit.
+    """
 
     name: str
     rank: int = 0
