@@ -23,6 +23,7 @@ from tools.demo.motion import sample_times
 from tools.demo.packing import Pack, Row, pack
 from tools.demo.recipes import RECIPES, Recipe, Sample
 from tools.demo.scenes import draw
+from vlora.generation.peft_folder import rename_base
 
 SEED = 37
 NO_CLASS = -1
@@ -115,7 +116,7 @@ def save_adapter(recipe: Recipe, adapted: PeftModel, head: nn.Linear | None, fol
     """Write the PEFT files in float32, the head, and vlora.json (accuracy is filled in later)."""
     folder.mkdir(parents=True, exist_ok=True)
     adapted.save_pretrained(folder, save_embedding_layers=False)
-    _make_portable(folder / "adapter_config.json")
+    rename_base(folder, "vlora-demo")
     (folder / "README.md").unlink(missing_ok=True)
     about: dict[str, object] = {"tasks": list(recipe.tasks), "accuracy": {}}
     if head is not None:
@@ -125,10 +126,3 @@ def save_adapter(recipe: Recipe, adapted: PeftModel, head: nn.Linear | None, fol
     (folder / "vlora.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     for tensors_file in folder.glob("*.safetensors"):
         tensors_file.chmod(0o644)
-
-
-def _make_portable(config: Path) -> None:
-    """Replace the path of the base on the training machine by the checkpoint's name."""
-    read = json.loads(config.read_text(encoding="utf-8"))
-    read["base_model_name_or_path"] = "vlora-demo"
-    config.write_text(json.dumps(read, indent=2, sort_keys=True) + "\n", encoding="utf-8")

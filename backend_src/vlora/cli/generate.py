@@ -125,12 +125,12 @@ def _print_outcome(outcome: Outcome) -> None:
         table.add_column(heading)
     for heading in ("required", "base", "reached"):
         table.add_column(heading, justify="right")
-    holder = {name: one.number for one in outcome.state.adapters for name in one.items}
+    holders = outcome.holders
     for item in outcome.spec.items:
         reached = outcome.reached.get(item.name)
         table.add_row(
             item.name,
-            outcome.folders[holder[item.name]].name if item.name in holder else "-",
+            holders.get(item.name, "-"),
             f"{item.required:.3f}",
             f"{outcome.base[item.name]:.3f}",
             "-" if reached is None else f"{reached:.3f}",

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 from peft import (
     LoraConfig,
     PeftModel,
@@ -32,6 +33,8 @@ from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 IGNORED = -100
 HEAD_STATE = "head.json"
+MAX_TEXTS = 1 << 16
+"""Number of texts whose tokens are kept."""
 WEIGHTS = "adapter_model.safetensors"
 MERGE_DENSITY = 0.5
 """Share of the weights that TIES and DARE keep."""
@@ -70,7 +73,6 @@ class Base:
     """The frozen base of a run: tokenizer, prompts, image features."""
 
     def __init__(self, checkpoint: Path, cache_mib: int, device: torch.device) -> None:
-        self.checkpoint = checkpoint
         self.device = device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
         self._template = ChatTemplate.from_checkpoint(checkpoint)
@@ -81,6 +83,7 @@ class Base:
             checkpoint, dtype=torch.float32, local_files_only=True
         ).to(device)
         self.model.eval().requires_grad_(False)
+        self._tokens: LRUCache[tuple[str], tuple[int, ...]] = LRUCache(MAX_TEXTS)
         self._features: LRUCache[Path, torch.Tensor] = LRUCache(
             max(1, cache_mib) << 20, getsizeof=lambda value: value.nbytes
         )
@@ -103,9 +106,10 @@ class Base:
         label = labels.index(example.answer) if labels else None
         return Row(tuple(self._prompt_ids(text)), answer, example.images, label)
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+    @cachedmethod(attrgetter("_tokens"))
+    def _ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text. Items repeat their texts, and evaluations their items."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _prompt_ids(self, text: str) -> Iterable[int]:
         """Yield the tokens of a prompt, each placeholder expanded to the image's tokens."""
@@ -115,9 +119,9 @@ class Base:
 
     @torch.inference_mode()
     def features(self, paths: Iterable[Path]) -> torch.Tensor:
-        """Return the features of images, [tokens of all images, hidden]; from the cache if there.
+        """Return the features of images, [tokens of all images, hidden] fp32.
 
-        Features are cached in bf16 on a GPU and in fp32 on a CPU.
+        Images that are not in the cache are encoded together, and stay in it while it has space.
         """
         paths = list(paths)
         found = {

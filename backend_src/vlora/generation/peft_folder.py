@@ -12,6 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from vlora.ids import MatrixId
 from vlora.lora.adapter import WEIGHTS
 from vlora.lora.model_shape import ModelShape, paths_of
 
+CONFIG = "adapter_config.json"
 HEAD_FILES = ("vlora.json", "head.safetensors")
 """Files of an adapter folder that describe its tasks and hold its task head."""
 
@@ -59,14 +61,26 @@ def write_adapter(
         "alpha_pattern": other_ranks,
         "target_modules": sorted(paths.values()),
     }
-    text = json.dumps(config, indent=2, sort_keys=True)
-    (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+    _write_config(folder / CONFIG, config)
     tensors = {}
     for matrix, pair in pairs.items():
         prefix = f"base_model.model.{paths[matrix]}"
         tensors[f"{prefix}.lora_A.weight"] = pair.a.to(dtype).contiguous()
         tensors[f"{prefix}.lora_B.weight"] = pair.b.to(dtype).contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def rename_base(folder: Path, base: str) -> None:
+    """Replace the path of the base on the training machine in an adapter's configuration."""
+    path = folder / CONFIG
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = base
+    _write_config(path, config)
+
+
+def _write_config(path: Path, config: Mapping[str, Any]) -> None:
+    text = json.dumps(config, indent=2, sort_keys=True)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def copy_head(source: Path, target: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from vlora.generation.fusion import Event, required_score
-from vlora.generation.run import Outcome
+from vlora.generation.run import Outcome, folder_name
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """Return the contents of `report.json`."""
     spec, state = outcome.spec, outcome.state
-    holder = {name: adapter.number for adapter in state.adapters for name in adapter.items}
+    holders = outcome.holders
     return {
         "options": outcome.options.model_dump(),
         "seed": spec.seed,
@@ -25,15 +25,13 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
                 "required": item.required,
                 "base": outcome.base[item.name],
                 "reached": outcome.reached.get(item.name),
-                "adapter": f"{spec.prefix}-{holder[item.name]}" if item.name in holder else None,
+                "adapter": holders.get(item.name),
                 "kept": item.name not in outcome.missed,
             }
             for item in spec.items
         },
-        "adapters": {
-            f"{spec.prefix}-{adapter.number}": list(adapter.items) for adapter in state.adapters
-        },
-        "items_per_adapter": round(len(holder) / len(state.adapters), 2) if state.adapters else 0,
+        "adapters": {folder_name(spec, adapter): list(adapter.items) for adapter in state.adapters},
+        "items_per_adapter": round(len(holders) / len(state.adapters), 2) if state.adapters else 0,
         "attempts": [_attempt(event) for event in state.events],
         "seconds": round(sum(event.attempt.seconds for event in state.events), 1),
     }

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vlora.atomic_file import replace_text
 from vlora.errors import InvalidArgument
 from vlora.generation.examples import Splits, read_examples, split
 from vlora.generation.fusion import Packed, State, fuse_next, merge_next, similar_order
 from vlora.generation.learner import HEAD_STATE
+from vlora.generation.peft_folder import rename_base
 from vlora.generation.similarity import similarities
 from vlora.generation.spec import Options, Spec
 from vlora.generation.teachers import load_teacher, remembered
@@ -41,6 +43,15 @@ class Outcome:
     base: Mapping[str, float]
     reached: Mapping[str, float]
     folders: Mapping[int, Path] = field(default_factory=dict)
+
+    @property
+    def holders(self) -> dict[str, str]:
+        """Name of the adapter folder that holds each item, by item."""
+        return {
+            item: folder_name(self.spec, adapter)
+            for adapter in self.state.adapters
+            for item in adapter.items
+        }
 
     @property
     def missed(self) -> dict[str, float]:
@@ -116,9 +127,7 @@ class _Journal:
             "written": self.written,
             "state": state.as_json(),
         }
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        part.replace(self.path)
+        replace_text(self.path, json.dumps(content, indent=2) + "\n")
 
 
 def generate(
@@ -173,7 +182,7 @@ def generate(
         reached |= trainer.packed_scores(adapter, "test")
     for name in journal.written:
         shutil.rmtree(out / name, ignore_errors=True)
-    journal.written = [_folder_name(spec, adapter) for adapter in state.adapters]
+    journal.written = [folder_name(spec, adapter) for adapter in state.adapters]
     journal.write(state)
     folders = {
         adapter.number: _write_folder(spec, adapter, trainer, reached, out)
@@ -205,7 +214,8 @@ def _check_output(spec: Spec, out: Path, written: Sequence[str]) -> None:
             )
 
 
-def _folder_name(spec: Spec, adapter: Packed) -> str:
+def folder_name(spec: Spec, adapter: Packed) -> str:
+    """Return the name under which an adapter is written and served."""
     return f"{spec.prefix}-{adapter.number}"
 
 
@@ -214,16 +224,13 @@ def _write_folder(
 ) -> Path:
     """Write one adapter's folder as the server reads it, and return it."""
     items = [spec.item(name) for name in adapter.items]
-    folder = out / _folder_name(spec, adapter)
+    folder = out / folder_name(spec, adapter)
     part = trainer.folder(adapter.version).with_name(folder.name)
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(
         trainer.folder(adapter.version), part, ignore=shutil.ignore_patterns(HEAD_STATE)
     )
-    config = json.loads((part / "adapter_config.json").read_text(encoding="utf-8"))
-    config["base_model_name_or_path"] = spec.base.name
-    text = json.dumps(config, indent=2, sort_keys=True)
-    (part / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+    rename_base(part, spec.base.name)
     about: dict[str, Any] = {
         "tasks": sorted({item.task for item in items}),
         "accuracy": {item.name: round(reached[item.name], 4) for item in items},
