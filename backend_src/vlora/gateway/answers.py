@@ -1,0 +1,168 @@
+"""Answers in the form of OpenAI's API, whole or as streams of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vlora.gateway.backend import Piece
+from vlora.gateway.requests import Ask
+
+DONE = b"data: [DONE]\n\n"
+
+
+class AnswerWriter:
+    """Writes the answer to one request from the pieces that the server sends.
+
+    Besides OpenAI's fields, every answer has an object `vlora` with the task, the adapter, the
+    timings and, from a vision task head, the score of each label.
+    """
+
+    def __init__(self, ask: Ask, id: str) -> None:
+        self._ask = ask
+        self._id = id
+        self._created = int(time.time())
+        self._started = False
+        self._text_offset = 0
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+
+    def whole(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        """Return the answer of a request that does not stream."""
+        pieces = list(pieces)
+        text = "".join(piece.text for piece in pieces)
+        logprobs = self._logprobs([token for piece in pieces for token in piece.logprobs])
+        for piece in pieces:
+            self._count(piece)
+        choice: dict[str, Any] = {"index": 0}
+        if self._ask.chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        choice |= {"logprobs": logprobs, "finish_reason": self.finish_reason}
+        kind = "chat.completion" if self._ask.chat else "text_completion"
+        return {
+            **self._head(kind),
+            "choices": [choice],
+            "usage": self._usage(),
+            "vlora": _extra(pieces[-1]),
+        }
+
+    def events(self, piece: Piece) -> bytes:
+        """Return the server-sent events of one piece, including those that begin and end the
+        stream.
+        """
+        self._count(piece)
+        chunks = []
+        if self._ask.chat and not self._started:
+            chunks.append(self._chunk({"role": "assistant", "content": ""}, None, None))
+        self._started = True
+        if piece.text or self._ask.logprobs:
+            logprobs = self._logprobs(piece.logprobs)
+            if piece.text or logprobs is not None:
+                chunks.append(self._chunk({"content": piece.text}, logprobs, None))
+        if piece.finish_reason is not None:
+            chunks.append(self._chunk({}, None, piece))
+            if self._ask.include_usage:
+                chunks.append(
+                    {**self._head(self._chunk_kind), "choices": [], "usage": self._usage()}
+                )
+        events = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+        return events + DONE if piece.finish_reason is not None else events
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self._ask.chat else "text_completion"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._ask.model,
+            "system_fingerprint": None,
+        }
+
+    def _chunk(
+        self, delta: Mapping[str, str], logprobs: dict[str, Any] | None, last: Piece | None
+    ) -> dict[str, Any]:
+        """Return one chunk of a stream. last: the last piece of the answer, for its last chunk."""
+        content = {"delta": delta} if self._ask.chat else {"text": delta.get("content", "")}
+        choice = {
+            "index": 0,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": None if last is None else last.finish_reason,
+        }
+        chunk = {**self._head(self._chunk_kind), "choices": [choice]}
+        if self._ask.include_usage:
+            chunk["usage"] = None
+        if last is not None:
+            chunk["vlora"] = _extra(last)
+        return chunk
+
+    def _count(self, piece: Piece) -> None:
+        self.prompt_tokens = piece.num_input_tokens or self.prompt_tokens
+        self.completion_tokens += piece.num_output_tokens
+        if piece.finish_reason is not None:
+            self.finish_reason = piece.finish_reason
+            self.cached_tokens = piece.details.get("num_cached_tokens", 0)
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def _logprobs(self, tokens: list[dict[str, dict[str, Any]]]) -> dict[str, Any] | None:
+        """Return the log probabilities of tokens; None if they were not requested or there are no
+        tokens.
+        """
+        top = self._ask.top_logprobs
+        if top is None or not tokens:
+            return None
+        alternatives = [
+            sorted((entry for entry in token.values() if entry["rank"] <= top), key=_rank)
+            for token in tokens
+        ]
+        sampled = [next(iter(token.values())) for token in tokens]
+        if self._ask.chat:
+            content = [
+                {**_entry(one), "top_logprobs": [_entry(entry) for entry in others]}
+                for one, others in zip(sampled, alternatives, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        texts = [one["decoded_token"] for one in sampled]
+        offsets = []
+        for text in texts:
+            offsets.append(self._text_offset)
+            self._text_offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [one["logprob"] for one in sampled],
+            "top_logprobs": [
+                {entry["decoded_token"]: entry["logprob"] for entry in others}
+                for others in alternatives
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _rank(entry: Mapping[str, Any]) -> int:
+    return int(entry["rank"])
+
+
+def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    text = entry["decoded_token"]
+    return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode())}
+
+
+def _extra(last: Piece) -> dict[str, Any]:
+    """Return the fields that this server adds to OpenAI's. last: last piece of the answer."""
+    return {**last.details, **({"scores": last.scores} if last.scores else {})}

@@ -1,0 +1,308 @@
+"""The routes of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+from vlora import __version__
+from vlora.errors import shown
+from vlora.gateway.answers import AnswerWriter
+from vlora.gateway.backend import Backend, Piece, Question
+from vlora.gateway.bodies import Bodies
+from vlora.gateway.door import App, Door, Visit, send_error
+from vlora.gateway.errors import ApiError
+from vlora.gateway.keys import RateLimit, load_keys
+from vlora.gateway.media import MediaLoader
+from vlora.gateway.metrics import GatewayMetrics
+from vlora.gateway.options import GatewayOptions
+from vlora.gateway.playground import EXAMPLES, PAGE, StaticPages
+from vlora.gateway.requests import Ask, read_body, read_chat, read_completion
+from vlora.launcher.direct import get, is_local
+
+METRICS_SECONDS = 5.0
+"""Time limit in seconds for reading the server's metrics."""
+
+MAX_LOGGED = 256
+"""Maximum number of characters of a model's name in the log."""
+
+Result = TypeVar("Result")
+
+
+class Disconnected(Exception):
+    """The client has closed its connection."""
+
+
+class Gateway:
+    """Request handlers of one application."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self.options = options
+        self.metrics = GatewayMetrics()
+        self._created = int(time.time())
+
+    @asynccontextmanager
+    async def running(self, app: FastAPI) -> AsyncIterator[None]:
+        """Open the gateway's connections for as long as the application runs, on its event loop."""
+        self._backend = Backend(self.options.grpc, self.options.answer_seconds)
+        self._media = MediaLoader(self.options)
+        self._bodies = Bodies(self.options)
+        yield
+        await self._media.close()
+        await self._backend.close()
+
+    async def chat(self, request: Request) -> Response:
+        return await self._complete(request, read_chat)
+
+    async def completion(self, request: Request) -> Response:
+        return await self._complete(request, read_completion)
+
+    async def models(self) -> Response:
+        """List the base model and all adapters that are known now."""
+        description = await self._backend.describe()
+        return JSONResponse({"object": "list", "data": self._entries(description)})
+
+    async def model(self, name: str) -> Response:
+        for entry in self._entries(await self._backend.describe()):
+            if entry["id"] == name:
+                return JSONResponse(entry)
+        raise ApiError(
+            "NOT_FOUND",
+            f"the model {shown(name)} does not exist; GET /v1/models lists the names",
+            "model",
+        )
+
+    async def health(self) -> Response:
+        """Report whether the V-LoRA server answers."""
+        await self._backend.describe()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics_page(self) -> Response:
+        """Return the gateway's metrics, followed by the server's."""
+        page, url = self.metrics.text(), self.options.metrics_url
+        if url is not None:
+            direct = is_local(url.partition("://")[2].partition("/")[0].rpartition(":")[0])
+            with suppress(OSError):
+                page += await asyncio.to_thread(get, url, METRICS_SECONDS, direct)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _entries(self, description: dict[str, Any]) -> list[dict[str, Any]]:
+        base = {
+            "id": self.options.base_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vlora",
+            "parent": None,
+            "max_model_len": description["max_model_len"],
+            "tasks": description["tasks"],
+        }
+        adapters = [
+            {
+                **base,
+                "id": adapter["name"],
+                "parent": base["id"],
+                **{key: value for key, value in adapter.items() if key != "name"},
+            }
+            for adapter in description["adapters"]
+            if adapter["name"] != base["id"]
+        ]
+        return [base, *adapters]
+
+    async def _complete(self, request: Request, read: Callable[[dict[str, Any]], Ask]) -> Response:
+        visit: Visit = request.state.visit
+        try:
+            with self._bodies.holding() as hold:
+                ask = read(read_body(await self._bodies.receive(request, hold)))
+                visit.model = ask.model[:MAX_LOGGED]
+                return await self._answer(request, visit, ask)
+        except (ClientDisconnect, Disconnected):
+            self.metrics.disconnects.inc()
+            return Response(status_code=499)
+
+    async def _answer(self, request: Request, visit: Visit, ask: Ask) -> Response:
+        """Return the response. It does not start before the first piece of the answer has
+        arrived.
+        """
+        id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
+        writer = AnswerWriter(ask, id)
+        sampling = ask.sampling
+        if ask.model != self.options.base_name:
+            sampling = {**sampling, "lora_name": ask.model}
+        pieces = self._backend.ask(
+            Question(
+                id,
+                ask.conversation.text,
+                ask.task,
+                await self._media.load(ask.conversation.images),
+                await self._media.load(ask.conversation.frames),
+                sampling,
+                ask.stream,
+                ask.logprobs,
+            )
+        )
+        if ask.stream:
+            try:
+                first = await connected(request, anext(pieces))
+            except ApiError as error:
+                if error.code != "CANCELLED" or not sampling.get("supersede"):
+                    raise
+                # The client itself superseded the request. A browser would report an error status
+                # in its console, so the error is sent as an event.
+                visit.code = error.code
+                return _stream(_only(_event(error)))
+            return _stream(self._events(writer, first, pieces, visit))
+        answer = writer.whole(await connected(request, _all(pieces)))
+        _note(visit, writer)
+        return JSONResponse(answer)
+
+    async def _events(
+        self, writer: AnswerWriter, first: Piece, pieces: AsyncIterator[Piece], visit: Visit
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of a stream. An error after its beginning is sent as an event."""
+        try:
+            yield writer.events(first)
+            async for piece in pieces:
+                yield writer.events(piece)
+        except ApiError as error:
+            visit.code = error.code
+            yield _event(error)
+        except BaseException:
+            self.metrics.disconnects.inc()
+            raise
+        finally:
+            _note(visit, writer)
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+
+def _stream(events: AsyncIterator[bytes]) -> Response:
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+def _event(error: ApiError) -> bytes:
+    """Return the event for an error, which ends a stream."""
+    return b"data: %b\n\n" % error.as_json()
+
+
+async def _only(event: bytes) -> AsyncIterator[bytes]:
+    yield event
+
+
+def _note(visit: Visit, writer: AnswerWriter) -> None:
+    visit.prompt_tokens = writer.prompt_tokens
+    visit.completion_tokens = writer.completion_tokens
+    visit.finish_reason = writer.finish_reason
+
+
+async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
+    return [piece async for piece in pieces]
+
+
+async def connected(request: Request, work: Awaitable[Result]) -> Result:
+    """Return the result of `work`. If the client disconnects, cancel it and raise Disconnected.
+
+    The request's body must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        for waiting in (task, gone):
+            if not waiting.done():
+                waiting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await waiting
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    request.state.visit.code = error.code
+    return _Failure(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Return an error of routing, such as an unknown path, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    code = {404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "INVALID_ARG")
+    path = f"{request.method} {request.url.path}"
+    return _Failure(ApiError(code, f"{path}: {error.detail}"))
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return _Failure(ApiError("INTERNAL", "the gateway failed; see its log for details"))
+
+
+class _Failure(Response):
+    """A response with an error."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(status_code=error.status)
+        self._error = error
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send_error(send, self._error)
+
+
+def make_app(options: GatewayOptions) -> App:
+    """Return the application. Raises ServerError if the file of keys cannot be used."""
+    gateway = Gateway(options)
+    app = FastAPI(
+        title="V-LoRA gateway",
+        version=__version__,
+        lifespan=gateway.running,
+        docs_url=None,  # These pages load scripts from elsewhere.
+        redoc_url=None,
+    )
+    routes: dict[str, tuple[str, Callable[..., Coroutine[Any, Any, Response]]]] = {
+        "/v1/chat/completions": ("POST", gateway.chat),
+        "/v1/completions": ("POST", gateway.completion),
+        "/v1/models": ("GET", gateway.models),
+        "/v1/models/{name:path}": ("GET", gateway.model),
+        "/health": ("GET", gateway.health),
+        "/metrics": ("GET", gateway.metrics_page),
+    }
+    for path, (method, endpoint) in routes.items():
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    examples = StaticPages(directory=EXAMPLES, check_dir=False)
+    app.mount("/playground/examples", examples)
+    app.mount("/playground", StaticPages(directory=PAGE, html=True))
+    app.add_api_route("/", _to_playground, include_in_schema=False, response_model=None)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+    return Door(
+        app,
+        None if options.keys is None else load_keys(options.keys),
+        None if options.requests_per_minute is None else RateLimit(options.requests_per_minute),
+        frozenset(options.cors_origins),
+        gateway.metrics,
+    )
+
+
+async def _to_playground() -> Response:
+    return RedirectResponse("/playground/")

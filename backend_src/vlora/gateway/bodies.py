@@ -1,0 +1,125 @@
+"""Receiving of request bodies within limits of size, memory and time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from fastapi import Request
+
+from vlora.gateway.errors import ApiError
+from vlora.gateway.options import GatewayOptions
+
+BODY_SECONDS = 60.0
+"""Time limit for receiving a body."""
+
+RETRY_SECONDS = 1.0
+"""Seconds after which a client should try again if there is no memory for its body."""
+
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+DISCARD_SECONDS = 5.0
+"""Limits for receiving the rest of a body that nobody needs."""
+
+Hold = Callable[[int], None]
+"""Function that counts this many more bytes. It raises ApiError if they exceed the limit."""
+
+
+class BodyReceiver:
+    """Passes on the parts of one request's body, and can discard those that were not asked for.
+
+    A client that is still sending when the connection is closed usually loses the answer: it
+    reports a broken connection instead of the error. So a request that is answered early is
+    received to its end first, within limits.
+    """
+
+    def __init__(
+        self,
+        headers: list[tuple[bytes, bytes]],
+        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+    ) -> None:
+        self._receive = receive
+        names = dict(headers)
+        self._ended = names.get(b"content-length", b"0") == b"0" and (
+            b"transfer-encoding" not in names
+        )
+        # Such a client sends its body only after the gateway has asked for the first part.
+        self._waits = b"expect" in names
+
+    async def __call__(self) -> MutableMapping[str, Any]:
+        """Return the next message of the server."""
+        self._waits = False
+        message = await self._receive()
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            self._ended = True
+        return message
+
+    async def discard_rest(self) -> None:
+        """Receive the rest of the body without keeping it, until a limit is reached."""
+        received = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while not (self._ended or self._waits) and received < MAX_DISCARDED_BYTES:
+                    received += len((await self()).get("body", b""))
+
+
+class Bodies:
+    """Receives bodies. Belongs to one event loop."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self._limit = options.max_body_bytes
+        self._max_held = options.max_held_bytes
+        self._held = 0
+
+    @contextmanager
+    def holding(self) -> Iterator[Hold]:
+        """Yield a function that counts the bytes of one body. They are released after the block."""
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if self._held + size > self._max_held:
+                raise ApiError(
+                    "UNAVAILABLE",
+                    f"the bodies of all requests have more than {self._max_held} bytes, the limit;"
+                    " try again later",
+                    retry_after=RETRY_SECONDS,
+                )
+            held += size
+            self._held += size
+
+        try:
+            yield hold
+        finally:
+            self._held -= held
+
+    async def receive(self, request: Request, hold: Hold) -> bytearray:
+        """Return the body of a request, which must be JSON and not too large.
+
+        Raises ApiError, and ClientDisconnect if the client disconnects before its end.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(
+                "INVALID_ARG", f"the content type must be application/json, not {kind!r}"
+            )
+        # The HTTP parser has checked that this is a number. A chunked body has no length.
+        if int(request.headers.get("content-length", "0")) > self._limit:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    hold(len(part))
+                    body += part
+                    if len(body) > self._limit:
+                        raise self._too_large()
+        except TimeoutError:
+            raise ApiError(
+                "TIMEOUT", f"the body did not arrive within {BODY_SECONDS:g} s"
+            ) from None
+        return body
+
+    def _too_large(self) -> ApiError:
+        return ApiError("TOO_LARGE", f"the body has more than {self._limit} bytes, the limit")

@@ -1,0 +1,196 @@
+"""The outermost layer of the gateway: it checks each request and writes a line to the access log.
+
+**Invariant:** the log contains no keys, and of a request's body only the model's name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TextIO
+from urllib.parse import urlsplit
+
+from vlora.gateway.bodies import BodyReceiver
+from vlora.gateway.errors import ApiError
+from vlora.gateway.keys import ANYBODY, Keys, RateLimit
+from vlora.gateway.metrics import GatewayMetrics
+from vlora.launcher.direct import is_local
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = ("/health", "/playground")
+"""Paths that need no key, with everything below them. They reveal nothing and cost little."""
+
+API = "/v1/"
+"""Prefix of the paths that count toward a tenant's rate limit."""
+
+
+@dataclass
+class Visit:
+    """One request as the log shows it. The routes fill in what they learn."""
+
+    id: str
+    tenant: str = ANYBODY
+    model: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish_reason: str | None = None
+    code: str | None = None
+    """Code of the error that the request got, even within a stream."""
+
+
+class Door:
+    """Checks requests, then passes them to `app`.
+
+    keys: API keys; None admits everybody. Without keys, only requests to this machine's own names
+        are served. Otherwise a web page could reach a loopback gateway by a host name that it
+        controls.
+    limit: rate limit of each tenant, or None.
+    origins: origins of web pages that may use the gateway, besides its own.
+    log: file for the access log, with one JSON object per line.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        keys: Keys | None,
+        limit: RateLimit | None,
+        origins: frozenset[str],
+        metrics: GatewayMetrics,
+        log: TextIO = sys.stdout,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._limit = limit
+        self._origins = origins
+        self._metrics = metrics
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or pass on an event of the server."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = Visit(uuid.uuid4().hex)
+        scope.setdefault("state", {})["visit"] = visit
+        started = time.monotonic()
+        status = 499
+        body = BodyReceiver(scope["headers"], receive)
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                await body.discard_rest()
+                status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", visit.id.encode()),
+                ]
+            await send(message)
+
+        self._metrics.running.inc()
+        try:
+            try:
+                self._check(scope, visit)
+            except ApiError as error:
+                visit.code = error.code
+                await send_error(sending, error)
+            else:
+                await self._app(scope, body, sending)
+        finally:
+            seconds = time.monotonic() - started
+            self._metrics.running.dec()
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(route, str(status)).inc()
+            self._metrics.seconds.labels(route).observe(seconds)
+            self._write(scope, visit, status, seconds)
+
+    def _check(self, scope: Scope, visit: Visit) -> None:
+        """Set the tenant of the request. Raise ApiError if the request may not pass."""
+        headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        host = _host(headers.get("host", b"").decode("latin-1"))
+        if self._keys is None and not is_local(host):
+            raise ApiError(
+                "PERMISSION_DENIED",
+                f"this gateway has no keys, so it serves requests to this machine, not to {host!r}",
+            )
+        origin = headers.get("origin", b"").decode("latin-1")
+        if (
+            origin
+            and origin not in self._origins
+            and _netloc(origin) != headers.get("host", b"").decode("latin-1")
+        ):
+            raise ApiError(
+                "PERMISSION_DENIED", "web pages of other origins may not use this gateway"
+            )
+        path = scope["path"]
+        if path == "/" or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
+            return
+        if self._keys is not None and scope["method"] != "OPTIONS":
+            visit.tenant = self._tenant(headers.get("authorization", b""))
+        if self._limit is not None and path.startswith(API):
+            self._limit.count(visit.tenant)
+
+    def _tenant(self, authorization: bytes) -> str:
+        assert self._keys is not None
+        scheme, _, key = authorization.decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise ApiError(
+                "UNAUTHENTICATED",
+                "the API key is missing; send the header Authorization: Bearer KEY",
+            )
+        tenant = self._keys.tenant(key.strip())
+        if tenant is None:
+            raise ApiError("UNAUTHENTICATED", "the API key is not known")
+        return tenant
+
+    def _write(self, scope: Scope, visit: Visit, status: int, seconds: float) -> None:
+        client = scope.get("client")
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "id": visit.id,
+            "client": client[0] if client else None,
+            "tenant": visit.tenant,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(seconds, 4),
+            "model": visit.model,
+            "prompt_tokens": visit.prompt_tokens,
+            "completion_tokens": visit.completion_tokens,
+            "finish_reason": visit.finish_reason,
+            "code": visit.code,
+        }
+        present = {key: value for key, value in line.items() if value is not None}
+        print(json.dumps(present), file=self._log, flush=True)
+
+
+def _host(header: str) -> str:
+    """Return the host of a Host header, without its port."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _netloc(origin: str) -> str:
+    return origin.partition("://")[2]
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    body = error.as_json()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after + 0.5))))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

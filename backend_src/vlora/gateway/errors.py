@@ -1,0 +1,107 @@
+"""Errors in the form of the OpenAI API: a status and `{"error": {message, type, param, code}}`.
+
+`code` is a code of the server's own errors (`INVALID_ARG`, …) or one of the others in `STATUSES`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container
+from typing import Any
+
+import grpc
+
+from vlora.errors import VLoraError
+from vlora.serving.responder import from_message
+
+STATUSES = {
+    "INVALID_ARG": 400,
+    "UNSUPPORTED": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "METHOD_NOT_ALLOWED": 405,
+    "TIMEOUT": 408,
+    "TOO_LARGE": 413,
+    "RATE_LIMITED": 429,
+    "CANCELLED": 499,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+}
+"""HTTP status of each code. OpenAI's clients retry after 408, 409, 429 and 5xx."""
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+"""OpenAI's error type by status. Other types are `server_error` from 500 on, else
+`invalid_request_error`.
+"""
+
+_QUOTED = re.compile(r"'(\w+)'")
+
+
+class ApiError(Exception):
+    """An error for the client.
+
+    param: field of the request that caused it, or None.
+    retry_after: seconds after which the client may retry, or None.
+    """
+
+    def __init__(
+        self, code: str, message: str, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def status(self) -> int:
+        return STATUSES[self.code]
+
+    def as_json(self) -> bytes:
+        """Return the body of the response."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": self.message,
+            "type": TYPES.get(self.status, kind),
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+
+def invalid(param: str | None, message: str) -> ApiError:
+    """Return the error for an invalid request."""
+    return ApiError("INVALID_ARG", message, param)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """Return the error for a valid field, or value, that this server does not support."""
+    return ApiError("UNSUPPORTED", message, param)
+
+
+def from_server(error: VLoraError, fields: Container[str]) -> ApiError:
+    """Return the server's error in the form of the API.
+
+    fields: fields of the request. The first one that the message quotes becomes `param`.
+    """
+    quoted = (name for name in _QUOTED.findall(error.message) if name in fields)
+    param = "model" if error.code == "NOT_FOUND" else next(quoted, None)
+    return ApiError(error.code, error.message, param)
+
+
+def from_grpc(error: Any) -> ApiError:
+    """Return the error for a failed call. error: an `AioRpcError`."""
+    details = error.details() or "no details"
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return ApiError("UNAVAILABLE", f"the V-LoRA server cannot be reached: {details}")
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ApiError("UNAVAILABLE", "the V-LoRA server did not answer in time")
+    found = from_message(details)
+    return ApiError(found.code, found.message)

@@ -1,0 +1,195 @@
+"""Images of a request, from data URLs or from http(s) URLs of hosts that the operator allows.
+
+**Invariant:** the gateway connects to no address of a private network. The address is checked where
+the connection is opened. So a host name that changes its address cannot evade the check. Redirects
+are not followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpcore2
+
+from vlora.errors import shown
+from vlora.gateway.errors import ApiError, invalid
+from vlora.gateway.messages import Media
+from vlora.gateway.options import GatewayOptions
+
+MAX_FETCHES = 16
+"""Maximum number of connections at the same time."""
+
+MAX_HEADER = 256
+"""Maximum length of the part of a data URL before its content."""
+
+PORTS = {"http": 80, "https": 443}
+"""Default port of each scheme. Any other port must be allowed explicitly, as HOST:PORT."""
+
+UNICAST6 = ipaddress.ip_network("2000::/3")
+"""Public unicast addresses of IPv6."""
+
+
+class PrivateAddress(Exception):
+    """A host has an address that is not public."""
+
+
+class MediaLoader:
+    """Loads the images of requests. It belongs to one event loop."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self._options = options
+        self._hosts = frozenset(host.lower() for host in options.image_hosts)
+        self._pool = httpcore2.AsyncConnectionPool(
+            max_connections=MAX_FETCHES, network_backend=PublicNetwork(), retries=0
+        )
+
+    async def close(self) -> None:
+        await self._pool.aclose()
+
+    async def load(self, media: Sequence[Media]) -> list[bytes]:
+        """Return the encoded files. Raises ApiError, which says which URL is wrong.
+
+        All images fetched for one request have at most `max_body_bytes` together.
+        """
+        files, left = [], self._options.max_body_bytes
+        for one in media:
+            if one.url[:5].lower() == "data:":
+                files.append(decode(one))
+            else:
+                files.append(await self._load(one, min(left, self._options.max_fetch_bytes)))
+                left -= len(files[-1])
+        return files
+
+    async def _load(self, media: Media, limit: int) -> bytes:
+        """Return the file at an http(s) URL. limit: maximum number of bytes."""
+        url, host = _read_url(media)
+        if host not in self._hosts:
+            allowed = ", ".join(sorted(self._hosts)) or "none; send a data URL"
+            raise ApiError(
+                "PERMISSION_DENIED",
+                f"images may not be fetched from {shown(host)}; allowed hosts: {allowed}",
+                media.param,
+            )
+        try:
+            async with asyncio.timeout(self._options.fetch_seconds):
+                return await self._fetch(url, limit, media.param)
+        except TimeoutError:
+            seconds = self._options.fetch_seconds
+            raise invalid(
+                media.param, f"the image of {host!r} took more than {seconds:g} s"
+            ) from None
+        except PrivateAddress as error:
+            raise ApiError("PERMISSION_DENIED", str(error), media.param) from None
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError) as error:
+            raise invalid(
+                media.param, f"the image of {host!r} cannot be fetched: {error}"
+            ) from None
+
+    async def _fetch(self, url: httpcore2.URL, limit: int, param: str) -> bytes:
+        content = bytearray()
+        headers = [("accept", "image/*"), ("user-agent", "vlora-gateway")]
+        async with self._pool.stream("GET", url, headers=headers) as response:
+            if response.status != 200:
+                raise invalid(
+                    param,
+                    f"the image's host answered with status {response.status} instead of 200;"
+                    " redirects are not followed",
+                )
+            async for part in response.aiter_stream():
+                content += part
+                if len(content) > limit:
+                    raise invalid(param, f"the image has more than {limit} bytes, the limit")
+        return bytes(content)
+
+
+def decode(media: Media) -> bytes:
+    """Return the content of a data URL. Raises ApiError."""
+    comma = media.url.find(",", 0, MAX_HEADER)
+    header = media.url[: max(comma, 0)]
+    if not header.lower().endswith(";base64"):
+        raise invalid(
+            media.param, f"'{media.param}' must be base64, as in data:image/png;base64,iVBORw0…"
+        )
+    try:
+        return binascii.a2b_base64(media.url[comma + 1 :], strict_mode=True)
+    except ValueError as error:
+        raise invalid(media.param, f"'{media.param}' is not valid base64: {error}") from None
+
+
+def _read_url(media: Media) -> tuple[httpcore2.URL, str]:
+    """Return the parsed URL, and its host in the form of the allow-list.
+
+    The URL is parsed only once, so that the URL that is checked is the one that is fetched.
+    """
+    try:
+        parts = urlsplit(media.url)
+        port = parts.port
+    except ValueError as error:
+        raise invalid(media.param, f"'{media.param}' is not a URL: {error}") from None
+    if parts.scheme not in PORTS or not media.url.isascii():
+        raise invalid(
+            media.param,
+            f"'{media.param}' must be a data URL (data:image/png;base64,…) or an http(s) URL of"
+            " ASCII characters",
+        )
+    host = parts.hostname or ""
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    url = httpcore2.URL(scheme=parts.scheme, host=host, port=port, target=target)
+    return url, host if port in (None, PORTS[parts.scheme]) else f"{host}:{port}"
+
+
+class PublicNetwork(httpcore2.AsyncNetworkBackend):
+    """Opens connections to public addresses only."""
+
+    def __init__(self) -> None:
+        self._backend = httpcore2.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Connect to an address of `host`. Raise PrivateAddress unless all its addresses are
+        public.
+        """
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = [str(entry[4][0]) for entry in found]
+        for address in addresses:
+            if not is_public(address):
+                raise PrivateAddress(f"images may not be fetched from {host!r}: it is not public")
+        return await self._backend.connect_tcp(
+            addresses[0], port, timeout, local_address, socket_options
+        )
+
+    async def connect_unix_socket(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise PrivateAddress: a URL must not name a socket of this machine."""
+        raise PrivateAddress("images are not fetched from sockets of this machine")
+
+    async def sleep(self, seconds: float) -> None:
+        await self._backend.sleep(seconds)
+
+
+def is_public(address: str) -> bool:
+    """Return whether an IP address belongs to the public Internet.
+
+    An address that wraps an IPv4 address (mapped, 6to4, NAT64) is public if the IPv4 address is.
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if ip in ipaddress.ip_network("64:ff9b::/96"):
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+        if ip not in UNICAST6:
+            return False
+    return ip.is_global and not ip.is_multicast

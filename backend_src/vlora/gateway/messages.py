@@ -1,0 +1,165 @@
+"""Messages of a chat: their text, and the images and clips in them.
+
+A single message becomes the text of a task. Several messages become JSON, which the server puts
+into the checkpoint's chat template (task `chat`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlora.errors import shown
+from vlora.gateway.errors import invalid, unsupported
+from vlora.vision.prompts import PLACEHOLDER
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles of OpenAI's messages, with the corresponding roles of chat templates."""
+
+MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
+    "role": None,
+    "content": None,
+    "name": (),
+    "refusal": (),
+    "audio": (),
+    "function_call": (),
+    "tool_calls": ([],),
+    "annotations": ([],),
+}
+"""Fields of a message. None marks a field that is read. For any other field, these are the values
+that are accepted because they ask for nothing.
+"""
+
+
+CLIP = "data:video/jpeg;base64,"
+"""Prefix of a clip's URL. Frames follow, separated by commas, as in vLLM."""
+
+
+@dataclass(frozen=True)
+class Media:
+    """URL of an image, or of a frame of a clip. param: place of the URL in the request, for
+    errors.
+    """
+
+    url: str
+    param: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Text and media of a chat.
+
+    text: text of the only message, or JSON of all messages. It has placeholders for images, unless
+        there is a single message and all images stand before its text.
+    turns: number of messages.
+    """
+
+    text: str
+    images: tuple[Media, ...] = ()
+    frames: tuple[Media, ...] = ()
+    turns: int = 1
+
+
+def read_messages(messages: Any) -> Conversation:
+    """Return the conversation in OpenAI's `messages`. Raises ApiError."""
+    if not isinstance(messages, list) or not messages:
+        raise invalid("messages", "'messages' must be a list with at least one message")
+    reader = _Reader(places_all=len(messages) > 1)
+    turns = [reader.message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if turns[-1]["role"] != "user":
+        raise invalid("messages", "the last message must have the role 'user'")
+    text = turns[0]["content"] if len(turns) == 1 else json.dumps({"messages": turns})
+    return Conversation(text, tuple(reader.images), tuple(reader.frames), len(turns))
+
+
+class _Reader:
+    """Collects the media of messages, in order.
+
+    places_all: whether images before a message's text also get placeholders.
+    """
+
+    def __init__(self, places_all: bool) -> None:
+        self._places_all = places_all
+        self.images: list[Media] = []
+        self.frames: list[Media] = []
+
+    def message(self, message: Any, param: str) -> dict[str, str]:
+        """Return the role and the text of a message."""
+        if not isinstance(message, dict):
+            raise invalid(param, f"'{param}' must be an object with 'role' and 'content'")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise invalid(
+                f"{param}.role",
+                f"'{param}.role' must be one of {', '.join(ROLES)}, not {shown(role)}",
+            )
+        for name, value in message.items():
+            if name not in MESSAGE_FIELDS:
+                raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of a message")
+            neutral = MESSAGE_FIELDS[name]
+            if neutral is not None and value is not None and value not in neutral:
+                raise unsupported(
+                    f"{param}.{name}", f"'{name}' of a message is not supported; leave it out"
+                )
+        return {"role": ROLES[role], "content": self._content(message, f"{param}.content")}
+
+    def _content(self, message: Any, param: str) -> str:
+        content = message.get("content")
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list) or not content:
+            raise invalid(param, f"'{param}' must be a string or a list of parts")
+        parts = [self._part(part, f"{param}[{i}]") for i, part in enumerate(content)]
+        texts = [text for is_text, text in parts if is_text]
+        if any(PLACEHOLDER in text for text in texts):
+            return "\n".join(texts)  # The text already contains the placeholders.
+        leading = sorted(parts, key=lambda part: part[0]) == parts
+        if leading and not self._places_all:
+            return "\n".join(texts)
+        return "".join(text for _, text in parts)
+
+    def _part(self, part: Any, param: str) -> tuple[bool, str]:
+        """Return (whether the part is text, its text or its placeholders)."""
+        kind = part.get("type") if isinstance(part, dict) else None
+        value = part.get(kind) if isinstance(kind, str) else None
+        if kind == "text":
+            if not isinstance(value, str):
+                raise invalid(param, f"'{param}.text' must be a string, not {shown(value)}")
+            return True, value
+        if kind not in ("image_url", "video_url"):
+            raise unsupported(
+                f"{param}.type",
+                f"'{param}.type' must be 'text', 'image_url' or 'video_url', not {shown(kind)}",
+            )
+        param = f"{param}.{kind}"
+        if not isinstance(value, dict) or not isinstance(value.get("url"), str):
+            raise invalid(param, f"'{param}' must be an object whose 'url' is a string")
+        for name, option in value.items():
+            if name == "detail" and option not in (None, "auto"):
+                raise unsupported(
+                    f"{param}.detail",
+                    f"'{param}.detail' = {shown(option)} is not supported: the vision tower has one"
+                    " resolution; leave it out, or send 'auto'",
+                )
+            if name not in ("url", "detail"):
+                raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of '{param}'")
+        if kind == "video_url":
+            return False, PLACEHOLDER * self._clip(value["url"], f"{param}.url")
+        if self.frames:
+            raise unsupported(param, "an image after a clip is not supported; put images first")
+        self.images.append(Media(value["url"], f"{param}.url"))
+        return False, PLACEHOLDER
+
+    def _clip(self, url: str, param: str) -> int:
+        """Return the number of frames of a clip."""
+        if self.frames:
+            raise unsupported(param, "a request may have one clip only")
+        if not url.startswith(CLIP):
+            raise unsupported(
+                param, f"'{param}' must be a list of JPEG frames, {CLIP}FRAME,FRAME,…"
+            )
+        frames = url.removeprefix(CLIP).split(",")
+        self.frames += [Media(f"data:image/jpeg;base64,{frame}", param) for frame in frames]
+        return len(frames)

@@ -1,0 +1,48 @@
+"""Options of a gateway, for `vlora gateway` and `vlora serve --gateway-port`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlora.launcher.exposure import LOOPBACK
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """Options of a gateway.
+
+    host, port: address that it listens on.
+    grpc: address of the V-LoRA server, host:port.
+    base_name: name of the base model in the API.
+    keys: file of API keys; None admits everybody, which is allowed on a loopback address only.
+    requests_per_minute: limit for each tenant; None for no limit.
+    image_hosts: hosts from which the gateway may fetch images; none by default. Each is HOST, or
+        HOST:PORT for a port other than the scheme's.
+    cors_origins: origins of web pages that may use the gateway; none by default.
+    metrics_url: URL of the server's metrics, which are appended to the gateway's own.
+    max_body_bytes: maximum size of a request's body, and of all images fetched for it.
+    max_held_bytes: maximum size of all bodies that were not passed on to the server yet.
+    max_fetch_bytes: maximum size of one fetched image.
+    fetch_seconds: time limit for fetching one image.
+    answer_seconds: time limit for each response of the server.
+    grace_seconds: seconds that running requests get to finish when the gateway stops.
+    """
+
+    host: str = LOOPBACK
+    port: int = 8080
+    grpc: str = f"{LOOPBACK}:8001"
+    base_name: str = "base"
+    keys: Path | None = None
+    requests_per_minute: int | None = None
+    image_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    metrics_url: str | None = None
+    max_body_bytes: int = 64 * MIB
+    max_held_bytes: int = 512 * MIB
+    max_fetch_bytes: int = 16 * MIB
+    fetch_seconds: float = 10.0
+    answer_seconds: float = 600.0
+    grace_seconds: float = 30.0

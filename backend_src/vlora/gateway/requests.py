@@ -1,0 +1,332 @@
+"""Reading of request bodies: OpenAI's fields, vLLM's additional ones, and those of this server.
+
+A field that would change the answer is either passed on or refused by name. None is ignored. The
+server itself checks the values of sampling keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlora.errors import InvalidArgument, nearest, shown
+from vlora.gateway.errors import ApiError, invalid, unsupported
+from vlora.gateway.messages import Conversation, read_messages
+from vlora.sampling import KNOWN_KEYS, REFUSED
+from vlora.strict_json import load_object
+from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
+from vlora.value_readers import is_text
+
+MAX_COMMAS = 1 << 20
+"""Maximum number of commas in a body. It limits the number of values, which take time to check."""
+
+MAX_HINT_LENGTH = 64
+"""Maximum length of an unknown field for which a similar field is suggested."""
+
+MAX_TOP_LOGPROBS = 20
+
+NO_EFFECT = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    }
+)
+"""Fields that are accepted with any value, because they never change an answer here."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Fields of features that this server lacks, each with the values that ask for nothing.
+
+Each of these fields is also accepted as null.
+"""
+
+OWN = frozenset({"task"})
+"""Fields of this server that are not sampling keys."""
+
+STRUCTURED = {name: kind for name, kind in STRUCTURE_KEYS.items() if kind is not None}
+"""vLLM's older names for the keys of `structured_outputs`, each with that key."""
+
+COMMON = frozenset(
+    {"model", "stream", "stream_options", "max_tokens", "response_format", "structured_outputs"}
+)
+CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
+COMPLETION = COMMON | {"prompt", "logprobs"}
+
+PASSED = frozenset({*KNOWN_KEYS, *REFUSED}) - {"lora_name", "max_tokens", "logprobs", *STRUCTURED}
+"""Sampling keys that are passed on to the server, which reads them or refuses them by name."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Content and options of a request.
+
+    chat: whether it is a chat completion.
+    model: the model's name in the request.
+    conversation: text, images and clips. Their URLs are not fetched yet.
+    task: task for the server; None sends none.
+    sampling: the server's `sampling_parameters`, without the adapter.
+    include_usage: whether a stream ends with the usage.
+    top_logprobs: number of alternatives to list for each token; None without log probabilities.
+    """
+
+    chat: bool
+    model: str
+    conversation: Conversation
+    task: str | None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    stream: bool = False
+    include_usage: bool = False
+    top_logprobs: int | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        return self.top_logprobs is not None
+
+
+def read_body(body: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object of a body. Raises ApiError."""
+    if (commas := body.count(b",")) > MAX_COMMAS:
+        raise ApiError("TOO_LARGE", f"the body has {commas} commas; the limit is {MAX_COMMAS}")
+    try:
+        return load_object(body.decode(), "the body", MAX_DEPTH)
+    except UnicodeDecodeError as error:
+        raise invalid(None, f"the body is not valid UTF-8 at byte {error.start}") from None
+    except InvalidArgument as error:
+        raise invalid(None, error.message) from None
+
+
+def read_chat(body: Mapping[str, Any]) -> Ask:
+    """Return the request in a body of `/v1/chat/completions`. Raises ApiError."""
+    given = _checked(body, CHAT, "chat completions")
+    conversation = read_messages(given.get("messages"))
+    sampling = _sampling(given)
+    sampling.setdefault("temperature", 0)
+    sampling["max_tokens"] = _max_tokens(given)
+    task = _text(given, "task") or ("chat" if conversation.turns > 1 else "auto")
+    return Ask(
+        True,
+        _model(given),
+        conversation,
+        task,
+        sampling,
+        _boolean(given, "stream"),
+        _include_usage(given),
+        _chat_logprobs(given, sampling),
+    )
+
+
+def read_completion(body: Mapping[str, Any]) -> Ask:
+    """Return the request in a body of `/v1/completions`. Raises ApiError."""
+    given = _checked(body, COMPLETION, "completions")
+    prompt = given.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        (prompt,) = prompt
+    if not is_text(prompt):
+        raise invalid(
+            "prompt",
+            "'prompt' must be one string; send several prompts, or token ids, as several requests",
+        )
+    sampling = _sampling(given)
+    sampling.setdefault("temperature", 0)
+    if "max_tokens" in given:
+        sampling["max_tokens"] = given["max_tokens"]
+    logprobs = given.get("logprobs")
+    if logprobs is not None:
+        sampling["logprobs"] = _alternatives("logprobs", logprobs)
+    return Ask(
+        False,
+        _model(given),
+        Conversation(str(prompt)),
+        _text(given, "task"),
+        sampling,
+        _boolean(given, "stream"),
+        _include_usage(given),
+        logprobs,
+    )
+
+
+def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[str, Any]:
+    """Return the fields of a body that are not null. Raise ApiError for fields that this API
+    lacks.
+    """
+    given = {}
+    for name, value in body.items():
+        if name == "lora_name":
+            raise invalid(name, "'lora_name' is not used here: give the adapter's name as 'model'")
+        if name in NO_EFFECT:
+            continue
+        if name in NEUTRAL:
+            if value is not None and value not in NEUTRAL[name]:
+                raise unsupported(
+                    name, f"'{name}' = {shown(value)} is not supported; leave '{name}' out"
+                )
+            continue
+        if name not in known | OWN | PASSED | STRUCTURE_KEYS.keys():
+            hint = nearest(name, known | PASSED) if len(name) <= MAX_HINT_LENGTH else ""
+            raise invalid(name[:MAX_HINT_LENGTH], f"unknown field {shown(name)} of {what}{hint}")
+        if value is not None:
+            given[name] = value
+    return given
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling keys among the fields, including the structure of the answer."""
+    sampling = {
+        key: value for key, value in given.items() if key in PASSED and key not in STRUCTURE_KEYS
+    }
+    structure = _structure(given)
+    if structure is not None:
+        sampling["structured_outputs"] = json.dumps(structure)
+    return sampling
+
+
+def _structure(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return {kind: value} for the structure that the answer must have; None for free text."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    if (wanted := _response_format(given.get("response_format"))) is not None:
+        found.append(("response_format", wanted))
+    for name in ("structured_outputs", "guided_decoding"):
+        if name in given:
+            found.append((name, _structured_outputs(name, given[name])))
+    found += [(name, {key: given[name]}) for name, key in STRUCTURED.items() if name in given]
+    if len(found) > 1:
+        names = " and ".join(f"'{name}'" for name, _ in found)
+        raise invalid(found[1][0], f"{names} both restrict the answer; give one of them")
+    return found[0][1] if found else None
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    param = "response_format"
+    kind = value.get("type") if isinstance(value, dict) else None
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        schema = value.get("json_schema")
+        inner = schema.get("schema") if isinstance(schema, dict) else None
+        if not isinstance(inner, dict | bool):
+            raise invalid(param, "'response_format' needs the schema in 'json_schema.schema'")
+        return {"json": inner}
+    raise invalid(
+        param,
+        "'response_format' must be an object whose 'type' is 'text', 'json_object' or"
+        f" 'json_schema', not {shown(value)}",
+    )
+
+
+def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = load_object(value, f"'{name}'", MAX_DEPTH)
+        except InvalidArgument as error:
+            raise invalid(name, error.message) from None
+    kinds = ", ".join(KINDS)
+    if not isinstance(value, dict):
+        raise invalid(name, f"'{name}' must be an object with one of the keys {kinds}")
+    given = {key: inner for key, inner in value.items() if inner not in (None, False)}
+    for key in given:
+        if key not in KINDS:
+            raise unsupported(name, f"'{name}' supports {kinds}, not {shown(key)}")
+    if len(given) != 1:
+        raise invalid(name, f"'{name}' must have exactly one of the keys {kinds}")
+    return given
+
+
+def _model(given: Mapping[str, Any]) -> str:
+    name = _text(given, "model")
+    if not name:
+        raise invalid("model", "'model' is missing; GET /v1/models lists the names")
+    return name
+
+
+def _max_tokens(given: Mapping[str, Any]) -> Any:
+    """Return the maximum number of tokens of the answer; None means that only the context limits
+    it.
+    """
+    newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
+    if newer is not None and older is not None and newer != older:
+        raise invalid(
+            "max_completion_tokens",
+            f"'max_tokens' = {shown(older)} and 'max_completion_tokens' = {shown(newer)} differ;"
+            " give one of them",
+        )
+    return older if newer is None else newer
+
+
+def _chat_logprobs(given: Mapping[str, Any], sampling: dict[str, Any]) -> int | None:
+    """Return the number of alternatives to list; None without log probabilities."""
+    top = given.get("top_logprobs")
+    if not _boolean(given, "logprobs"):
+        if top:
+            raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs' = true")
+        return None
+    if top is None:
+        top = 0
+    sampling["logprobs"] = _alternatives("top_logprobs", top)
+    return top
+
+
+def _alternatives(name: str, value: Any) -> int:
+    """Return the number of alternatives per token. Raise ApiError if it is invalid."""
+    if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise invalid(
+            name,
+            f"'{name}' must be a whole number from 0 to {MAX_TOP_LOGPROBS}, not {shown(value)}",
+        )
+    return value
+
+
+def _include_usage(given: Mapping[str, Any]) -> bool:
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise invalid("stream_options", "'stream_options' must be an object")
+    if options and not given.get("stream"):
+        raise invalid("stream_options", "'stream_options' needs 'stream' = true")
+    for name, value in options.items():
+        if name not in ("include_usage", "include_obfuscation"):
+            raise invalid("stream_options", f"unknown field {shown(name)} of 'stream_options'")
+        if not isinstance(value, bool):
+            raise invalid("stream_options", f"'{name}' must be true or false, not {shown(value)}")
+    return bool(options.get("include_usage"))
+
+
+def _boolean(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise invalid(name, f"'{name}' must be true or false, not {shown(value)}")
+    return value
+
+
+def _text(given: Mapping[str, Any], name: str) -> str | None:
+    value = given.get(name)
+    if value is not None and not isinstance(value, str):
+        raise invalid(name, f"'{name}' must be a string, not {shown(value)}")
+    return value
+
+
+__all__ = ["ApiError", "Ask", "read_body", "read_chat", "read_completion"]

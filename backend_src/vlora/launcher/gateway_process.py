@@ -1,0 +1,100 @@
+"""The gateway that `vlora serve` runs beside the server, in a separate process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from vlora.launcher.exposure import check_host, check_keys
+from vlora.launcher.ports import choose_ports
+from vlora.launcher.processes import ended_with, start_tied
+
+FIRST_WAIT_SECONDS = 1.0
+MAX_WAIT_SECONDS = 30.0
+"""Shortest and longest wait before a gateway that has ended is restarted. The wait doubles each
+time.
+"""
+
+STOP_SECONDS = 5.0
+"""Seconds that the gateway gets to end. Its requests have ended before, together with the
+server's.
+"""
+
+
+class GatewayProcess:
+    """Runs `vlora gateway`, and restarts it whenever it ends, since it holds no state.
+
+    It is a context manager. `start` starts the process, and leaving the block ends it.
+    """
+
+    def __init__(self, host: str, port: int, keys: Path | None, say: Callable[[str], None]) -> None:
+        """Check the address and choose the port, without starting anything.
+
+        host: IP address to listen on.
+        port: 0 chooses a free one.
+        keys: file of API keys, or None.
+        say: prints a message for the user.
+
+        Raises ServerError.
+        """
+        check_host(host)
+        check_keys(host, keys, "--gateway-keys")
+        chosen = choose_ports({"gateway_port": port}, host)["gateway_port"]
+        self._arguments = ["--host", host, "--port", str(chosen)]
+        if keys is not None:
+            self._arguments += ["--keys", str(keys)]
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._changed = threading.Condition()
+
+    def start(self, grpc_url: str, metrics_url: str) -> None:
+        """Start the gateway for the server at these addresses. Do nothing if it was started
+        before.
+        """
+        if self._process is not None:
+            return
+        command = [sys.executable, "-m", "vlora.cli", "gateway", *self._arguments]
+        command += ["--grpc", grpc_url, "--metrics-url", metrics_url]
+        self._process = start_tied(command, os.environ, None)
+        threading.Thread(target=self._watch, args=[command], name="gateway", daemon=True).start()
+
+    def __enter__(self) -> GatewayProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            process = self._process
+        if process is not None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            process.kill()
+            process.wait()
+
+    def _watch(self, command: list[str]) -> None:
+        """Restart the process whenever it ends, until the block is left."""
+        wait = FIRST_WAIT_SECONDS
+        while self._process is not None:
+            status = self._process.wait()
+            with self._changed:
+                if not self._stopping:
+                    how = ended_with(status)
+                    self._say(f"the gateway ended with {how}; starting it again in {wait:.0f} s")
+                if self._changed.wait_for(lambda: self._stopping, wait):
+                    return
+                self._process = start_tied(command, os.environ, None)
+            wait = min(2 * wait, MAX_WAIT_SECONDS)

@@ -1,0 +1,136 @@
+"""Ask questions through the gateway with OpenAI's official Python package.
+
+The example shows one request, one stream, and several requests at the same time. The gateway runs
+beside a server (`vlora serve --gateway-port 8080`) or alone (`vlora gateway`).
+
+examples:
+  python clients/openai_example.py scene.png "What color is the star?"
+  python clients/openai_example.py scene.png "How many objects are there?" --model counting --stream
+  python clients/openai_example.py a.png b.png c.png "What is it?" --each
+  python clients/openai_example.py --list
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import mimetypes
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+try:
+    import openai
+except ImportError:
+    sys.exit("error: the package openai is not installed; run: pip install openai")
+
+DEFAULT_URL = "http://127.0.0.1:8080/v1"
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="IMAGE … QUESTION", help="image files, then the question"
+    )
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help="URL of the gateway (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model", default="base", help="name of an adapter, or base (default: %(default)s)"
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens")
+    parser.add_argument(
+        "--key",
+        default=os.environ.get("OPENAI_API_KEY", "none"),
+        help="API key, if the gateway has keys (default: $OPENAI_API_KEY)",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--stream", action="store_true", help="print the answer as it arrives")
+    how.add_argument(
+        "--each", action="store_true", help="ask about each image separately, all at once"
+    )
+    how.add_argument("--list", action="store_true", help="list the base model and the adapters")
+    given = parser.parse_intermixed_args(arguments)
+    if not given.list and not given.words:
+        parser.error("give a question, with the images before it")
+    return given
+
+
+def request(given: argparse.Namespace, images: Sequence[str], question: str) -> dict[str, Any]:
+    """Return the arguments of a chat completion with image files and a question."""
+    parts: list[dict[str, Any]] = [image_part(Path(name)) for name in images]
+    content = [*parts, {"type": "text", "text": question}]
+    asked = {"model": given.model, "messages": [{"role": "user", "content": content}]}
+    return asked | ({"max_tokens": given.max_tokens} if given.max_tokens else {})
+
+
+def image_part(file: Path) -> dict[str, Any]:
+    """Return an image file as a part of a message, inside a data URL."""
+    kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+    try:
+        content = base64.b64encode(file.read_bytes()).decode()
+    except OSError as error:
+        sys.exit(f"error: {file} cannot be read: {error.strerror}")
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{content}"}}
+
+
+def ask(client: openai.OpenAI, given: argparse.Namespace) -> None:
+    """Ask one question about all images and print the answer, whole or as a stream."""
+    *images, question = given.words
+    arguments = request(given, images, question)
+    if not given.stream:
+        answer = client.chat.completions.create(**arguments)
+        print(answer.choices[0].message.content)
+        return
+    for chunk in client.chat.completions.create(**arguments, stream=True):
+        for choice in chunk.choices:
+            print(choice.delta.content or "", end="", flush=True)
+    print()
+
+
+async def ask_each(client: openai.AsyncOpenAI, given: argparse.Namespace) -> None:
+    """Ask about all images at the same time. Print the answers in the order of the images."""
+    *images, question = given.words
+
+    async def answer(image: str) -> str:
+        try:
+            given_answer = await client.chat.completions.create(**request(given, [image], question))
+        except openai.APIStatusError as error:  # A refused image must not end the other requests.
+            return f"error: {error.message}"
+        return given_answer.choices[0].message.content or ""
+
+    async with client:
+        for image, text in zip(images, await asyncio.gather(*map(answer, images)), strict=True):
+            print(f"{image}: {text}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    given = parse_arguments(arguments)
+    try:
+        if given.each:
+            asyncio.run(ask_each(openai.AsyncOpenAI(base_url=given.url, api_key=given.key), given))
+            return
+        with openai.OpenAI(base_url=given.url, api_key=given.key) as client:
+            if given.list:
+                for model in client.models.list():
+                    print(model.id)
+            else:
+                ask(client, given)
+    except openai.APIStatusError as error:
+        sys.exit(f"error: {error.message}")
+    except openai.APIConnectionError:
+        sys.exit(
+            f"error: no gateway answers at {given.url}; start one: vlora serve --gateway-port 8080"
+        )
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Connections of the gateway end when a request's head is too large or too slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra `gateway` is not installed")
+
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from vlora.gateway.protocol import LimitedHeads
+
+START = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+MESSAGE = b"The head has more than 65536 bytes, the limit."
+REFUSAL = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(MESSAGE), MESSAGE)
+)
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
+
+
+class Impatient(LimitedHeads):
+    head_seconds = 0.1
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the size of the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    body = b"%d" % size
+    headers = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def talk(client: Talk, protocol: type[LimitedHeads] = LimitedHeads) -> bytes:
+    """Return what a client received from a server of these connections."""
+
+    async def run() -> bytes:
+        config = Config(app, log_config=None, access_log=False)
+        config.load()
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            try:
+                return await asyncio.wait_for(client(reader, writer), 60)
+            finally:
+                writer.transport.abort()
+
+    return asyncio.run(run())
+
+
+def sending(*parts: bytes) -> Talk:
+    """Return a client that sends parts, and then reads until the connection is closed."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        received = b""
+        try:
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0)
+            while part := await reader.read(1 << 16):
+                received += part
+        except ConnectionError:
+            pass
+        return received
+
+    return client
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [START, b"X: ", *[b"a" * (1 << 16)] * 40],
+        [START, b"", *[b"X: y\r\n" * 11_000] * 40],
+        [b"GET /", b"", *[b"a" * (1 << 16)] * 40],
+        [POST, b"1\r\nx\r\n0\r\n", *[b"X: y\r\n" * 11_000] * 40],
+        [b"", b"", *[b"\r\n" * 40_000] * 40],
+    ],
+    ids=["one header", "many headers", "a URL", "trailers", "empty lines"],
+)
+def test_a_head_that_is_too_large_ends_the_connection(parts: list[bytes]) -> None:
+    """A client that keeps sending may lose the message, since what is not read resets TCP."""
+    assert talk(sending(*parts)) in (b"", REFUSAL)
+
+
+def test_a_body_may_be_larger_than_a_head_also_in_small_chunks() -> None:
+    chunks = [b"1\r\nx\r\n" * 5_000] * 30
+    close = POST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    assert talk(sending(close, *chunks, b"0\r\n\r\n")).endswith(b"\r\n\r\n150000")
+    one = b"%x\r\n" % 3_000_000 + b"x" * 3_000_000 + b"\r\n0\r\n\r\n"
+    assert talk(sending(close, one)).endswith(b"\r\n\r\n3000000")
+
+
+def test_requests_that_follow_each_other_are_counted_apart() -> None:
+    head = START + b"X: " + b"a" * 40_000
+    last = head + b"\r\nConnection: close\r\n\r\n"
+    received = talk(sending(*[head + b"\r\n\r\n"] * 5, last))
+    assert received.count(b"200 OK") == 6
+
+
+@pytest.mark.parametrize("parts", [[], [b"GET / HT"], [START]], ids=["none", "a line", "a header"])
+def test_a_head_that_does_not_arrive_ends_the_connection(parts: list[bytes]) -> None:
+    assert talk(sending(*parts), Impatient) == b""
+
+
+@pytest.mark.parametrize("rest", [b"\r\n", b"GET / HT"])
+def test_a_later_head_that_does_not_arrive_ends_the_connection(rest: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(START + b"\r\n")
+        received = await reader.readuntil(b"\r\n\r\n0")
+        writer.write(rest)
+        return received + await reader.read()
+
+    assert talk(client, Impatient).count(b"200 OK") == 1
