@@ -1,0 +1,303 @@
+"""One compiled grammar as the engine uses it: its process, and the matchers of its answers.
+
+A matcher is the state of one answer. The engine sends it each token that is drawn. While the engine
+computes the next step, the process computes the mask of the tokens that may follow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+import numpy as np
+
+from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
+from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME
+from vlora.metrics import GrammarCounters
+from vlora.request import BoolArray
+from vlora.structured import messages
+from vlora.structured.structure import Structure
+
+LONG_NICENESS = 10
+"""Increase of the niceness of a process whose text takes long to compile. It then gets a tenth of
+our share.
+"""
+
+SLOW_NICENESS = 19
+"""Increase of the niceness of a process whose masks are slow. Many of them together then get little
+of our share.
+"""
+
+SLOW_SECONDS = 0.005
+"""Processor time above which a mask is slow. Ordinary masks take a fiftieth of it."""
+
+MAX_SLOW_MASKS = 3
+"""Number of slow masks after which a process's priority is lowered. The first masks may be slow."""
+
+VERY_SLOW_SECONDS = 0.05
+"""Processor time of a single mask above which the priority is lowered immediately."""
+
+Stop = Callable[[int], "Future[VLoraError]"]
+"""Function that ends a process and returns the error for the answers that needed it."""
+
+
+class Matcher:
+    """State of one answer. It belongs to the engine's thread.
+
+    seconds: processor time of its masks so far.
+    stopped: whether the answer is complete, so that no token may follow.
+    """
+
+    def __init__(self, grammar: Grammar, number: int) -> None:
+        self._grammar = grammar
+        self._number = number
+        self._mask: BoolArray | None = None
+        self._error: VLoraError | None = None
+        self.seconds = 0.0
+        self.stopped = False
+
+    @property
+    def grammar(self) -> Grammar:
+        return self._grammar
+
+    @property
+    def ready(self) -> bool:
+        """True if the engine need not wait: the mask has arrived, or none will."""
+        return self.stopped or self._mask is not None or self._error is not None
+
+    @property
+    def has_mask(self) -> bool:
+        """True if the mask of the next token has arrived."""
+        return self._mask is not None and self._error is None and not self.stopped
+
+    @property
+    def mask(self) -> BoolArray:
+        """Flags of the tokens that may come next, [vocabulary] bool. The matcher must be ready, not
+        stopped.
+
+        Raises InvalidArgument if the grammar is too expensive or allows no token.
+        """
+        if self._error is not None:
+            raise self._error
+        assert self._mask is not None
+        return self._mask
+
+    def advance(self, token: int) -> None:
+        """Add a token that the mask allows, and request the next mask."""
+        self._mask = None
+        self._grammar._request(messages.ADVANCE, self._number, token)
+
+    def close(self) -> None:
+        """Drop the answer's state in the grammar's process."""
+        self._grammar._close(self._number)
+
+    def _receive(self, kind: bytes, data: bytes, seconds: float) -> None:
+        self.seconds += seconds
+        limit, size = self._grammar.max_answer_seconds, self._grammar.vocabulary
+        if self.seconds > limit:
+            self._fail(
+                InvalidArgument(
+                    f"the token masks of 'structured_outputs' took {self.seconds:.1f} s of"
+                    f" processor time; the limit of an answer is {limit:g} ('max_mask_seconds')"
+                )
+            )
+        elif kind == messages.MASK:
+            bits = np.unpackbits(np.frombuffer(data, np.uint8), count=size, bitorder="little")
+            self._mask = bits.view(np.bool_)
+            if not self._mask.any():
+                self._fail(InvalidArgument("no token of this model continues the structure"))
+        elif kind == messages.STOPPED:
+            self.stopped = True
+        else:
+            message = data.decode(errors="replace")
+            self._fail(InvalidArgument(f"'structured_outputs' failed: {message}"))
+
+    def _fail(self, error: VLoraError) -> None:
+        self._grammar.counters.failed += self._error is None
+        self._error = error
+
+
+class Grammar:
+    """A compiled grammar. Only `start` and `compiled` may be called on another thread than the
+    engine's.
+
+    process: id of its process.
+    compile_seconds: processor time of compiling it.
+    seconds, masks: processor time and number of the masks computed so far.
+    counters: totals of all grammars. The engine's thread writes those of answers.
+    max_answer_seconds: limit of the processor time of one answer's masks.
+    vocabulary: number of tokens of a mask.
+    late: whether the last mask that was needed did not arrive in time.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        connection: socket.socket,
+        vocabulary: int,
+        stop: Stop,
+        max_answer_seconds: float,
+        counters: GrammarCounters,
+    ) -> None:
+        self.process = process
+        self.counters = counters
+        self.vocabulary = vocabulary
+        self.max_answer_seconds = max_answer_seconds
+        self.compile_seconds = 0.0
+        self.seconds = 0.0
+        self.masks = 0
+        self.late = False
+        self._connection = connection
+        self._stop = stop
+        self._matchers: dict[int, Matcher] = {}
+        self._next_number = 0
+        self._niceness = 0
+        self._slow_masks = 0
+        self._ending: Future[VLoraError] | None = None
+        self._end_reason: VLoraError | None = None
+
+    # -- compiling ---------------------------------------------------------------------------
+
+    def start(self, structure: Structure, seconds: float, memory: int) -> None:
+        """Send the text to compile. seconds, memory: limits of the process."""
+        text = json.dumps([structure.kind, structure.text]).encode()
+        data = messages.LIMITS.pack(seconds, memory) + text
+        self._send(messages.REQUEST.pack(messages.COMPILE, 0, len(data)))
+        for start in range(0, len(data), messages.PACKET_BYTES):
+            self._send(data[start : start + messages.PACKET_BYTES], socket.MSG_NOSIGNAL)
+
+    def compiled(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds; return whether the grammar is compiled.
+
+        Raises InvalidArgument if the text is refused, and the error of a process that has ended.
+        """
+        if not select.select([self._connection], [], [], timeout)[0]:
+            return False
+        reply = self._connection.recv(messages.MAX_REPLY_BYTES)
+        if not reply:
+            raise self.end().result()
+        kind, _, self.compile_seconds = messages.REPLY.unpack_from(reply)
+        if kind == messages.REFUSED:
+            message = reply[messages.REPLY.size :].decode(errors="replace")
+            raise InvalidArgument(f"'structured_outputs' is refused: {message}")
+        return True
+
+    @property
+    def processor_seconds(self) -> float:
+        """Processor time of the process so far."""
+        # This is the clock id of another process, as `clock_getcpuclockid` computes it.
+        with suppress(OSError):
+            return time.clock_gettime((~self.process << 3) | 2)
+        return 0.0
+
+    def lower_priority(self, niceness: int) -> None:
+        """Lower the priority of the process: its niceness becomes ours plus `niceness`."""
+        if niceness > self._niceness:
+            self._niceness = niceness
+            # The process may have ended.
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self.process, os.nice(0) + niceness)
+
+    # -- answers -----------------------------------------------------------------------------
+
+    @property
+    def file(self) -> int | None:
+        """File descriptor on which replies arrive; None after the process has ended."""
+        return self._connection.fileno() if self._ending is None else None
+
+    def open(self) -> Matcher:
+        """Return the matcher of a new answer, whose first mask is then computed."""
+        self._next_number += 1
+        matcher = Matcher(self, self._next_number)
+        self._matchers[self._next_number] = matcher
+        self._request(messages.OPEN, self._next_number, 0)
+        return matcher
+
+    def receive(self) -> None:
+        """Pass the replies that have arrived to their matchers. Does not wait."""
+        while self._ending is None:
+            try:
+                reply = self._connection.recv(messages.MAX_REPLY_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                reply = b""
+            if not reply:
+                self.end()
+                break
+            kind, number, seconds = messages.REPLY.unpack_from(reply)
+            self.seconds += seconds
+            self.masks += kind == messages.MASK
+            self.counters.masks += kind == messages.MASK
+            self.counters.mask_seconds += seconds
+            self._slow_masks += seconds > SLOW_SECONDS
+            if self._slow_masks >= MAX_SLOW_MASKS or seconds > VERY_SLOW_SECONDS:
+                self.lower_priority(SLOW_NICENESS)
+            matcher = self._matchers.get(number)
+            if matcher is not None:
+                matcher._receive(kind, reply[messages.REPLY.size :], seconds)
+        if self._ending is not None and self._ending.done():
+            error = self._end_reason or self._ending.result()
+            for matcher in self._matchers.values():
+                matcher._fail(error)
+
+    def end(self, reason: VLoraError | None = None) -> Future[VLoraError]:
+        """End the process; return a future error.
+
+        The answers that need the process get `reason`, or without it that error.
+        """
+        if self._ending is None:
+            self._end_reason = reason
+            self._connection.close()
+            self._ending = self._stop(self.process)
+        return self._ending
+
+    @property
+    def ended(self) -> bool:
+        return self._ending is not None
+
+    def _close(self, number: int) -> None:
+        if self._matchers.pop(number, None) is not None and self._ending is None:
+            self._request(messages.CLOSE, number, 0)
+
+    def _request(self, kind: bytes, number: int, value: int) -> None:
+        if self._ending is not None:
+            return
+        try:
+            packet = messages.REQUEST.pack(kind, number, value)
+            self._send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            # The process has ended, or its queue is full because of a slow mask.
+            self.end()
+
+    def _send(self, data: bytes, flags: int = socket.MSG_NOSIGNAL) -> None:
+        self._connection.send(data, flags)
+
+
+def error_of(exit_code: int | None, seconds: float, memory: int) -> VLoraError:
+    """Return the error of answers whose grammar's process has ended.
+
+    seconds, memory: limits of the process.
+    """
+    if exit_code is None:
+        return Unavailable("the server is shutting down")
+    if exit_code == OUT_OF_TIME:
+        return InvalidArgument(
+            f"'structured_outputs' needs more than {seconds:g} s of processor time at once; the"
+            f" limit is {seconds:g} ('max_grammar_seconds')"
+        )
+    if exit_code == -signal.SIGKILL:
+        return Unavailable("the process of a grammar was ended because it was too slow; try again")
+    if exit_code >= 0 and exit_code != OUT_OF_MEMORY:
+        return Internal(f"the process of a grammar ended unexpectedly, with {exit_code}")
+    return InvalidArgument(
+        f"'structured_outputs' needs more than {memory} bytes of memory, or is nested too deeply;"
+        f" the limit is {memory} ('max_grammar_memory')"
+    )

@@ -1,0 +1,271 @@
+"""The compiled grammars of an engine, each in a separate process.
+
+Requests with the same structure share a grammar. The processes are forked from a fork server that
+has loaded the tokenizer. It is started with the first request that needs a grammar.
+
+A text is compiled on the thread of its request, a few texts at a time. A text that takes long gives
+its place to the next one, so that ordinary texts do not wait for it. The number of such long texts
+is limited as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vlora.config import Limits
+from vlora.errors import InvalidArgument, Unavailable, Unsupported, VLoraError
+from vlora.fork_server import ForkServer
+from vlora.metrics import GrammarCounters
+from vlora.structured.grammar import LONG_NICENESS, Grammar, error_of
+from vlora.structured.messages import TokenizerData
+from vlora.structured.structure import Structure
+
+WORKER = "vlora.structured.worker"
+
+PLACES = 2
+"""Maximum number of texts that are compiled at once, and of additional ones that take long."""
+
+LONG_SECONDS = 0.1
+"""Processor time after which compiling a text counts as long. Ordinary texts take a hundredth of
+it.
+"""
+
+POLL_SECONDS = 0.02
+"""Interval of the check whether compiling a text takes long."""
+
+MAX_WAIT_SECONDS = 20.0
+"""Maximum time for compiling a text that has a place, on a busy machine."""
+
+MAX_IDLE = 8
+"""Maximum number of grammars that are kept for later requests while no request uses them."""
+
+
+@dataclass
+class _Entry:
+    """A grammar that is compiled or being compiled. users: number of requests that use it."""
+
+    compiled: Future[Grammar] = field(default_factory=Future)
+    users: int = 0
+
+
+class Grammars:
+    """Compiles grammars, shares them among requests, and ends their processes. Thread-safe."""
+
+    def __init__(self, tokenizer: Callable[[], TokenizerData], vocabulary: int, limits: Limits):
+        """Create an object without processes.
+
+        tokenizer: returns the description of the tokenizer.
+        vocabulary: number of the model's tokens.
+        """
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self.counters = GrammarCounters()
+        self._lock = threading.Lock()
+        self._entries: dict[Structure, _Entry] = {}
+        """Entries by structure, least recently used first."""
+        self._regular = threading.Semaphore(PLACES)
+        self._long = threading.Semaphore(PLACES)
+        self._ends = ThreadPoolExecutor(1, thread_name_prefix="grammar-ends")
+        self._server: ForkServer | None = None
+        self._closed = False
+
+    def acquire(self, structure: Structure) -> Grammar:
+        """Return the grammar of a structure. It is compiled first if necessary, which takes time.
+
+        The caller must call `release` once for each call. Raises InvalidArgument for a structure
+        that is invalid or too expensive, Unsupported if this server cannot compile grammars, and
+        Unavailable if too many are in use.
+        """
+        self.check(structure)
+        with self._lock:
+            entry = self._entries.pop(structure, None)
+            is_new = entry is None or self._has_ended(entry)
+            if entry is None or is_new:
+                self._make_room()
+                entry = _Entry()
+            self._entries[structure] = entry
+            entry.users += 1
+        if is_new:
+            self._compile_into(entry, structure)
+        try:
+            return entry.compiled.result()
+        except BaseException:
+            self._remove(structure, entry)
+            raise
+
+    def release(self, structure: Structure, grammar: Grammar) -> None:
+        """Release a grammar that `acquire` has returned."""
+        with self._lock:
+            entry = self._entries.get(structure)
+            if entry is None or not _is(entry, grammar):
+                return  # The grammar has ended and was replaced.
+            entry.users -= 1
+            if entry.users == 0 and grammar.ended:
+                del self._entries[structure]
+            idle = [key for key, other in self._entries.items() if not other.users]
+            for key in idle[: max(0, len(idle) - MAX_IDLE)]:
+                self._entries.pop(key).compiled.result().end()
+
+    def __len__(self) -> int:
+        """Return the number of structures that are compiled or being compiled."""
+        return len(self._entries)
+
+    def check(self, structure: Structure) -> None:
+        """Check what can be checked without compiling. Raises Unsupported or InvalidArgument."""
+        if importlib.util.find_spec("llguidance") is None:
+            raise Unsupported(
+                "'structured_outputs' needs the package llguidance, which this server does not"
+                " have; install it with: pip install 'vlora[structured]'"
+            )
+        limit = self._limits.max_grammar_bytes
+        if structure.bytes > limit:
+            raise InvalidArgument(
+                f"'structured_outputs' has {structure.bytes} bytes; the limit is {limit}"
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            server, self._server = self._server, None
+            entries = list(self._entries.values())
+        for entry in entries:
+            if entry.compiled.done() and not self._has_ended(entry):
+                entry.compiled.result().end()
+        if server is not None:
+            server.close()
+        self._ends.shutdown()
+
+    def _make_room(self) -> None:
+        """End the grammar that has been unused longest if there are too many. The lock is held."""
+        if self._closed:
+            raise Unavailable("the server is shutting down")
+        count, limit = len(self._entries), self._limits.max_grammars
+        if count < limit:
+            return
+        idle = next((key for key, entry in self._entries.items() if not entry.users), None)
+        if idle is None:
+            raise Unavailable(
+                f"{count} different structures are in use; the limit is {limit} ('max_grammars')"
+            )
+        self._entries.pop(idle).compiled.result().end()
+
+    def _compile_into(self, entry: _Entry, structure: Structure) -> None:
+        try:
+            grammar = self._compile(structure)
+        except BaseException as error:
+            with self._lock:
+                self.counters.refused += 1
+            entry.compiled.set_exception(error)
+            return
+        with self._lock:
+            self.counters.compiled += 1
+            self.counters.compile_seconds += grammar.compile_seconds
+        entry.compiled.set_result(grammar)
+
+    def _remove(self, structure: Structure, entry: _Entry) -> None:
+        with self._lock:
+            if self._entries.get(structure) is entry:
+                del self._entries[structure]
+
+    def _has_ended(self, entry: _Entry) -> bool:
+        compiled = entry.compiled
+        return compiled.done() and (compiled.exception() is not None or compiled.result().ended)
+
+    def _compile(self, structure: Structure) -> Grammar:
+        """Compile a text in a new process, within the limits of time and memory."""
+        place = self._regular
+        place.acquire()
+        try:
+            process, connection = self._fork()
+            limits = self._limits
+            grammar = Grammar(
+                process,
+                connection,
+                self._vocabulary,
+                self._stop,
+                limits.max_mask_seconds,
+                self.counters,
+            )
+            deadline = time.monotonic() + MAX_WAIT_SECONDS
+            try:
+                grammar.start(structure, limits.max_grammar_seconds, limits.max_grammar_memory)
+                while not grammar.compiled(POLL_SECONDS):
+                    if time.monotonic() > deadline:
+                        raise Unavailable(
+                            "compiling 'structured_outputs' took more than"
+                            f" {MAX_WAIT_SECONDS:g} s; the server is busy"
+                        )
+                    if place is self._long or grammar.processor_seconds < LONG_SECONDS:
+                        continue
+                    if not self._long.acquire(blocking=False):
+                        raise Unavailable(
+                            f"{PLACES} other large grammars are being compiled; try again"
+                        )
+                    place.release()
+                    place = self._long
+                    grammar.lower_priority(LONG_NICENESS)
+            except BaseException:
+                grammar.end()
+                raise
+            return grammar
+        finally:
+            place.release()
+
+    def _fork(self) -> tuple[int, socket.socket]:
+        """Return a new process. Raises Unavailable if it cannot be started."""
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the server is shutting down")
+            if self._server is None:
+                data = json.dumps(asdict(self._tokenizer())).encode()
+                self._server = ForkServer(WORKER, {}, data, socket.SOCK_SEQPACKET)
+            server = self._server
+        try:
+            return server.fork()
+        except ConnectionError:
+            raise Unavailable("the process that compiles grammars cannot be started") from None
+
+    def _stop(self, process: int) -> Future[VLoraError]:
+        """Have another thread end a process. Return the future error of the answers that needed it
+        (see `grammar.Stop`).
+        """
+        limits = self._limits
+
+        def stop() -> VLoraError:
+            server = self._server
+            code = None if server is None else server.stop(process)
+            return error_of(code, limits.max_grammar_seconds, limits.max_grammar_memory)
+
+        try:
+            return self._ends.submit(stop)
+        except RuntimeError:
+            ended: Future[VLoraError] = Future()
+            ended.set_result(error_of(None, 0.0, 0))
+            return ended
+
+
+def tokenizer_data(
+    tokenizer: Any, tokens: Sequence[bytes], size: int, ends: Iterable[int]
+) -> TokenizerData:
+    """Return the description of a transformers tokenizer.
+
+    tokens: bytes of each token, as in `Vocabulary`.
+    size: number of rows of the LM head.
+    ends: ids of the tokens that end a text.
+    """
+    json = tokenizer.backend_tokenizer.to_str()
+    return TokenizerData(json, tuple(token.hex() for token in tokens), size, tuple(ends))
+
+
+def _is(entry: _Entry, grammar: Grammar) -> bool:
+    compiled = entry.compiled
+    return compiled.done() and compiled.exception() is None and compiled.result() is grammar

@@ -1,0 +1,60 @@
+"""Messages between the engine's process and the processes of grammars, over packet sockets.
+
+A grammar's process compiles its text once, and then has one matcher per answer. The engine sends
+each token that is drawn, and gets the mask of the tokens that may follow. A process that exceeds a
+limit ends; `vlora.fork_server` has the exit codes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+COMPILE, OPEN, ADVANCE, CLOSE = b"C", b"O", b"A", b"X"
+"""Kinds of requests: compile the text that follows, begin an answer, add a token, end an answer."""
+
+COMPILED, MASK, STOPPED, REFUSED = b"K", b"M", b"S", b"R"
+"""Kinds of replies. After `STOPPED`, the answer is complete and no token may follow."""
+
+REQUEST = struct.Struct("<cIq")
+"""Kind, number of the matcher, and a token. For `COMPILE`, 0 and the number of bytes of the
+text.
+"""
+
+REPLY = struct.Struct("<cId")
+"""Kind, number of the matcher, and seconds of processor time. A mask or a message follows."""
+
+LIMITS = struct.Struct("<dQ")
+"""Limits before the text: processor seconds of one request, and bytes of memory."""
+
+PACKET_BYTES = 64 * 1024
+"""Size of the packets in which a text is sent."""
+
+MAX_REPLY_BYTES = 512 * 1024
+"""Maximum size of a reply. The mask of a vocabulary of 4 million tokens has this size."""
+
+QUEUED_MASKS = 128
+"""Number of masks that a process can compute before the engine takes the first of them.
+
+A mask of 150,000 tokens has 19 kB. Linux's default socket buffer (`net.core.wmem_default`) holds 11
+of them, and its usual maximum (`net.core.wmem_max`) holds 21.
+"""
+
+MAX_MESSAGE_CHARACTERS = 400
+"""Maximum length of the message in a refusal."""
+
+
+@dataclass(frozen=True)
+class TokenizerData:
+    """Description of a tokenizer for the processes of grammars.
+
+    json: content of `tokenizer.json`.
+    tokens: bytes of each token in hexadecimal; "" for tokens that never appear in text.
+    size: number of tokens in a mask. Those beyond `tokens` are never allowed.
+    ends: ids of the tokens that end a text.
+    """
+
+    json: str
+    tokens: tuple[str, ...]
+    size: int
+    ends: tuple[int, ...]

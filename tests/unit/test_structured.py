@@ -1,0 +1,395 @@
+"""Tests of grammars of structured answers: masks, sharing, limits, and their processes."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import signal
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import regex
+from tokenizers import Tokenizer, normalizers
+from tokenizers.models import BPE
+from transformers import AutoTokenizer
+
+from benchmarks.large_vocabulary import grammars_of as grammars_of_size
+from benchmarks.large_vocabulary import make_tokenizer, measure
+from tests.support.grammars import HOSTILE
+from vlora.config import Limits
+from vlora.errors import InvalidArgument, Unavailable, Unsupported, VLoraError
+from vlora.model.vocabulary import Vocabulary
+from vlora.structured import messages
+from vlora.structured.grammar import Grammar, Matcher, error_of
+from vlora.structured.grammars import MAX_IDLE, Grammars, tokenizer_data
+from vlora.structured.structure import Structure
+from vlora.structured.worker import Speller
+
+EOS = 2
+LIMITS = Limits()
+PATIENCE = 30.0
+"""Seconds after which a test stops waiting."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Any) -> Vocabulary:
+    return Vocabulary(tokenizer)
+
+
+def grammars_of(tokenizer: Any, limits: Limits = LIMITS) -> Grammars:
+    size = len(tokenizer)
+    tokens = Vocabulary(tokenizer).bytes_of
+    return Grammars(lambda: tokenizer_data(tokenizer, tokens, size, [EOS]), size, limits)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> Iterator[Grammars]:
+    grammars = grammars_of(tokenizer)
+    yield grammars
+    grammars.close()
+    assert workers() == []
+
+
+def workers() -> list[psutil.Process]:
+    """Return the fork servers of grammars that this process has started."""
+    children = psutil.Process().children()
+    return [child for child in children if "vlora.structured.worker" in child.cmdline()]
+
+
+def settle(matcher: Matcher) -> Matcher:
+    """Wait until the next mask of a matcher is there, or it has stopped or failed."""
+    deadline = time.monotonic() + PATIENCE
+    while not matcher.ready:
+        assert time.monotonic() < deadline
+        matcher.grammar.receive()
+        time.sleep(1e-4)
+    return matcher
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    return set(np.flatnonzero(settle(matcher).mask).tolist())
+
+
+def spell(matcher: Matcher, tokenizer: Any, text: str) -> None:
+    """Add the tokens of a text, each of which must be allowed."""
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        assert token in allowed(matcher), text
+        matcher.advance(token)
+    settle(matcher)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "starts"),
+    [
+        ("(red|green|blue)( square)?", ["", "red"]),
+        ("[a-z ]{3,9}", ["", "ab", "abc", "the cat"]),
+        ("é+[^x]*", ["", "é", "éé and"]),
+        ("-?[0-9]+(\\.[0-9]{1,2})?", ["", "-", "3", "3.", "3.1"]),
+        ("a cat|a dog|the.*", ["", "a", "the"]),
+    ],
+)
+def test_a_mask_is_that_of_a_search_through_the_entire_vocabulary(
+    grammars: Grammars, tokenizer: Any, vocabulary: Vocabulary, pattern: str, starts: list[str]
+) -> None:
+    """The oracle matches the text before each token, with that token, by the module `regex`.
+
+    Where the next byte is determined, only the tokens of the tokenizer's own spelling are allowed.
+    """
+    structure = Structure("regex", pattern)
+    grammar = grammars.acquire(structure)
+    compiled = regex.compile(pattern)
+    for start in starts:
+        matcher = grammar.open()
+        spell(matcher, tokenizer, start)
+        expected = {EOS} if compiled.fullmatch(start) else set()
+        for token, token_bytes in enumerate(vocabulary.bytes_of):
+            if token_bytes and may_become_match(compiled, start.encode() + token_bytes):
+                expected.add(token)
+        is_forced = len({vocabulary.bytes_of[token][:1] for token in expected}) == 1
+        found = allowed(matcher)
+        assert found == expected or (is_forced and found < expected), start
+        matcher.close()
+    grammars.release(structure, grammar)
+
+
+def may_become_match(compiled: regex.Pattern[str], text: bytes) -> bool:
+    """Return whether some text that begins with these bytes matches."""
+    one = [bytes([byte]) for byte in range(128, 192)]
+    for rest in (b"", *one, *(byte * n for byte in one[::16] for n in (2, 3))):
+        try:
+            completed = (text + rest).decode()
+        except UnicodeDecodeError:
+            continue
+        if compiled.fullmatch(completed, partial=True):
+            return True
+    return False
+
+
+def test_a_determined_text_is_spelled_as_the_tokenizer_spells_it(
+    tokenizer: Any, vocabulary: Vocabulary
+) -> None:
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    speller = Speller(backend, vocabulary.bytes_of, [EOS])
+    for text in ("the red square", "<box>(12,34)</box>", '{"größe": 1}', " a", "漢"):
+        assert speller(text) == tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(map(vocabulary.bytes_of.__getitem__, speller(text))) == text.encode()
+
+
+def test_a_text_is_spelled_without_the_space_that_some_tokenizers_put_before_it() -> None:
+    pieces = ["<unk>", "▁", "▁red", "red", "re", "r", "e", "d"]
+    merges = [("r", "e"), ("re", "d"), ("▁", "red")]
+    model = BPE({piece: token for token, piece in enumerate(pieces)}, merges, unk_token="<unk>")
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokens = [b"", b" ", b" red", b"red", b"re", b"r", b"e", b"d"]
+    speller = Speller(backend, tokens, [0])
+    assert [speller(text) for text in ("red", " red", "der")] == [[3], [2], [7, 6, 5]]
+    assert speller("redx") == [3]
+
+
+@pytest.mark.parametrize("more", [-20, 75])
+def test_a_mask_has_the_rows_of_the_model(tokenizer: Any, more: int) -> None:
+    size = len(tokenizer) + more
+    tokens = Vocabulary(tokenizer, size).bytes_of
+    grammars = Grammars(lambda: tokenizer_data(tokenizer, tokens, size, [EOS]), size, LIMITS)
+    grammar = grammars.acquire(Structure("regex", "(?s:.*)"))
+    mask = settle(grammar.open()).mask
+    assert mask.shape == (size,)
+    assert not mask[len(tokenizer) :].any()
+    assert mask[EOS]
+    grammars.close()
+
+
+def test_many_masks_are_computed_before_the_engine_takes_one(tokenizer: Any) -> None:
+    """Masks of a large vocabulary fill a socket; the rows of a step need theirs beside it."""
+    rows, answers = 151_936, 16
+    tokens = Vocabulary(tokenizer).bytes_of
+    tokens += [b""] * (rows - len(tokens))
+    grammars = Grammars(lambda: tokenizer_data(tokenizer, tokens, rows, [EOS]), rows, LIMITS)
+    grammar = grammars.acquire(Structure("regex", "[a-z]+"))
+    for _ in range(answers):
+        grammar.open()
+    assert grammar.file is not None
+    expected = answers * (messages.REPLY.size + rows // 32 * 4)
+    waiting, deadline = 0, time.monotonic() + PATIENCE
+    while waiting < expected and time.monotonic() < deadline:
+        given = fcntl.ioctl(grammar.file, termios.FIONREAD, bytes(4))
+        waiting = int.from_bytes(given, "little")
+        time.sleep(0.01)
+    grammars.close()
+    assert waiting == expected
+
+
+def test_a_vocabulary_as_large_as_qwen2s_fits_the_limits() -> None:
+    tokenizer = make_tokenizer(151_646)
+    grammars = grammars_of_size(tokenizer, 151_936, LIMITS)
+    schema = {"type": "object", "properties": {"label": {"type": "string", "maxLength": 9}}}
+    figures = measure(grammars, {"structured_outputs": {"json": schema}}, answers=16, tokens=8)
+    grammars.close()
+    assert 0 < figures["memory_mib"] * 2**20 < LIMITS.max_grammar_memory / 2
+    assert 0 < figures["large_mask_us"] < LIMITS.max_grammar_seconds * 1e6
+
+
+def test_an_answer_that_nothing_continues_is_stopped(grammars: Grammars, tokenizer: Any) -> None:
+    structure = Structure("regex", "ab?")
+    grammar = grammars.acquire(structure)
+    first, second = grammar.open(), grammar.open()
+    spell(first, tokenizer, "a")
+    assert EOS in allowed(first)
+    assert not first.stopped
+    spell(second, tokenizer, "ab")
+    assert second.stopped
+    assert not first.stopped
+    first.close()
+    second.close()
+    grammars.release(structure, grammar)
+
+
+def test_requests_with_the_same_structure_share_one_process(grammars: Grammars) -> None:
+    structure = Structure("json", '{"type": "object"}')
+    results: list[Grammar] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(grammars.acquire(structure)))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, results))) == 1
+    matchers = [result.open() for result in results]
+    masks = [allowed(matcher) for matcher in matchers]
+    assert masks == [masks[0]] * 6
+    for matcher in matchers:
+        matcher.close()
+        grammars.release(structure, results[0])
+    assert grammars.acquire(structure) is results[0]
+    grammars.release(structure, results[0])
+
+
+def test_only_some_idle_grammars_are_kept(tokenizer: Any) -> None:
+    grammars = grammars_of(tokenizer)
+    for index in range(MAX_IDLE + 4):
+        structure = Structure("regex", f"a{{{index + 1}}}")
+        grammars.release(structure, grammars.acquire(structure))
+    (server,) = workers_of_another(grammars)
+    deadline = time.monotonic() + PATIENCE
+    while len(server.children()) > MAX_IDLE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    grammars.close()
+
+
+def workers_of_another(grammars: Grammars) -> list[psutil.Process]:
+    assert grammars._server is not None
+    return [psutil.Process(grammars._server._process.pid)]
+
+
+def test_too_many_structures_in_use_are_refused_and_idle_ones_make_room(tokenizer: Any) -> None:
+    grammars = grammars_of(tokenizer, replace(LIMITS, max_grammars=2))
+    structures = [Structure("regex", letter) for letter in "abc"]
+    used = [grammars.acquire(structure) for structure in structures[:2]]
+    with pytest.raises(Unavailable, match="2 different structures are in use; the limit is 2"):
+        grammars.acquire(structures[2])
+    grammars.release(structures[0], used[0])
+    grammars.acquire(structures[2])
+    assert used[0].ended
+    assert not used[1].ended
+    grammars.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        grammars.acquire(Structure("regex", "d"))
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        (Structure("json", '{"type": "strin"}'), "strin"),
+        (Structure("json", '{"not": {"type": "string"}}'), "not"),
+        (Structure("regex", "("), "regex parse error|invalid regex"),
+        (Structure("regex", "(?=a)b"), "invalid regex"),
+        (Structure("grammar", "start: foo"), 'unknown name: "foo"'),
+        (Structure("json", '{"type": "integer", "minimum": 3, "maximum": 2}'), "minimum"),
+    ],
+)
+def test_an_invalid_structure_is_refused_with_the_reason(
+    grammars: Grammars, structure: Structure, message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"'structured_outputs' is refused: .*({message})"):
+        grammars.acquire(structure)
+    assert structure not in grammars._entries
+
+
+def test_a_text_above_the_limit_is_refused_unread(grammars: Grammars) -> None:
+    with pytest.raises(InvalidArgument, match="has 65537 bytes; the limit is 65536"):
+        grammars.acquire(Structure("regex", "a" * 65537))
+
+
+def test_a_server_without_the_package_says_what_to_install(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Unsupported, match=r"needs the package llguidance.*vlora\[structured\]"):
+        grammars_of(tokenizer).acquire(Structure("regex", "a"))
+
+
+def test_compiling_for_ever_ends_with_the_limit_and_ordinary_structures_pass(
+    tokenizer: Any,
+) -> None:
+    """A terminal of 2^16 copies of an expression takes more than 20 s to compile."""
+    limits = replace(LIMITS, max_grammar_seconds=0.6, max_grammar_memory=4 * 1024**3)
+    grammars = grammars_of(tokenizer, limits)
+    endless = Structure("grammar", HOSTILE["terminals that double"].text)
+    errors: list[VLoraError] = []
+
+    def attempt(index: int) -> None:
+        with pytest.raises(VLoraError) as raised:
+            grammars.acquire(replace(endless, text=f"{endless.text}\n// {index}"))
+        errors.append(raised.value)
+
+    threads = [threading.Thread(target=attempt, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for index in range(10):
+        grammar = grammars.acquire(Structure("regex", f"a{index}"))
+        spell(grammar.open(), tokenizer, f"a{index}")
+    for thread in threads:
+        thread.join()
+    messages = sorted({error.message for error in errors})
+    assert any("needs more than 0.6 s of processor time" in message for message in messages)
+    assert all(
+        isinstance(error, InvalidArgument) or "large grammars are being compiled" in error.message
+        for error in errors
+    )
+    assert len(errors) == 6
+    grammars.close()
+
+
+def test_a_process_that_is_killed_fails_its_answers_only(
+    grammars: Grammars, vocabulary: Vocabulary
+) -> None:
+    doomed, other = Structure("regex", "x+"), Structure("regex", "y+")
+    grammar, healthy = grammars.acquire(doomed), grammars.acquire(other).open()
+    matcher = grammar.open()
+    assert allowed(matcher)
+    os.kill(grammar.process, signal.SIGKILL)
+    matcher.advance(vocabulary.tokens_of[b"x"][0])
+    with pytest.raises(Unavailable, match="was ended"):
+        _ = settle(matcher).mask
+    matcher.close()
+    grammars.release(doomed, grammar)
+    assert allowed(healthy)
+    replacement = grammars.acquire(doomed)
+    assert replacement is not grammar
+    assert allowed(replacement.open())
+
+
+def test_the_error_names_the_limit_that_a_process_exceeded() -> None:
+    assert "more than 2 s of processor time" in error_of(-signal.SIGPROF, 2.0, 9).message
+    for code in (-signal.SIGSEGV, -signal.SIGABRT, 3):
+        assert "more than 9 bytes of memory" in error_of(code, 2.0, 9).message
+        assert isinstance(error_of(code, 2.0, 9), InvalidArgument)
+    assert error_of(1, 2.0, 9).code == "INTERNAL"
+    assert error_of(None, 2.0, 9).code == "UNAVAILABLE"
+
+
+def test_the_processes_load_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, vlora.structured.worker; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_json_has_bounded_white_space(
+    grammars: Grammars, tokenizer: Any, vocabulary: Vocabulary
+) -> None:
+    structure = Structure("json", '{"type": "array", "items": {"type": "integer"}}')
+    grammar = grammars.acquire(structure)
+    for text in ("[1, 2]", "[1,2]", "[\n  1,\n  2\n]", "[\n\t1 , 2]"):
+        matcher = grammar.open()
+        spell(matcher, tokenizer, text)
+        assert matcher.stopped, text
+        json.loads(text)
+    (space,) = vocabulary.tokens_of[b" "]
+    matcher = grammar.open()
+    spell(matcher, tokenizer, "[ ")
+    assert space not in allowed(matcher)
+    grammars.release(structure, grammar)
