@@ -1,4 +1,4 @@
-"""The load of the engine benchmark on transformers and PEFT: one batch, one adapter per row."""
+"""One load of the engine benchmark on transformers and PEFT: one batch, one adapter per row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BASE = "__base__"
 
 
 class PeftMixed:
-    """The stock model with every adapter attached, as PEFT's mixed batches require."""
+    """The unchanged model with every adapter attached, as PEFT's mixed batches require."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         from peft import PeftModel

@@ -1,4 +1,4 @@
-"""Metrics of a real server: series that are no longer true are removed."""
+"""Tests that a real server removes time series of metrics that no longer hold."""
 
 from __future__ import annotations
 

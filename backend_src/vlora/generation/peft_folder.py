@@ -1,8 +1,8 @@
 """Writer of adapter folders as PEFT saves them.
 
-Scales are folded into B, so every matrix has alpha equal to its rank and PEFT's scale is 1. Servers
-that ignore `rank_pattern` and `alpha_pattern` then compute the same result. `target_modules` lists
-whole paths: a vision tower may have modules of the same names.
+The scale is folded into B. So every matrix has alpha equal to its rank, and PEFT's scale is 1.
+Servers that ignore `rank_pattern` and `alpha_pattern` then compute the same result.
+`target_modules` lists whole paths, because a vision tower may have modules of the same names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vlora.lora.model_shape import ModelShape, paths_of
 
 CONFIG = "adapter_config.json"
 HEAD_FILES = ("vlora.json", "head.safetensors")
-"""Files of an adapter folder that describe its tasks and hold its task head."""
+"""Files of an adapter folder that describe its tasks and contain its vision task head."""
 
 
 def write_adapter(
@@ -34,15 +34,17 @@ def write_adapter(
     base: str,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write `adapter_config.json` and the weights of one adapter into a new folder.
+    """Write `adapter_config.json` and the weights of one adapter into a folder.
+
+    The folder is created if necessary.
 
     pairs: A [rank, d_in] and B [d_out, rank] of each matrix, with the scale folded into B.
-    base: stored as `base_model_name_or_path`.
-    dtype: of the stored weights.
+    base: value of `base_model_name_or_path`.
+    dtype: dtype of the stored weights.
     """
     if not pairs:
         raise ValueError("an adapter needs at least one matrix")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     paths = {matrix: _module_path(matrix, shape) for matrix in pairs}
     ranks = {paths[matrix]: pair.a.shape[0] for matrix, pair in pairs.items()}
     (common_rank, _), *_ = Counter(ranks.values()).most_common()
@@ -61,7 +63,7 @@ def write_adapter(
         "alpha_pattern": other_ranks,
         "target_modules": sorted(paths.values()),
     }
-    _write_config(folder / CONFIG, config)
+    write_config(folder / CONFIG, config)
     tensors = {}
     for matrix, pair in pairs.items():
         prefix = f"base_model.model.{paths[matrix]}"
@@ -71,20 +73,22 @@ def write_adapter(
 
 
 def rename_base(folder: Path, base: str) -> None:
-    """Replace the path of the base on the training machine in an adapter's configuration."""
+    """Replace the path of the base, which is one of the training machine, in an adapter's
+    config.
+    """
     path = folder / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = base
-    _write_config(path, config)
+    write_config(path, config)
 
 
-def _write_config(path: Path, config: Mapping[str, Any]) -> None:
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
     text = json.dumps(config, indent=2, sort_keys=True)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def copy_head(source: Path, target: Path) -> None:
-    """Copy the task head and `vlora.json` of one adapter folder to another, where they exist."""
+    """Copy the vision task head and `vlora.json` of an adapter folder to another, if they exist."""
     for name in HEAD_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

@@ -1,14 +1,13 @@
-"""Loading of adapters: a PEFT folder → checked, packed weights.
+"""Loading of adapters: a PEFT folder → checked weights in fp32.
 
-The checks are strict, because PEFT itself silently accepts many broken files: unsupported options
-are rejected by name, and each tensor of the file must belong to a matrix of the model. This module
-knows no slots or pools.
+Checks are strict, because PEFT itself silently accepts many broken files. Unsupported options are
+rejected by name, and each tensor in the file must belong to a matrix of the model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +15,11 @@ from typing import Any
 
 from vlora.atmm.types import LoraPair
 from vlora.errors import nearest
-from vlora.ids import MatrixId
+from vlora.ids import VISION, MatrixId
+from vlora.lora.factors import assign_tensors, check_pair, make_reader
 from vlora.lora.head import TaskHead, load_head
-from vlora.lora.model_shape import LM_HEAD, ModelShape, paths_of
+from vlora.lora.keys import CONVERT
+from vlora.lora.model_shape import LM_HEAD, ModelShape
 from vlora.lora.patterns import suffixes
 from vlora.lora.peft_config import (
     ErrorFactory,
@@ -28,32 +29,31 @@ from vlora.lora.peft_config import (
     read_config,
     read_json,
 )
+from vlora.lora.routing import Skill, read_skills
 from vlora.lora.slab import TARGETS
 from vlora.lora.weights_file import WeightsFile
 from vlora.lora.weights_reader import WeightsReader
 
 WEIGHTS = "adapter_model.safetensors"
-EXTRA_KEYS = ("tasks", "accuracy", "head")
-"""Known keys of `vlora.json`."""
+PICKLED = "adapter_model.bin"
+OUTSIDE_LORA = "non_lora_trainables.bin"
+"""File in which LLaVA's training code saves a trained connector."""
+EXTRA_KEYS = ("tasks", "accuracy", "head", "skills")
+"""Keys that `vlora.json` may have."""
 MAX_ADAPTER_BYTES = 4 * 1024**3
 """Default maximum size of an adapter's weights in fp32."""
-_LAYER = re.compile(
-    r"^(?:base_model\.model\.)?(?P<path>(?:(?:model|language_model)\.)*"
-    r"layers\.(?P<layer>0|[1-9][0-9]{0,4})\.(?:self_attn|mlp)\.(?P<target>\w+))"
-    r"\.lora_(?P<which>[AB])(?:\.default)?\.weight$"
-)
-_HEAD = re.compile(
-    r"^(?:base_model\.model\.)?(?P<path>(?:language_model\.)?lm_head)"
-    r"\.(?:lora_(?P<which>[AB])(?:\.default)?|base_layer)\.weight$"
-)
-_VISION = re.compile(r"vision_tower|visual|vision_model|multi_modal_projector|merger|connector")
 
 
 @dataclass(frozen=True)
 class AdapterInfo:
     """Description of an adapter for users.
 
-    digest: SHA-256 of everything that changes the language model; "" until the weights are read.
+    digest: SHA-256 of all weights except the head's; "" until the weights are read.
+    ranks, targets: ranks and target names of the language model's matrices that it changes.
+    skills: used to choose an adapter for requests that name none (`lora/routing.py`).
+    invocation: token ids of an activated LoRA, which acts from their last occurrence in the prompt
+        on; () for an adapter that acts on all tokens.
+    vision_ranks: ranks of the linear layers of the vision tower and the connector that it changes.
     """
 
     name: str
@@ -64,12 +64,17 @@ class AdapterInfo:
     accuracy: Mapping[str, float]
     head_labels: tuple[str, ...]
     head_tasks: tuple[str, ...]
+    skills: tuple[Skill, ...] = ()
+    invocation: tuple[int, ...] = ()
+    vision_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Packed weights in fp32, with the scale folded into B. `pairs` contains only the targeted
-    matrices."""
+    """Weights of an adapter in fp32, with the scale folded into B.
+
+    pairs: A and B of the matrices of the language model that it changes.
+    """
 
     info: AdapterInfo
     pairs: Mapping[MatrixId, LoraPair]
@@ -78,31 +83,24 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Description:
-    """Declarations of an adapter's files, made without reading the weights.
+    """Everything that an adapter's files declare, found without reading the weights.
 
-    info: lacks the digest.
-    ranks: of each targeted matrix, in the order of the matrices.
-    host_bytes: size of the weights in fp32, those of the head included.
-    reader: reads the weights; None for a simulated adapter.
+    info: description without the digest.
+    ranks: rank of each matrix of the language model that it changes, in the order of the matrices.
+    host_bytes: size of the weights of these matrices and of the head, in fp32.
+    reader: reads the weights of these matrices; None for a simulated adapter.
+    vision: reads the weights of the vision tower and the connector; None if there are none.
     """
 
     info: AdapterInfo
     ranks: Mapping[MatrixId, int]
     host_bytes: int
     reader: WeightsReader | None = None
-
-
-@dataclass
-class _PairKeys:
-    """Keys in the file of one matrix's A and B. path: of the module, in the file's layout."""
-
-    path: str
-    a: str | None = None
-    b: str | None = None
+    vision: WeightsReader | None = None
 
 
 class AdapterFiles:
-    """Checked files of an adapter: their declarations, and their weights by `read`."""
+    """Checked files of an adapter: what they declare, and by `read` their weights."""
 
     def __init__(
         self, name: str, folder: Path, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES
@@ -115,29 +113,32 @@ class AdapterFiles:
         self._invalid = invalid.in_file(WEIGHTS)
         self._folder = folder
         if as_text(name) != name:
-            raise invalid.in_file(str(folder))("has a name that is no UTF-8; rename it")
+            raise invalid.in_file(str(folder))("has a name that is not UTF-8; rename it")
         config = read_config(folder, invalid)
-        if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
-            raise self._invalid("is missing; a pickled .bin is never read, save as safetensors")
+        _check_no_pickles(folder, invalid)
         file = WeightsFile(folder / WEIGHTS, self._invalid)
-        keys = _assign_tensors(file, model, self._invalid)
+        keys = assign_tensors(file, model, self._invalid)
         if not keys:
             raise self._invalid("holds no LoRA weights")
         _check_names(config, model, invalid.in_file("adapter_config.json"))
-        host_bytes = file.require_fits(
+        all_bytes = file.require_fits(
             [key for pair in keys.values() for key in (pair.a, pair.b) if key], max_bytes
         )
         scales: dict[MatrixId, float] = {}
         ranks: dict[MatrixId, int] = {}
         for matrix, pair in sorted(keys.items()):
-            ranks[matrix], scales[matrix] = _check_pair(
+            ranks[matrix], scales[matrix] = check_pair(
                 matrix, pair, file, config, model, self._invalid
             )
         extra = _read_extra(folder, invalid)
         self._head = load_head(
-            folder, extra.get("head"), model.hidden, invalid, max_bytes, host_bytes
+            folder, extra.get("head"), model.hidden, invalid, max_bytes, all_bytes
         )
-        host_bytes += self._head.nbytes if self._head else 0
+        _check_invocation(config, self._head, model, invalid.in_file("adapter_config.json"))
+        in_vision = {matrix: rank for matrix, rank in ranks.items() if matrix[0] == VISION}
+        ranks = {matrix: rank for matrix, rank in ranks.items() if matrix[0] != VISION}
+        if in_vision:
+            _check_vision(config, extra, invalid)
         info = AdapterInfo(
             name=name,
             digest="",
@@ -147,43 +148,26 @@ class AdapterFiles:
             accuracy=dict(extra.get("accuracy", {})),
             head_labels=self._head.labels if self._head else (),
             head_tasks=self._head.tasks if self._head else (),
+            skills=read_skills(extra.get("skills", []), invalid.in_file("vlora.json")),
+            invocation=config.invocation,
+            vision_ranks=tuple(sorted(set(in_vision.values()))),
         )
-        reader = _reader(file, keys, ranks, scales)
-        self.description = Description(info, reader.ranks, host_bytes, reader)
+        reader = make_reader(file, keys, ranks, scales)
+        vision = make_reader(file, keys, in_vision, scales) if in_vision else None
+        host_bytes = reader.nbytes + (self._head.nbytes if self._head else 0)
+        self.description = Description(info, reader.ranks, host_bytes, reader, vision)
 
     def read(self) -> Adapter:
-        """Return the adapter. Raise InvalidArgument if the weights cannot be read or are not
-        finite."""
+        """Return the adapter. Raise InvalidArgument if weights cannot be read or are not finite."""
         return _read(self._folder, self.description, self._head, self._invalid)
 
 
-def _reader(
-    file: WeightsFile,
-    keys: Mapping[MatrixId, _PairKeys],
-    ranks: Mapping[MatrixId, int],
-    scales: Mapping[MatrixId, float],
-) -> WeightsReader:
-    """Return the reader of the file's A of all matrices, then B of all, in the order of `ranks`."""
-    layout = file.layout
-    index = {key: number for number, key in enumerate(layout.keys)}
-    both = [*(keys[matrix].a for matrix in ranks), *(keys[matrix].b for matrix in ranks)]
-    order = [key for key in both if key is not None]
-    return WeightsReader(
-        layout,
-        ranks,
-        tuple(scales.values()),
-        tuple(index[key] for key in order),
-        tuple((file.shapes[key][0], file.shapes[key][1]) for key in order),
-    ).shared()
-
-
 def read_adapter(name: str, folder: Path, description: Description, hidden: int) -> Adapter:
-    """Read the weights of an adapter whose files have been checked before.
+    """Read the weights of an adapter whose files have been checked. Raises as `AdapterFiles.read`
+    does.
 
-    description: result of that check; the weights file must not have changed since.
+    description: result of that check. The weights file must not have changed since.
     hidden: width of the model.
-
-    Raises InvalidArgument as `AdapterFiles.read` does.
     """
     invalid = ErrorFactory(name)
     head = None
@@ -198,20 +182,71 @@ def _read(
 ) -> Adapter:
     assert description.reader is not None
     pairs, digest = description.reader.read(folder / WEIGHTS, invalid)
+    if description.vision is not None:
+        _, of_vision = description.vision.read(folder / WEIGHTS, invalid)
+        digest = hashlib.sha256(f"{digest} {of_vision}".encode()).hexdigest()
+    if description.info.invocation:
+        digest = hashlib.sha256(f"{digest} {description.info.invocation}".encode()).hexdigest()
     return Adapter(replace(description.info, digest=digest), pairs, head)
 
 
 def load_adapter(
     name: str, folder: Path, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES
 ) -> Adapter:
-    """Return the adapter in `folder`. Raise as `AdapterFiles` does."""
     return AdapterFiles(name, folder, model, max_bytes).read()
 
 
+def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
+    """Check that no weights are in a pickle, because loading one can run any code."""
+    if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
+        raise invalid.in_file(PICKLED)(
+            f"is a pickle, which is never read; make it {WEIGHTS} with {CONVERT}"
+        )
+    if (folder / OUTSIDE_LORA).exists():
+        raise invalid.in_file(OUTSIDE_LORA)(
+            "holds weights that were trained besides the LoRA, such as those of the connector;"
+            " store them in the checkpoint, then remove this file"
+        )
+
+
+def _check_invocation(
+    config: PeftConfig, head: TaskHead | None, model: ModelShape, invalid: ErrorFactory
+) -> None:
+    """Check that an activated LoRA can be invoked and has no vision task head.
+
+    A prompt without the invocation would reach the head without its adapter.
+    """
+    unknown = [token for token in config.invocation if token >= model.vocabulary]
+    if unknown:
+        raise invalid(
+            f"has {unknown[0]} in alora_invocation_tokens; ids run from 0 to {model.vocabulary - 1}"
+        )
+    if config.invocation and head is not None:
+        raise invalid("has alora_invocation_tokens, which cannot be used with a vision task head")
+
+
+def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
+    """Check that images can be encoded with the adapter from the start.
+
+    An activated LoRA must not change an image before its invocation, and skills choose an adapter
+    only after the images were encoded.
+    """
+    if config.invocation:
+        raise invalid.in_file("adapter_config.json")(
+            "has alora_invocation_tokens, which cannot be used with weights of the vision tower or"
+            " connector: an image may stand before the invocation"
+        )
+    if extra.get("skills"):
+        raise invalid.in_file("vlora.json")(
+            "has 'skills', which cannot be used with weights of the vision tower or connector:"
+            " images are encoded before an adapter is chosen by its skills"
+        )
+
+
 def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
-    """Check that each name in `target_modules` names a module of the model, even one that
-    adapters cannot change. A pattern needs no check: if it matches nothing, all weights are left
-    over."""
+    """Check that each name in `target_modules` names a module of the model. A pattern needs no
+    check: if it matches nothing, all tensors are rejected as left over.
+    """
     if isinstance(config.target_modules, str):
         return
     unknown = config.target_modules - model.suffixes
@@ -221,80 +256,8 @@ def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -
         raise invalid(f"has '{min(unknown)}' in target_modules, which names no module of the model")
 
 
-def _assign_tensors(
-    file: WeightsFile, model: ModelShape, invalid: ErrorFactory
-) -> dict[MatrixId, _PairKeys]:
-    """Return the keys of each matrix's A and B; reject a tensor that belongs to none, by name."""
-    keys: dict[MatrixId, _PairKeys] = {}
-    for key in file.shapes:
-        match = _LAYER.match(key) or _HEAD.match(key)
-        if match is None:
-            raise invalid(f"holds '{key}', {_reason_unknown(key)}")
-        if match["which"] is None:
-            _check_copy(file, key, model, invalid)
-            continue
-        matrix = (-1, LM_HEAD)
-        if "layer" in match.groupdict():
-            matrix = (int(match["layer"]), match["target"])
-            if matrix not in model.matrices:
-                raise invalid(f"holds '{key}', which this model does not have")
-        pair = keys.setdefault(matrix, _PairKeys(match["path"]))
-        which = match["which"].lower()
-        if getattr(pair, which) is not None:
-            raise invalid(f"holds '{key}' a second time under another name")
-        setattr(pair, which, key)
-    return keys
-
-
-def _check_copy(file: WeightsFile, key: str, model: ModelShape, invalid: ErrorFactory) -> None:
-    """Check that a tensor equals the base model's lm_head, which PEFT saves with an adapter of
-    it."""
-    expected = (model.vocabulary, model.hidden)
-    if file.shapes[key] != expected or not file.equals(key, model.lm_head()):
-        raise invalid(f"holds '{key}', which differs from the base model's own lm_head")
-
-
-def _reason_unknown(key: str) -> str:
-    """Return why a tensor with this key is not supported."""
-    if "lora_magnitude_vector" in key:
-        return "a DoRA magnitude, which is not supported"
-    if "lora_embedding" in key or "embed_tokens" in key:
-        return "trained embeddings, which are not supported"
-    if _VISION.search(key):
-        return "weights of the vision tower or connector, which are not supported yet"
-    return "which is no LoRA weight of the language model"
-
-
-def _check_pair(
-    matrix: MatrixId,
-    pair: _PairKeys,
-    file: WeightsFile,
-    config: PeftConfig,
-    model: ModelShape,
-    invalid: ErrorFactory,
-) -> tuple[int, float]:
-    """Return (rank, scale) of a matrix after checking that its A and B fit it."""
-    module, paths = pair.path, paths_of(matrix, model, pair.path)
-    if pair.a is None or pair.b is None:
-        missing = "A" if pair.a is None else "B"
-        raise invalid(f"has no lora_{missing} for {module}")
-    if not config.targets(paths):
-        raise invalid(
-            f"holds '{pair.a}', which is left over: adapter_config.json does not target {module}"
-        )
-    d_out, d_in = model.shape_of(matrix)
-    rank = config.rank_of(paths)
-    shapes = file.shapes[pair.a], file.shapes[pair.b]
-    if shapes != ((rank, d_in), (d_out, rank)):
-        raise invalid(
-            f"has A {shapes[0]} and B {shapes[1]} for {module};"
-            f" with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
-        )
-    return rank, config.scale_of(paths)
-
-
 def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
-    """Return `vlora.json`, checked except for the head's part; {} if there is no such file."""
+    """Return `vlora.json`, checked except for "head" and "skills"; {} if it does not exist."""
     path = folder / "vlora.json"
     if not path.is_symlink() and not path.exists():
         return {}

@@ -1,6 +1,6 @@
-"""Reader of adapter folders as they are added, changed and removed.
+"""Reader of adapter folders that were added, changed or removed.
 
-Belongs to the thread that watches the folders; what it finds is applied by the engine's thread.
+It belongs to the thread that watches the folders. The engine's thread applies its results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FolderRead:
-    """A new version of an adapter. adapter: its weights, or None if they were not read."""
+    """A new version of an adapter. adapter: its weights, or None if only the declarations were
+    read.
+    """
 
     handle: AdapterHandle
     adapter: Adapter | None
@@ -35,7 +37,7 @@ class FolderRead:
 
 @dataclass(frozen=True)
 class FolderFailed:
-    """A folder that cannot be read. transient: whether the reason is outside of its files."""
+    """A folder that cannot be read. transient: whether the cause lies outside its files."""
 
     name: str
     error: InvalidArgument
@@ -44,7 +46,7 @@ class FolderFailed:
 
 @dataclass(frozen=True)
 class FolderRemoved:
-    """A folder that does not exist any more."""
+    """A folder that no longer exists."""
 
     name: str
 
@@ -66,7 +68,7 @@ class FolderReader:
         """Create a reader that has read no folder.
 
         max_bytes: maximum size of one adapter's weights in fp32.
-        allowed_bytes: returns the maximum size of all weights read so far. Of further adapters,
+        allowed_bytes: returns the maximum size of all weights that this reader has read. Beyond it,
             only the declarations are read.
         report: called with each result.
         clock: returns seconds.
@@ -80,11 +82,16 @@ class FolderReader:
         self._retries: dict[str, Backoff] = {}
         self._to_retry: SimpleQueue[tuple[str, float]] = SimpleQueue()
         self.stamps: Mapping[str, tuple[Path, Stamp]] = {}
-        """Folder and stamp of each name, as last read; replaced as a whole."""
+        """Folder and stamp of each name when it was last read. The mapping is replaced, not
+        changed.
+        """
 
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
-        """Read folders that are new or have changed, in order of name, and report those that are
-        missing here. Any failure is an error of that adapter only."""
+        """Read the folders that are new or changed, in order of name, and report removed ones.
+
+        folders: folder and stamp of all names; names that are missing here were removed. Any
+            failure is an error of that adapter only.
+        """
         before = self.stamps
         for name in before.keys() - folders.keys():
             log.info("adapter '%s' was removed", as_text(name))
@@ -96,13 +103,18 @@ class FolderReader:
         self.stamps = dict(folders)
 
     def read_again(self, name: str) -> None:
-        """Have `retry` read a folder that just could not be loaded for a reason outside of its
-        files. May be called from any thread."""
+        """Have `retry` read a folder again that could not be loaded. Safe to call from any thread.
+
+        Call it only if the cause lay outside the folder's files.
+        """
         self._to_retry.put((name, self._clock()))
 
     def retry(self) -> None:
-        """Read folders again whose last attempt failed for a reason outside of their files, once
-        their wait is over. A folder that has changed since is left to `update`."""
+        """Read folders again whose last attempt failed for a cause outside their files.
+
+        A folder is read once its backoff is over. If its files have changed, `update` reads it
+        instead.
+        """
         now = self._clock()
         while not self._to_retry.empty():
             name, failed_at = self._to_retry.get()
@@ -115,7 +127,9 @@ class FolderReader:
                 self._read(name, folder, stamp)
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
-        """Read a folder, with its weights while the budget lasts, and report the result."""
+        """Read a folder and report the result. The weights are read only if they fit into the
+        budget.
+        """
         try:
             files = AdapterFiles(name, folder, self._model, self._max_bytes)
             size = files.description.host_bytes
@@ -137,8 +151,10 @@ class FolderReader:
 def read_each(
     folders: Mapping[str, Path], read: Callable[[str, Path], T]
 ) -> tuple[dict[str, T], dict[str, InvalidArgument]]:
-    """Return what `read` returns for each name and folder, in order of name, and by name the errors
-    of those that it could not read."""
+    """Call `read` for each name and folder, in order of name.
+
+    Returns the results by name, and the errors by name where `read` raised.
+    """
     found, errors = {}, {}
     for name, folder in sorted(folders.items()):
         try:
@@ -153,8 +169,10 @@ def read_infos(
 ) -> tuple[list[AdapterInfo], dict[str, InvalidArgument]]:
     """Read each folder with its weights, one after another, in order of name.
 
-    Returns the adapters with their digests, and the errors by name. Holds the weights of one
-    adapter at a time. max_bytes: as of `FolderReader`.
+    max_bytes: maximum size of one adapter's weights in fp32.
+
+    Returns descriptions with digests, and the errors by name. At most one adapter's weights are in
+    memory at a time.
     """
     infos, errors = read_each(
         folders, lambda name, folder: load_adapter(name, folder, model, max_bytes).info

@@ -1,6 +1,7 @@
 """Adapter folders: where they are, and whether their files have changed.
 
-Links are followed, since hub caches consist of them; a link with a new target is a change.
+Symbolic links are followed, because hub caches consist of them. A link that points to another file
+counts as a change.
 """
 
 from __future__ import annotations
@@ -28,22 +29,24 @@ SETTLED_SECONDS = 1.0
 """Time without changes after which a folder is read."""
 
 LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
-"""Minimum time between two looks, and maximum share of a core that looking may take."""
+"""Minimum time between two looks at the folders, and maximum share of one core that looking may
+use.
+"""
 
 MAX_LOOK_SECONDS = 1.5
-"""Maximum time between two looks. A change takes effect within two looks and a load; five
-seconds are promised."""
+"""Maximum time between two looks. A change takes effect after two looks and a load. The
+documentation promises five seconds.
+"""
 
 
 def find_folders(
     root: Path | None, names: Mapping[str, str], *, quiet: bool = False
 ) -> dict[str, Path]:
-    """Return name → folder: every folder under `root` by its own name, and those of `names`.
+    """Return name → folder: all folders in `root` under their own names, and those of `names`.
 
-    A name in `names` wins over a folder of the same name. Relative folders need a root.
-
-    names: as in the vLLM backend's `multi_lora.json`, name → folder relative to the root.
-    quiet: do not log a name that is defined twice.
+    names: name → folder relative to the root, as in the vLLM backend's `multi_lora.json`. They take
+        precedence over folders with the same name. Without a root, these folders must be absolute.
+    quiet: do not log names that are defined twice.
     """
     present = () if root is None else folders_in(root)
     return _named(root, present, names, quiet=quiet)
@@ -57,13 +60,13 @@ def _named(
         path = Path(folder) if root is None else root / folder
         if not quiet and name in folders and not _same_file(folders[name], path):
             texts = map(as_text, (name, str(path), str(folders[name])))
-            log.warning("adapter '%s' is %s by the configuration, not %s", *texts)
+            log.warning("adapter '%s' is the configured folder %s, not %s", *texts)
         folders[name] = path
     return folders
 
 
 class FolderFinder:
-    """Repeated `find_folders`, which returns the same object as long as the result is equal."""
+    """Repeated `find_folders`, which returns the same object as long as nothing changes."""
 
     def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
         self._root = root
@@ -81,7 +84,7 @@ class FolderFinder:
 
 
 def folders_in(root: Path) -> Sequence[str]:
-    """Return the names of possible adapters under the root, in order."""
+    """Return the names of all entries of the root that may be adapters, in order."""
     if not root.is_dir():
         raise InvalidArgument(f"the adapter root {root} is not a folder")
     core = _native()
@@ -94,14 +97,16 @@ def folders_in(root: Path) -> Sequence[str]:
 
 
 def _folders_in(root: Path) -> list[str]:
-    """Return what `folders_in` does, without the compiled core."""
+    """Do what `folders_in` does without the compiled core."""
     entries = sorted(root.iterdir(), key=os.fsencode)
     return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
 
 def _may_be_adapter(entry: Path) -> bool:
-    """Return whether the entry is a folder, or a broken link, which is an adapter that does not
-    load."""
+    """Return whether an entry may be an adapter: it is a folder, or a broken link.
+
+    A broken link is reported as an adapter that cannot be loaded.
+    """
     try:
         return entry.is_dir() or (entry.is_symlink() and not entry.exists())
     except OSError:
@@ -116,13 +121,15 @@ def _same_file(first: Path, second: Path) -> bool:
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Return a stamp that differs if a file of the folder has changed. Never raise: an
-    unreadable folder has a stamp of its own."""
+    """Return a stamp of a folder, which changes whenever one of its files changes. Never raises.
+
+    An unreadable folder has a stamp that holds the error (`error_of`).
+    """
     return stamps_of([os.fsencode(folder)])[0]
 
 
 def error_of(stamp: Stamp) -> OSError | None:
-    """Return the error that the stamp of an unreadable folder stands for, or None."""
+    """Return the error in the stamp of an unreadable folder, or None."""
     if not stamp.startswith(b"!") or b"\0" in stamp:
         return None
     number = int(stamp[1:])
@@ -130,7 +137,7 @@ def error_of(stamp: Stamp) -> OSError | None:
 
 
 def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
-    """Return `stamp_of` each of these paths."""
+    """Return the stamps (see `stamp_of`) of these folders."""
     core = _native()
     if core is None:
         return list(map(_stamp_of, folders))
@@ -139,8 +146,11 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
 
 
 def _stamp_of(folder: bytes) -> Stamp:
-    """Return what `stamp_of` does, without the compiled core: each entry's name and, with links
-    followed, its device, inode, size and time; or the error's number."""
+    """Do what `stamp_of` does without the compiled core.
+
+    The stamp holds the name of each entry and, after following links, its device, inode, size and
+    time of modification. If the folder cannot be read, the stamp holds the number of the error.
+    """
     try:
         with os.scandir(folder) as entries:
             return b"".join(_entry_stamp(e) for e in sorted(entries, key=lambda e: e.name))
@@ -162,8 +172,10 @@ def _entry_stamp(entry: os.DirEntry[bytes]) -> bytes:
 
 @cache
 def _native() -> Any:
-    """Return the compiled functions, which look at thousands of folders in one call without the
-    interpreter's lock; None if they are not compiled."""
+    """Return the compiled functions, or None if they are not compiled.
+
+    One call looks at thousands of folders without holding the GIL.
+    """
     try:
         return native.kernels().folder_scan
     except ImportError:
@@ -171,13 +183,15 @@ def _native() -> Any:
 
 
 def _is_unknown(stamp: Stamp) -> bool:
-    """Return whether a look failed for a reason that says nothing about the folder."""
+    """Return whether reading the folder failed for a cause that says nothing about its files."""
     error = error_of(stamp)
     return error is not None and is_transient(error)
 
 
 class FolderWatch:
-    """Thread that looks at the folders until closed and reports settled changes."""
+    """Thread that looks at the folders until it is closed. It reports changes once they have
+    settled.
+    """
 
     def __init__(
         self,
@@ -189,10 +203,10 @@ class FolderWatch:
         """Create the watch; `start` starts its thread.
 
         find: returns the present folders by name.
-        changed: called with all names' folders and stamps if any of them changed: new state for
-            those unchanged for SETTLED_SECONDS, the last reported state for others; missing names
-            were removed.
-        retry: called after each look, to read what could not be read before.
+        changed: called with folder and stamp of all names whenever they change. A folder that is
+            still changing keeps the state that was last reported. A name that is missing was
+            removed.
+        retry: called after each look, to read again what could not be read before.
         """
         self._find = find
         self._changed = changed
@@ -204,13 +218,16 @@ class FolderWatch:
         self._paths: list[bytes] = []
         self._stamps: list[Stamp] = []
         self._settled = False
-        """True if the last look found all folders settled."""
+        """True if no folder was still changing at the last look."""
         self._closed = threading.Event()
         self._pause = LOOK_SECONDS
         self._thread: threading.Thread | None = None
 
     def start(self, known: Mapping[str, tuple[Path, Stamp]]) -> None:
-        """Start the thread. known: folders and stamps that have been read already."""
+        """Start the thread.
+
+        known: folder and stamp of each name that has been read already.
+        """
         self._reported = dict(known)
         self._closed.clear()
         self._thread = threading.Thread(target=self._run, name="adapter-folders", daemon=True)
@@ -233,19 +250,23 @@ class FolderWatch:
             self._pause = min(max(LOOK_SECONDS, took / MAX_CORE_SHARE), MAX_LOOK_SECONDS)
 
     def _closed_before_next(self) -> bool:
-        """Wait until the next look is due or the watch is closed, and return whether it is
-        closed. A watch that is started again waits for the rest of the time."""
+        """Wait until the next look is due or the watch is closed; return whether it is closed.
+
+        A watch that is started again waits for the rest of the pause.
+        """
         began = self._clock()
         closed = self._closed.wait(self._pause)
         self._pause = max(0.0, self._pause - (self._clock() - began))
         return closed
 
     def look(self, now: float) -> None:
-        """Look at the folders once and report those that are new and settled, or removed."""
+        """Look at the folders once. Report those that are new, changed or removed, once they have
+        settled.
+        """
         try:
             folders = self._find()
         except InvalidArgument:
-            return  # The root cannot be read: known adapters stay available.
+            return  # The root cannot be read. Known adapters stay available.
         if folders is not self._folders:
             self._folders = folders
             self._paths = [os.fsencode(folder) for folder in folders.values()]
@@ -272,7 +293,7 @@ class FolderWatch:
                 continue
             self._settled = False
             if name in self._reported:
-                settled[name] = self._reported[name]  # Until then the old version serves.
+                settled[name] = self._reported[name]  # The old version serves until then.
         self._seen = seen
         if settled != self._reported:
             self._reported = settled

@@ -1,11 +1,13 @@
-"""Handle of one version of one adapter, from its folder to a slot of the operator.
+"""Handle of one version of one adapter.
 
-A request takes the handle when it is first scheduled and keeps it until it ends: it finishes with
-the version that it started with, whatever happens to the folder meanwhile.
+It follows the version from its folder through host memory into a slot of the LoRA operator. A
+request gets the handle when it is first scheduled and keeps it until it ends. So the request
+finishes with the version that it started with, even if the folder changes meanwhile.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,11 +20,18 @@ from vlora.memory.eviction import EVICT_FIRST
 from vlora.memory.pool import Run
 
 Stamp = bytes
-"""Fingerprint of a folder's files (link targets, sizes, times): it differs after any change."""
+"""Fingerprint of a folder's files (link targets, sizes, times). Any change of the files
+changes it.
+"""
+
+
+def version_of(stamp: Stamp) -> str:
+    """Return a name for a version of a folder. All processes of a server get the same name."""
+    return hashlib.sha256(stamp).hexdigest()
 
 
 class State(Enum):
-    """Location of a version's weights, or what is being done to change it."""
+    """Location of a version's weights, or the operation that is moving them."""
 
     ON_DISK = "on disk"
     LOADING = "loading"
@@ -35,7 +44,7 @@ class State(Enum):
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     # The weights may have been read together with the description.
     State.ON_DISK: frozenset({State.LOADING, State.IN_MEMORY}),
-    # Back on disk: the read failed and is tried again, or the result is not needed any more.
+    # Back on disk: the read failed and is tried again, or the weights are no longer needed.
     State.LOADING: frozenset({State.IN_MEMORY, State.ON_DISK, State.FAILED}),
     # Back on disk: the host copy was evicted.
     State.IN_MEMORY: frozenset({State.PACKING, State.ON_DISK}),
@@ -46,28 +55,27 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     # Only another version of the adapter can be loaded.
     State.FAILED: frozenset(),
 }
-"""States that may follow each state. Every change of a handle's state is one of these."""
+"""States that may follow each state. No other transitions happen."""
 
 COPIED = (State.IN_MEMORY, State.PACKING, State.RESIDENT)
-"""States in which a version has its host copy."""
+"""States in which a version has a host copy: its weights in fp32 in host memory."""
 
 
 @dataclass(eq=False)
 class AdapterHandle:
     """State of one version of an adapter.
 
-    Only the engine's thread changes a handle. Other threads read `info` and `description`, and may
-    compute `packed_bytes`, with the same result.
+    Only the engine's thread changes a handle. Other threads may read `info` and `description` and
+    compute `packed_bytes`, which is the same on any thread.
 
-    info: description of the adapter. It includes the digest from the first load on, so in each
-        state in which there are weights, and never changes after that.
-    adapter: the host copy, in the states of COPIED only.
-    slot, run: index in the operator and pages, in the states PACKING and RESIDENT only; without a
-        pool there is no run.
-    error: why it cannot be loaded, in the state FAILED only.
-    retired: whether its name no longer means this version, which no new request can use.
-    backoff: failed attempts to load or pack it for a reason outside of its files.
-    packed_bytes: size of its packed copies; 0 until it has been computed.
+    info: description of the adapter. After the first load it includes the digest and never changes.
+    adapter: the host copy; set only in the states of COPIED.
+    slot, run: slot of the operator, and pages of the packed copy; set only in PACKING and RESIDENT.
+        Without a page pool there is no run.
+    error: reason why the version cannot be loaded; set only in FAILED.
+    retired: True once the name means another version. New requests cannot use this one.
+    backoff: delay after failed attempts whose cause lay outside the files.
+    packed_bytes: size of the packed copy; 0 until computed.
     """
 
     name: str
@@ -104,14 +112,13 @@ class AdapterHandle:
         self._enter(State.ON_DISK)
 
     def loaded(self, adapter: Adapter) -> None:
-        """Keep the host copy. Its digest is the one that the handle has, if it has one."""
+        """Store the host copy. If the version was read before, its digest must be the same."""
         assert adapter.info.digest, "weights have a digest"
         assert self.info.digest in ("", adapter.info.digest), "a version has one digest"
         self._enter(State.IN_MEMORY)
         self.adapter, self.info = adapter, adapter.info
 
     def drop(self) -> None:
-        """Drop the host copy."""
         self._enter(State.ON_DISK)
         self.adapter = None
 
@@ -121,16 +128,16 @@ class AdapterHandle:
         self.slot, self.run = slot, run
 
     def packed(self) -> None:
-        """Note that steps can use the slot."""
+        """Note that the version is packed, so that steps can use its slot."""
         self._enter(State.RESIDENT)
 
     def unpack(self) -> None:
-        """Note that it has no slot and no pages any more."""
+        """Note that the version has lost its slot and its pages."""
         self._enter(State.IN_MEMORY)
         self.slot = self.run = None
 
     def fail(self, error: InvalidArgument) -> None:
-        """Note why it can be neither loaded nor packed."""
+        """Store the reason why the version cannot be loaded or packed."""
         self._enter(State.FAILED)
         self.error = error
         self.adapter = self.slot = self.run = None
@@ -139,7 +146,7 @@ class AdapterHandle:
 
     @property
     def resident(self) -> bool:
-        """True if steps can use it."""
+        """True if steps can use the version."""
         return self.state is State.RESIDENT
 
     @property
@@ -150,12 +157,12 @@ class AdapterHandle:
 
     @property
     def pinned(self) -> bool:
-        """True if a running or paused request needs it to stay resident."""
+        """True if a running request, paused or not, needs the version in the pool."""
         return self._pins > 0
 
     @property
     def held(self) -> bool:
-        """True if a request has started with this version, which keeps its host copy."""
+        """True if a request that has started uses this version. The host copy is then kept."""
         return self._holders > 0
 
     @property
@@ -165,7 +172,7 @@ class AdapterHandle:
 
     @property
     def last_used(self) -> int:
-        """Time of the last use on the pool's clock, see `memory/eviction.py`."""
+        """Time of the last use on the pool's clock (see `memory/eviction.py`)."""
         return EVICT_FIRST if self.obsolete else self._last_used
 
     @last_used.setter
@@ -174,7 +181,7 @@ class AdapterHandle:
 
     @property
     def needs_host_copy(self) -> bool:
-        """True if the host copy is in use and cannot be evicted."""
+        """True if the host copy may not be evicted."""
         return self.state in (State.PACKING, State.RESIDENT) or self.held
 
     def pin(self) -> None:
@@ -192,7 +199,7 @@ class AdapterHandle:
         self._holders -= 1
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the state and what belongs to it disagree."""
+        """Raise AssertionError if the fields do not fit the state."""
         assert (self.adapter is not None) == (self.state in COPIED)
         assert (self.slot is not None) == (self.state in (State.PACKING, State.RESIDENT))
         assert self.run is None or self.slot is not None

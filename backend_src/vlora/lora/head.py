@@ -1,7 +1,7 @@
-"""Vision task heads (§4.2.2): linear layers that replace the LM head.
+"""Vision task heads (§4.2.2 of the paper): linear layers that replace the LM head.
 
-A head is applied to the final-norm hidden state of the last prompt token; the request then ends
-without decoding.
+A head is applied to the hidden state of the last prompt token after the final norm. The request
+then ends without a decode step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class TaskHead:
     """Vision task head of one adapter.
 
     linear: weight [classes, hidden] and bias [classes], fp32.
-    labels: one per class.
-    tasks: that the head serves.
+    labels: one label per class.
+    tasks: tasks that the head serves.
     """
 
     linear: HeadMatrix
@@ -30,7 +30,6 @@ class TaskHead:
 
     @property
     def nbytes(self) -> int:
-        """Size of weight and bias."""
         return sum(tensor.nbytes for tensor in self.linear)
 
 
@@ -42,9 +41,15 @@ def load_head(
     max_bytes: int,
     others: int = 0,
 ) -> TaskHead | None:
-    """Return the head that `vlora.json` declares and `head.safetensors` holds; None without both.
+    """Return the head that `vlora.json` declares and `head.safetensors` holds; None if neither
+    does.
 
-    max_bytes: maximum size of the adapter in fp32. others: size of its other weights.
+    declared: value of "head" in `vlora.json`.
+    hidden: width of the model.
+    max_bytes: maximum size of the adapter in fp32.
+    others: size of its other weights in fp32.
+
+    Raises InvalidArgument if the two files do not fit each other or the model.
     """
     path = folder / "head.safetensors"
     if declared is None and not path.exists():

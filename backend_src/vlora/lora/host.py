@@ -1,7 +1,7 @@
 """Host tier: fp32 copies of adapters in host memory, within a byte budget.
 
-Knows neither folders nor the pool. Belongs to the engine's thread. `memory/eviction.py` states what
-is evicted first.
+This module knows neither folders nor the page pool. It belongs to the engine's thread.
+`memory/eviction.py` describes the order of eviction.
 """
 
 from __future__ import annotations
@@ -16,39 +16,40 @@ from vlora.memory.eviction import UseOrder
 class HostTier:
     """Host copies of adapters.
 
-    A copy stays, whatever the budget, while `AdapterHandle.needs_host_copy`: its adapter is
-    resident or being packed, or a request has started with this version, whose folder may hold
-    another one by now.
+    While `AdapterHandle.needs_host_copy` is true, a copy is not evicted, even if the budget is
+    exceeded. The adapter is then resident or being packed, or a request has started with this
+    version, whose folder may already contain another one.
     """
 
     def __init__(self, budget: int | None) -> None:
-        """budget: maximum number of bytes; None for no limit."""
+        """Create an empty tier. budget: maximum number of bytes; None for no limit."""
         self._budget = math.inf if budget is None else budget
         self._order: UseOrder[AdapterHandle] = UseOrder()
         self._in_use: set[AdapterHandle] = set()
-        """Copies that have been packed. All that are in use are among them."""
+        """Handles whose copies were packed. All copies that may not be evicted are among them."""
         self.used_bytes = 0
 
     @property
     def free_bytes(self) -> float:
-        """Bytes that are free without eviction; negative if copies in use exceed the budget."""
+        """Bytes that are free without eviction; negative if the budget is exceeded."""
         return self._budget - self.used_bytes
 
     @property
     def available_bytes(self) -> float:
-        """Bytes that are free or can be freed by eviction; negative if copies in use exceed the
-        budget."""
+        """Bytes that are free or can be freed by eviction; negative if copies that may not be
+        evicted exceed the budget.
+        """
         self._in_use = {handle for handle in self._in_use if handle.needs_host_copy}
         return self._budget - sum(handle.description.host_bytes for handle in self._in_use)
 
     def add(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Keep the copy of an adapter that has just been read."""
+        """Store the copy of an adapter that was just read."""
         handle.loaded(adapter)
         self._order.add(handle)
         self.used_bytes += handle.description.host_bytes
 
     def use(self, handle: AdapterHandle) -> None:
-        """Note that a copy is about to be packed, and thereby in use."""
+        """Note that a copy is about to be packed."""
         self._in_use.add(handle)
 
     def remove(self, handle: AdapterHandle) -> None:
@@ -58,13 +59,14 @@ class HostTier:
         self.used_bytes -= handle.description.host_bytes
 
     def drop(self, handle: AdapterHandle) -> None:
-        """Drop a copy that is not in use."""
+        """Drop a copy that is not needed."""
         self.remove(handle)
         handle.drop()
 
     def evict_until_fits(self, size: int) -> int:
-        """Evict copies until `size` more bytes fit or all others are in use; return the number of
-        evicted copies."""
+        """Evict copies until `size` more bytes fit or no copy can be evicted; return how many were
+        evicted.
+        """
         evicted = 0
         while self.free_bytes < size:
             idle = (handle for handle in self._order.oldest_first() if not handle.needs_host_copy)

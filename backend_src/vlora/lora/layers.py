@@ -7,15 +7,15 @@ import torch
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import Segments
-from vlora.kernels import ops
+from vlora.kernels import ops, quantized
 from vlora.lora.switcher import Switcher
 
 
 class LoraLinear:
     """Fused projections of one layer that share their input: y = x Wᵀ + bias + LoRA by segment.
 
-    W is entry `index` of the switcher's active views, read at each call. `lora` holds the adapters'
-    factors for each target of the group, by slot; the adapter store adds and removes slots in it.
+    W is view number `index` of the switcher's active weights and is looked up at each call. `lora`
+    holds the adapters' A and B by slot. The adapter store fills and clears its slots.
     """
 
     def __init__(
@@ -30,17 +30,16 @@ class LoraLinear:
     def __call__(
         self, x: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return y for all rows.
+        """Return y for all rows: [T, sum of the projections' d_out] fp32.
 
         x: [T, d_in] fp32.
-        out: optional output.
-
-        Returns [T, sum of the group's d_out] fp32.
+        segments: rows of each adapter, with their signs.
+        out: buffer for y; allocated if None.
         """
         matrix = self._current()
         if not self._lora.has(segments):
             return matrix(x, out=out)
-        epilogue = op.bind_epilogue(segments, self._lora)
+        epilogue = op.bind_epilogue(segments, self._lora, x)
         y = matrix(x, out=out, epilogue=epilogue)
         if epilogue is None:
             op.apply(y, x, segments, self._lora)
@@ -49,7 +48,7 @@ class LoraLinear:
     def gated(
         self, x: torch.Tensor, segments: Segments, scratch: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """Return `ops.gate` of the product: [T, half of the group's d_out], in `out`.
+        """Return `ops.gate` of the product: [T, half of the sum of d_out], written to `out`.
 
         scratch: buffer for the whole product, as `out` of a call; overwritten.
         """
@@ -62,8 +61,8 @@ class LoraLinear:
         if self._matrix is None or self._matrix.weight is not weight:
             if weight.shape != (self._lora.width, self._lora.d_in):
                 raise ValueError(
-                    f"adapters of {self._lora.d_in} → {self._lora.width} do not fit a matrix"
-                    f" {tuple(weight.shape)}"
+                    f"adapters of shape ({self._lora.width}, {self._lora.d_in}) do not fit a"
+                    f" matrix of shape {tuple(weight.shape)}"
                 )
-            self._matrix = ops.Matrix(weight, self._bias)
+            self._matrix = quantized.matrix_of(weight, self._bias)
         return self._matrix

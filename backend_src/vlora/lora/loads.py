@@ -1,7 +1,7 @@
 """Loading and packing of the adapters that waiting requests need.
 
-Decides what is loaded and packed next. Two worker threads do the work, and the engine's thread,
-to which everything here belongs, applies their results to the tiers.
+This module decides what is loaded and packed next. Two worker threads do the work. The engine's
+thread owns everything here and applies their results to the tiers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from vlora.lora.workers import Results, Workers
 log = logging.getLogger(__name__)
 
 MAX_PREFETCHED = 8
-"""Maximum number of adapters, in the order of the requests that need them, that are on their way
-into the pool at the same time."""
+"""Maximum number of adapters that are loaded or packed at the same time. They are taken in the
+order of the requests that need them.
+"""
 
 INLINE_PACK_BYTES = 4 << 20
-"""Bytes of adapters that `advance` packs on the engine's thread between two steps. The packer's
-thread takes the interpreter's lock once per group, which delays the waiting requests by some steps
-(decision 57)."""
+"""Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread. The
+packer's thread takes the GIL once per group of matrices, which would delay the waiting requests by
+some steps (decision 57).
+"""
 
 
 class AdapterLoads:
@@ -47,7 +49,7 @@ class AdapterLoads:
         hidden: width of the model.
         clock: returns seconds.
         on_failure: called with an adapter that cannot be loaded or packed, the error, and whether
-            the reason is outside of its files.
+            the cause lies outside its files.
         """
         self._tiers = tiers
         self._workers = Workers(results)
@@ -66,18 +68,18 @@ class AdapterLoads:
         self._workers.finish()
 
     def close(self) -> None:
-        """Wait for the workers, whose results are not applied."""
+        """Wait for the workers, without applying their results."""
         self._workers.close()
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
         """Load and pack the adapters that waiting requests need.
 
-        The adapter of an older request is never evicted to make room for that of a newer request.
+        The adapter of an older request is never evicted for that of a newer request.
 
-        wanted: adapters of waiting requests, in the order of arrival.
-        running: number of running requests, each of which will need one more page.
+        wanted: adapters of waiting requests, in order of arrival.
+        running: number of running requests, each of which will need another page.
 
-        Returns the first adapter that is loaded but found too few pages, or None.
+        Returns the first adapter that is in memory but lacks pages, or None.
         """
         self._inline_bytes_left = INLINE_PACK_BYTES
         blocked: AdapterHandle | None = None
@@ -92,7 +94,7 @@ class AdapterLoads:
                     host_bytes_left = self._tiers.host.available_bytes
                 missing += 1
                 host_bytes_left -= handle.description.host_bytes
-                # Copies beyond the host's budget would evict each other before they are packed.
+                # More copies than fit the host's budget would evict each other before packing.
                 prefetch = missing == 1 or (missing <= MAX_PREFETCHED and host_bytes_left >= 0)
                 if handle.state is State.ON_DISK and prefetch:
                     self._load(handle)
@@ -120,7 +122,7 @@ class AdapterLoads:
         )
 
     def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Keep weights that the loader has read."""
+        """Store weights that the loader has read."""
         self._tiers.count(loads=1)
         if handle.obsolete:
             handle.load_later()
@@ -131,9 +133,9 @@ class AdapterLoads:
             self._tiers.keep(handle, adapter)
 
     def pack(self, handle: AdapterHandle, *, between_steps: bool) -> None:
-        """Have an adapter packed that has its slot and pages.
+        """Pack an adapter that has its slot and pages.
 
-        between_steps: do it now, on the engine's thread.
+        between_steps: pack it now on the engine's thread, instead of on the packer's thread.
         """
         assert handle.slot is not None
         job = partial(self._tiers.write, handle.slot, handle.run)
@@ -150,10 +152,10 @@ class AdapterLoads:
             self._tiers.packed(handle)
 
     def _fail(self, handle: AdapterHandle, error: Exception) -> None:
-        """Handle the failure of a load or of a packing.
+        """Handle a failed load or packing.
 
-        A reason outside of its files delays the next attempt. Any other reason, and the last
-        attempt's, is the error of the handle.
+        If the cause lies outside the adapter's files, there is another attempt after a delay. Any
+        other failure, or the last allowed attempt, becomes the error of the handle.
         """
         transient = is_transient(error)
         if transient:
@@ -168,8 +170,10 @@ class AdapterLoads:
 
 
 def _read_weights(handle: AdapterHandle, hidden: int) -> Adapter:
-    """Return the weights of a version, on the loader's thread. Raise InvalidArgument if the folder
-    holds another version by now, or as `read_adapter` does."""
+    """Return the weights of a version. Runs on the loader's thread.
+
+    Raises InvalidArgument if the folder contains another version by now, or as `read_adapter` does.
+    """
     adapter = read_adapter(handle.name, handle.folder, handle.description, hidden)
     stamp = stamp_of(handle.folder)
     if stamp != handle.stamp:

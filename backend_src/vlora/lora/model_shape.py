@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from vlora.ids import MatrixId
+from vlora.ids import VISION, MatrixId
 from vlora.lora.patterns import suffixes
 from vlora.lora.slab import ATTENTION
 
 LM_HEAD = "lm_head"
-LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "")
-"""Prefixes of `layers` in module paths: those of transformers 5, of transformers 4, of a decoder
-on its own, and none."""
+LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
+"""Prefixes of `layers` in the module paths of adapters. In this order, they belong to:
+
+- a multimodal model in transformers 4.52 and later;
+- a multimodal model in earlier versions of transformers 4;
+- a decoder with its LM head, Qwen2-VL in transformers 4, and LLaVA's own training code;
+- a multimodal model without its LM head;
+- a decoder without its LM head.
+"""
+HEADS = (LM_HEAD, f"language_model.{LM_HEAD}")
+"""Paths of the LM head in these layouts."""
+_VISION_PATH = re.compile(
+    r"(?:model\.)?(vision_tower|visual|multi_modal_projector)\.(?:vision_model\.)?(.+)"
+)
+
+
+def vision_path(path: str) -> str | None:
+    """Return the path of a module of the vision tower or the connector; None for other modules.
+
+    The result is the same for all layouts of checkpoints and adapters.
+    """
+    match = _VISION_PATH.fullmatch(path)
+    return f"{match[1]}.{match[2]}" if match else None
 
 
 @dataclass(frozen=True)
@@ -23,10 +44,13 @@ class ModelShape:
     """Shapes that an adapter has to fit.
 
     shapes: target → (d_out, d_in), the same in every layer.
-    prefix: of `layers` in the module paths of transformers' model.
-    lm_head: returns the base model's; called only for an adapter that holds a copy of it.
-    other_modules: returns the paths of modules outside the decoder; called only for an adapter that
-        names a module which the decoder does not have.
+    prefix: prefix of `layers` in the module paths of the served model.
+    lm_head: returns the weight of the base model's LM head; called only for an adapter that has a
+        copy of it.
+    other_modules: returns the paths of all modules outside the decoder; called only for an adapter
+        that names a module which the decoder does not have.
+    vision: returns (d_out, d_in) of each linear layer of the vision tower and the connector, by its
+        `vision_path`; called only for an adapter that changes such a layer.
     """
 
     layers: int
@@ -36,34 +60,38 @@ class ModelShape:
     prefix: str
     lm_head: Callable[[], torch.Tensor]
     other_modules: Callable[[], Iterable[str]]
+    vision: Callable[[], Mapping[str, tuple[int, int]]] = dict
 
     @cached_property
     def suffixes(self) -> frozenset[str]:
-        """All suffixes of paths that name one of these matrices, in any supported layout."""
+        """All suffixes of module paths that name one of the matrices, in any layout."""
         paths = (path for matrix in self.matrices for path in paths_of(matrix, self))
         return frozenset(suffix for path in paths for suffix in suffixes(path))
 
     @cached_property
     def matrices(self) -> frozenset[MatrixId]:
-        """All matrices that an adapter may change."""
+        """All matrices of the language model that an adapter may change."""
         layers = ((layer, target) for layer in range(self.layers) for target in self.shapes)
         return frozenset([*layers, (-1, LM_HEAD)])
 
     def shape_of(self, matrix: MatrixId) -> tuple[int, int]:
-        """Return (d_out, d_in) of a matrix."""
         layer, target = matrix
+        if layer == VISION:
+            return self.vision()[target]
         return (self.vocabulary, self.hidden) if layer < 0 else self.shapes[target]
 
 
 def paths_of(matrix: MatrixId, model: ModelShape, file_path: str | None = None) -> tuple[str, ...]:
-    """Return the paths of a module to which an adapter's patterns may refer.
+    """Return the module paths of a matrix that the patterns of an adapter are matched with.
 
-    These are `file_path`, its path in the adapter's file, and its path in the served model; without
-    `file_path`, its paths in all supported layouts.
+    file_path: path of the module as the adapter's file spells it. If it is given, the result is
+        this path and the path in the served model; otherwise the paths in all layouts.
     """
     layer, target = matrix
+    if layer == VISION:
+        return (f"model.{target}",) if file_path is None else (file_path, f"model.{target}")
     if layer < 0:
-        return (LM_HEAD,) if file_path is None else (file_path, LM_HEAD)
+        return HEADS if file_path is None else (file_path, LM_HEAD)
     block = "self_attn" if target in ATTENTION else "mlp"
     module = f"layers.{layer}.{block}.{target}"
     if file_path is None:

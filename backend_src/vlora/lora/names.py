@@ -1,7 +1,7 @@
-"""Adapters by name: the handle that a name means now, or the error of a folder that is unusable.
+"""Adapters by name. A name means a handle, or the error of a folder that cannot be used.
 
-The engine's thread changes the mapping and publishes it as a table that never changes, which other
-threads read without a lock. `lora/store.py` keeps track of where a handle's weights are.
+The engine's thread changes the mapping. It publishes each state as an immutable table, which other
+threads read without a lock.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from types import MappingProxyType
 from vlora.errors import InvalidArgument, NotFound, known_names
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.peft_config import as_text
+from vlora.lora.routing import Router
 
 MAX_HINT_LENGTH = 256
-"""Maximum length of an unknown name for which a similar one is searched."""
+"""Maximum length of an unknown name for which similar names are suggested."""
 
 HINT_NEIGHBOURS = 16
-"""Number of names before and after an unknown one, in each of two orders, that are compared with
-it. Comparing a pair of names takes some 70 µs."""
+"""Number of names that are compared with an unknown one, before and after it in each of two orders.
+Comparing one pair of names takes about 70 µs.
+"""
 
 
 @dataclass(frozen=True)
 class NameTable:
-    """Meaning of all names at one time. Never changes, so any thread may read it.
+    """Meaning of all names at one time. Immutable, so any thread may read it.
 
     current: adapters that requests can use.
-    broken: errors of adapters that exist but do not load.
+    broken: errors of adapters that exist but cannot be loaded.
     """
 
     current: Mapping[str, AdapterHandle]
@@ -44,9 +46,17 @@ class NameTable:
     def _backwards(self) -> Sequence[str]:
         return sorted(name[::-1] for name in self.names)
 
+    @cached_property
+    def router(self) -> Router:
+        """Router between these adapters."""
+        return Router({name: handle.info.skills for name, handle in self.current.items()})
+
     def handle(self, name: str) -> AdapterHandle:
-        """Return the present version. Raise NotFound, which lists the known names, or the
-        InvalidArgument of an adapter that does not load."""
+        """Return the present version of an adapter.
+
+        Raises NotFound, which lists known names, or InvalidArgument if the adapter cannot be
+        loaded.
+        """
         if name in self.broken:
             raise self.broken[name]
         if name not in self.current:
@@ -55,10 +65,11 @@ class NameTable:
         return self.current[name]
 
     def similar(self, name: str) -> Sequence[str]:
-        """Return at most 4 · HINT_NEIGHBOURS names that may be similar to an unknown one.
+        """Return names that may be similar to an unknown one, at most 4 · HINT_NEIGHBOURS.
 
-        They are its neighbours in the order of names and in the order of names read backwards: an
-        error in one place leaves a beginning or an end of at least half the length.
+        These are its neighbors among the names sorted by their text, and among the names sorted by
+        their reversed text. A single mistake leaves the first or the last half of a name correct,
+        so the right name is near the unknown one in one of the two orders.
         """
         if len(name) > MAX_HINT_LENGTH:
             return ()
@@ -81,17 +92,17 @@ class AdapterNames:
         self._broken: dict[str, InvalidArgument] = {}
         self._changed = False
         self.table = NameTable({}, {})
-        """The last published table; replaced as a whole."""
+        """The table that was published last. It is replaced, not changed."""
 
     def set(self, handle: AdapterHandle) -> AdapterHandle | None:
-        """Let the handle's name mean this version; return the one that it meant before."""
+        """Make the handle's name mean this version; return the version that it meant before."""
         name = as_text(handle.name)
         previous = self.remove(handle.name)
         self._current[name] = handle
         return previous
 
     def set_broken(self, name: str, error: InvalidArgument) -> AdapterHandle | None:
-        """Let a name mean an error; return the version that it meant before."""
+        """Make a name mean an error; return the version that it meant before."""
         previous = self.remove(name)
         self._broken[as_text(name)] = error
         return previous

@@ -1,8 +1,8 @@
 """PEFT's patterns of module names, matched in bounded time and memory.
 
-An adapter's config may hold any regular expression, and Python's `re` can neither be interrupted
-nor bounded. Patterns must therefore be valid for `re`, but are matched by `regex`, which supports a
-timeout; patterns that would take too much memory to compile are rejected.
+An adapter's config may contain any regular expression. Python's `re` has no timeout, so patterns
+are matched by the package `regex`, which has one. A pattern must be valid for both, and is rejected
+if compiling it would take too much memory.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from typing import Any
 import regex
 
 MAX_CHARACTERS = 16 * 1024
-"""Maximum length of one pattern; compiling takes about 20 µs per character."""
+"""Maximum length of one pattern. Compiling takes about 20 µs per character."""
 MAX_CHARACTERS_TOGETHER = 64 * 1024
-"""Maximum length of all patterns of one adapter."""
+"""Maximum total length of all patterns of one adapter."""
 MAX_REPETITIONS = 1000
-"""Maximum product of all counted repetitions of a pattern: nested ones multiply in compilation."""
+"""Maximum product of all counted repetitions in a pattern. Nested ones multiply in the compiled
+form.
+"""
 SECONDS = 5.0
-"""Processor time, which `regex` measures, for all matching of one adapter; typical adapters need
-milliseconds."""
+"""Maximum processor time for all matching of one adapter, as `regex` measures it. Typical adapters
+need milliseconds.
+"""
 
 MAX_PATTERNS = 2000
-"""Maximum number of patterns in one object of the config; a model of 126 layers has 882 matrices
-that can be named."""
+"""Maximum number of patterns in one object of the config. A model of 126 layers has 882 matrices
+that patterns can name.
+"""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
@@ -43,7 +47,7 @@ def suffixes(path: str) -> Iterator[str]:
 class Matcher:
     """Matcher of one adapter's patterns, within a budget of characters and seconds.
 
-    invalid: makes the error for a pattern that is no regular expression, too long or too slow.
+    invalid: makes the error for a pattern that is not a regular expression, too long or too slow.
     """
 
     def __init__(self, invalid: Callable[[str], Exception]) -> None:
@@ -59,7 +63,7 @@ class Matcher:
     def ends(self, pattern: str, path: str) -> bool:
         """Return whether `pattern` matches the whole path or the rest after one of its dots."""
         if _PLAIN.fullmatch(pattern):
-            # Adapters may have hundreds of these, which need no regular expression.
+            # Adapters may have hundreds of plain names, which need no regular expression.
             start = len(path) - len(pattern)
             return (start == 0 or (start > 0 and path[start - 1] == ".")) and all(
                 expected in (".", actual)
@@ -68,8 +72,9 @@ class Matcher:
         return self._run("match", rf"(.*\.)?({pattern})$", path) is not None
 
     def layer(self, pattern: str, path: str) -> int | None:
-        """Return the number that the pattern's group `idx` matches, from the path's beginning;
-        None without a match."""
+        """Match the pattern at the start of the path; return the number in its group `idx`, or
+        None.
+        """
         match = self._run("match", pattern, path)
         return None if match is None or match["idx"] is None else int(match["idx"])
 
@@ -100,18 +105,20 @@ class Matcher:
             return regex.compile(pattern, regex.VERSION0)
         except (re.error, regex.error, RecursionError, OverflowError) as error:
             raise self._invalid(
-                f"has the pattern {_shown(pattern)}, which is no regular expression: {error}"
+                f"has the pattern {_shown(pattern)}, which is not a regular expression: {error}"
             ) from None
 
 
 def _unlike_re(pattern: str) -> str | None:
-    """Return how `re` and `regex` read the pattern differently, or None; module names need none
-    of it."""
+    """Return a construct of the pattern that `re` and `regex` read differently, or None.
+
+    Module names need no such construct.
+    """
     if "[[" in pattern or "[:" in pattern:
         return "has a set within a set"
     for braces in _braces(pattern):
         if not re.fullmatch(r"\d+(,\d*)?|,\d+", braces):
-            return f"has {{{braces}}}, which is no repetition"
+            return f"has {{{braces}}}, which is not a repetition"
     return None
 
 

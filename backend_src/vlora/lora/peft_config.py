@@ -1,7 +1,6 @@
-"""`adapter_config.json` → the modules that an adapter targets, their ranks and scales, by PEFT's
-rules.
+"""Reader of `adapter_config.json`: target modules, ranks and scales by PEFT's rules.
 
-Unsupported options are rejected by name. This module knows no weights.
+Unsupported options are rejected by name. This module does not read weights.
 """
 
 from __future__ import annotations
@@ -15,109 +14,60 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, shown
+from vlora.lora.keys import CONVERT
 from vlora.lora.patterns import MAX_PATTERNS, Matcher, suffixes
+from vlora.lora.peft_options import option_fault
 
 MAX_JSON_BYTES = 1024 * 1024
 MAX_REASON_CHARACTERS = 500
-
-REFUSED_WHEN_SET: dict[str, str] = {
-    "use_dora": "DoRA",
-    "modules_to_save": "'modules_to_save' (whole replaced modules)",
-    "trainable_token_indices": "'trainable_token_indices' (trained embeddings)",
-    "target_parameters": "'target_parameters'",
-    "layer_replication": "'layer_replication'",
-    "lora_bias": "'lora_bias'",
-    "fan_in_fan_out": "'fan_in_fan_out'",
-    "use_qalora": "QA-LoRA",
-    "use_bdlora": "BD-LoRA",
-    "arrow_config": "Arrow routing",
-    "alora_invocation_tokens": "activated LoRA",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "velora_config": "VeLoRA",
-}
-CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that change the base model, so that their adapters fit only that changed
-model."""
-
-USED = frozenset(
-    {
-        "alpha_pattern",
-        "bias",
-        "exclude_modules",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "peft_type",
-        "r",
-        "rank_pattern",
-        "target_modules",
-        "use_rslora",
-    }
-)
-HARMLESS = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "ensure_weight_tying",
-        "eva_config",
-        "inference_mode",
-        "loftq_config",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_config",
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "task_type",
-    }
-)
-"""Keys of `adapter_config.json` that change nothing at inference."""
+MAX_INVOCATION = 256
+"""Maximum number of invocation tokens. Each prompt is searched for them."""
 
 ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
-"""Pattern by which PEFT finds a module's layer if `layers_pattern` is empty."""
+"""Pattern by which PEFT finds the layer of a module if `layers_pattern` is empty."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a UTF-16 pair, which JSON can hold but UTF-8 cannot."""
+"""One half of a UTF-16 surrogate pair, which JSON can contain but UTF-8 cannot."""
 
 T = TypeVar("T")
 
 
 def as_text(name: str) -> str:
-    """Return `name` as valid UTF-8: a folder's name may be any bytes, and JSON may hold
-    surrogates."""
+    """Return `name` as valid UTF-8, with escapes for what is not.
+
+    The name of a folder may be any bytes, and JSON may contain surrogates.
+    """
     return name.encode(errors="backslashreplace").decode()
 
 
 class ErrorFactory:
-    """Factory of errors that name the adapter and the file and can always be sent as text."""
+    """Factory of errors that name the adapter and the file. Their text is always valid UTF-8."""
 
     def __init__(self, name: str, file: str = "") -> None:
-        self._name = name
+        self.name = name
         self._file = file
 
     def in_file(self, file: str) -> ErrorFactory:
         """Return a factory of errors in another file of the same adapter."""
-        return ErrorFactory(self._name, file)
+        return ErrorFactory(self.name, file)
 
     def __call__(self, reason: str) -> InvalidArgument:
         if len(reason) > MAX_REASON_CHARACTERS:
             reason = reason[: MAX_REASON_CHARACTERS - 1] + "…"
-        return InvalidArgument(as_text(f"adapter '{self._name}': {self._file} {reason}"))
+        return InvalidArgument(as_text(f"adapter '{self.name}': {self._file} {reason}"))
 
 
 @dataclass(frozen=True)
 class PeftConfig:
     """Parts of a LoRA's config that decide what is computed.
 
-    Paths are those of modules as PEFT sees them: first in the layout of the adapter's own weights,
-    then in that of the served model. All methods raise InvalidArgument for a pattern that is
-    invalid or takes too long.
+    `paths` are the paths of one module: first as the adapter's weights file spells it, then in the
+    served model. All methods raise InvalidArgument for a pattern that is invalid or takes too
+    long.
+
+    invocation: token ids from whose last occurrence on the adapter acts; () if it acts on all
+        tokens.
     """
 
     rank: int
@@ -129,10 +79,10 @@ class PeftConfig:
     exclude_modules: str | frozenset[str]
     layers_to_transform: frozenset[int]
     layers_pattern: tuple[str, ...]
+    invocation: tuple[int, ...]
     matcher: Matcher
 
     def rank_of(self, paths: Sequence[str]) -> int:
-        """Return the rank of the module at `paths`."""
         return self._by_pattern(self.rank_pattern, paths, self.rank)
 
     def scale_of(self, paths: Sequence[str]) -> float:
@@ -146,7 +96,9 @@ class PeftConfig:
         return any(self._targets(path) for path in paths)
 
     def _by_pattern(self, patterns: Mapping[str, T], paths: Sequence[str], default: T) -> T:
-        """Return the value of the first pattern that matches the end of a path, by PEFT's rule."""
+        """Return the value of the first pattern that matches the end of one of the paths, as PEFT
+        does.
+        """
         for path in paths:
             for pattern, value in patterns.items():
                 if self.matcher.ends(pattern, path):
@@ -176,23 +128,19 @@ class PeftConfig:
 
 
 def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
-    """Return the folder's `adapter_config.json`, checked key by key."""
+    """Return the content of the folder's `adapter_config.json`. Raises InvalidArgument."""
     config = read_json(folder / "adapter_config.json", invalid)
     invalid = invalid.in_file("adapter_config.json")
     if config.get("peft_type") != "LORA":
-        raise invalid(f"has peft_type {config.get('peft_type')!r}; only 'LORA' is served")
+        raise invalid(
+            f"has peft_type {shown(config.get('peft_type'))}; only 'LORA' is served. {CONVERT}"
+            " converts the types that change the weights of linear layers"
+        )
     if config.get("bias", "none") != "none":
         raise invalid(f"has bias {config['bias']!r}; only 'none' is served")
-    initialisation = config.get("init_lora_weights", True)
-    if isinstance(initialisation, str) and initialisation.lower().startswith(CHANGES_THE_BASE):
-        raise invalid(
-            f"was initialised with '{initialisation}', which changes the base model;"
-            " convert it to a plain LoRA when saving"
-        )
-    for key, value in config.items():
-        if key not in USED and key not in HARMLESS and value:
-            what = REFUSED_WHEN_SET.get(key, f"'{key}'")
-            raise invalid(f"asks for {what}, which is not supported")
+    fault = option_fault(config)
+    if fault is not None:
+        raise invalid(fault)
     rslora = config.get("use_rslora") or False
     if not isinstance(rslora, bool):
         raise invalid(f"has use_rslora = {rslora!r}; it must be true or false")
@@ -203,13 +151,16 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
         rslora=rslora,
         rank_pattern=_patterns(config, "rank_pattern", _rank, invalid),
         alpha_pattern=_patterns(config, "alpha_pattern", _alpha, invalid),
+        invocation=_invocation(config.get("alora_invocation_tokens"), invalid),
         **_chosen_modules(config, invalid),
     )
 
 
 def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[str, Any]:
-    """Return the keys that select modules, checked by PEFT's rules of which keys exclude each
-    other."""
+    """Return the values of the keys that select modules.
+
+    PEFT's rules, by which some of these keys exclude each other, are checked.
+    """
     names = config.get("target_modules")
     if not names or not _names_or_pattern(names):
         raise invalid(
@@ -237,6 +188,18 @@ def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[st
         "layers_to_transform": frozenset(numbers),
         "layers_pattern": (pattern,) if isinstance(pattern, str) else tuple(pattern),
     }
+
+
+def _invocation(tokens: Any, invalid: ErrorFactory) -> tuple[int, ...]:
+    if tokens is None:
+        return ()
+    is_list = isinstance(tokens, list) and 0 < len(tokens) <= MAX_INVOCATION
+    if not is_list or not all(type(token) is int and token >= 0 for token in tokens):
+        raise invalid(
+            f"has alora_invocation_tokens = {shown(tokens)}; it must be a list of 1 to"
+            f" {MAX_INVOCATION} token ids"
+        )
+    return tuple(tokens)
 
 
 def _names_or_pattern(value: Any) -> bool:
@@ -285,7 +248,7 @@ def _patterns(
 
 
 def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
-    """Return the JSON object in a file of the adapter's folder."""
+    """Return the JSON object in a file of the adapter's folder. Raises InvalidArgument."""
     invalid = invalid.in_file(path.name)
     require_file(path, invalid)
     try:
@@ -302,8 +265,10 @@ def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
 
 
 def require_file(path: Path, invalid: ErrorFactory) -> None:
-    """Reject a missing file, and anything that reading might never finish: folders, pipes,
-    devices."""
+    """Raise InvalidArgument unless the file exists and is a regular file.
+
+    Reading a pipe or a device might never end.
+    """
     try:
         kind = path.stat().st_mode
     except FileNotFoundError:
@@ -311,4 +276,4 @@ def require_file(path: Path, invalid: ErrorFactory) -> None:
     except OSError as error:
         raise invalid(f"cannot be read: {error}") from error
     if not stat.S_ISREG(kind):
-        raise invalid("is no regular file")
+        raise invalid("is not a regular file")

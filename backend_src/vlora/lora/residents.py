@@ -1,6 +1,6 @@
-"""Resident adapters by slot, and the order in which the page pool evicts those that are idle.
+"""Resident adapters by slot, and the order in which the page pool evicts unused ones.
 
-Belongs to the engine's thread, except for `by_slot`.
+Everything here belongs to the engine's thread, except for `by_slot`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from vlora.memory.eviction import UseOrder
 
 
 class Residents:
-    """Adapters that steps can use. `memory/eviction.py` states which of them may be evicted.
+    """Adapters that steps can use. `memory/eviction.py` describes the order of eviction.
 
-    evict: frees the slot and the pages of an adapter, and calls `remove`.
+    evict: releases the slot and the pages of an adapter, and calls `remove`.
     """
 
     holds_runs = True
@@ -26,12 +26,11 @@ class Residents:
         self._order: UseOrder[AdapterHandle] = UseOrder()
         self._retired: set[AdapterHandle] = set()
         self.protected_slot = BASE
-        """Slot that is never evicted."""
+        """Slot whose adapter is never evicted."""
         self.needed: set[AdapterHandle] = set()
-        """Adapters that older waiting requests need, which are not evicted either."""
+        """Adapters that older waiting requests need. They are not evicted."""
 
     def add(self, handle: AdapterHandle) -> None:
-        """Add an adapter that has been packed."""
         assert handle.slot is not None
         handle.packed()
         self._handles[handle.slot] = handle
@@ -59,9 +58,9 @@ class Residents:
     # -- called by the pool ----------------------------------------------------------------------
 
     def _idle(self) -> Iterator[AdapterHandle]:
-        """Return the adapters that can be evicted, the next one first.
+        """Yield the adapters that may be evicted, the next one first.
 
-        Takes time for those that are in use and were used before the ones that are asked for.
+        This skips adapters in use, so its time grows with their number.
         """
         yield from (handle for handle in self._retired if handle.obsolete and self._unused(handle))
         for handle in self._order.oldest_first():
@@ -100,7 +99,7 @@ class Residents:
         self._evict(handle)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if slots and handles disagree."""
+        """Raise AssertionError if slots and handles are inconsistent."""
         for slot, handle in self._handles.items():
             handle.check_integrity()
             assert handle.resident

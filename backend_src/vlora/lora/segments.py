@@ -1,5 +1,4 @@
-"""Conversion of the rows' adapters to signed segments, the only input about adapters of a
-forward pass."""
+"""Signed segments, by which a forward pass knows the adapter of each row."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from vlora.ids import BASE
 
 
 def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segments:
-    """Return the segments of runs of rows, each (slot, length), in row order.
+    """Return the segments for runs of rows, each (slot, length), in row order.
 
-    A row of adapter a gets +a if a is neither the live adapter nor the base, and −live if an
-    adapter is live and it is not a (§4.4.2: the own adapter is added, the merged one subtracted).
-    Contiguous rows of one slot form one segment, and one −live segment covers contiguous rows that
-    need it, whatever their own adapters. The operator therefore meets each adapter once if rows are
-    sorted by `order_of`. All positive segments come first.
+    A row of adapter a gets +a, unless a is the live adapter or the base. If another adapter is
+    live, the row also gets −live, since the merged adapter must be subtracted (§4.4.2). Contiguous
+    rows with the same slot form one segment. One −live segment covers all contiguous rows that need
+    it, whatever their own adapters. So if rows are sorted by `order_of`, each adapter has one
+    segment. All positive segments come first.
     """
     added: list[Segment] = []
     subtracted: list[Segment] = []
@@ -31,8 +30,9 @@ def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segmen
 
 
 def _extend(segments: list[Segment], more: Segment) -> None:
-    """Append a segment, or merge it into the last one if that has the same slot and ends in the
-    row before."""
+    """Append a segment, or extend the last one if it has the same slot and ends where `more`
+    starts.
+    """
     last = segments[-1] if segments else None
     if last and last.slot == more.slot and last.start + last.length == more.start:
         segments[-1] = Segment(last.start, last.length + more.length, last.slot, last.sign)

@@ -1,22 +1,20 @@
 """Weight slab: the target matrices of all layers in one contiguous tensor.
 
-The base slab is written once, at load, and then sealed: a write to its pages faults, since base
-weights are never modified (decision 39). q, k and v are adjacent, and so are gate and up, so a
-fused gemm uses a view. The switcher decides which slab a forward pass reads.
+The base slab is written once, at load. It is then sealed, so that a write to its memory faults
+(decision 39). Projections with the same input are adjacent (q, k, v and gate, up), so that one gemm
+reads them as one matrix. The switcher decides which slab a forward pass reads.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import mmap
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from vlora.memory import hugepages
+from vlora.kernels.quantized import Format
+from vlora.memory.device import HOST, Device
 
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -24,17 +22,19 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("gate_proj", "up_proj"),
     ("down_proj",),
 )
-"""Targets that share their input, in slab order."""
+"""Targets in the order of the slab, grouped by their input."""
 
 ATTENTION: tuple[str, ...] = (*GROUPS[0], *GROUPS[1])
-"""Targets in a layer's `self_attn`; the others are in its `mlp`."""
+"""Targets in `self_attn` of a layer. The others are in `mlp`."""
 
 TARGETS: tuple[str, ...] = tuple(target for group in GROUPS for target in group)
 
 
 @dataclass(frozen=True)
 class Region:
-    """Location of one matrix, or of one fused group, in the slab; offset in elements."""
+    """Location of one matrix or of one fused group in the slab. offset: number of elements before
+    it.
+    """
 
     offset: int
     rows: int
@@ -51,19 +51,26 @@ class WeightSlab:
     """Owner of the base weights.
 
     shapes: target → (d_out, d_in), the same in every layer.
-    dtype: of the stored weights.
-    regions: of the fused groups of all layers, in the order of GROUPS within a layer.
+    dtype: dtype of the stored weights.
+    device: device that stores them.
+    elements: number of elements of the slab.
+    regions: locations of the fused groups of all layers, in the order of GROUPS within a layer.
     """
+
+    format: Format | None = None
+    """Format of quantized weights; always None here (see `QuantizedSlab.format`)."""
 
     def __init__(
         self,
         layers: int,
         shapes: Mapping[str, tuple[int, int]],
         dtype: torch.dtype = torch.float32,
+        device: Device = HOST,
     ) -> None:
         self.layers = layers
         self.shapes = dict(shapes)
         self.dtype = dtype
+        self.device = device
         self._regions: dict[tuple[int, str], Region] = {}
         offset = 0
         for layer in range(layers):
@@ -78,25 +85,41 @@ class WeightSlab:
         )
 
     def region(self, layer: int, *targets: str) -> Region:
-        """Return the location of one target, or of adjacent targets that share their input,
-        fused."""
+        """Return the location of one target, or of adjacent targets with the same input as one
+        matrix.
+        """
         first = self._regions[layer, targets[0]]
         rows = sum(self._regions[layer, target].rows for target in targets)
         return Region(first.offset, rows, first.columns)
 
+    def target(self, layer: int, target: str) -> torch.Tensor:
+        """Return one base matrix, to be written before the slab is sealed."""
+        return self.region(layer, target).view(self.base)
+
     def reserve(self) -> torch.Tensor:
-        """Return another slab of this layout; it takes memory only where it is written."""
-        return hugepages.hugepage_zeros(self.elements, dtype=self.dtype)
+        """Return another slab of this layout. Its memory is taken from the system as it is
+        written.
+        """
+        return self.device.zeros(self.elements, dtype=self.dtype)
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """Base weights of the fused groups, in the order of `regions`."""
+        return tuple(region.view(self.base) for region in self.regions)
+
+    @property
+    def nbytes(self) -> int:
+        return self.base.nbytes
 
     def seal(self) -> None:
-        """Make the base slab read-only: writing to it faults from now on. Raise OSError if that
-        fails."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        address = ctypes.c_void_p(self.base.data_ptr())
-        if libc.mprotect(address, ctypes.c_size_t(self.base.nbytes), mmap.PROT_READ):
-            error = ctypes.get_errno()
-            raise OSError(error, f"mprotect: {os.strerror(error)}")
+        """Make the base slab read-only: writing to it faults. Raise OSError if that fails."""
+        self.device.seal(self.base)
 
     def digest(self) -> str:
         """Return the SHA-256 of the base weights, which must never change."""
-        return hashlib.sha256(self.base.view(torch.uint8).numpy().data).hexdigest()
+        return digest(self.base)
+
+
+def digest(memory: torch.Tensor) -> str:
+    """Return the SHA-256 of a contiguous tensor."""
+    return hashlib.sha256(memory.cpu().view(torch.uint8).numpy().data).hexdigest()

@@ -1,6 +1,6 @@
-"""Slots of the operator: the adapters that steps can use.
+"""Slots of the LoRA operator.
 
-A slot is an index into every group of projections and into the heads; the slot of an evicted
+A slot is an index into every group of projections and into the heads. The slot of an evicted
 adapter is reused. This module knows no names, files or waiting requests.
 """
 
@@ -17,11 +17,10 @@ from vlora.lora.model_shape import ModelShape
 
 
 class Slots:
-    """Owner of the groups. An adapter is assigned to a slot, then packed into all groups, then
-    used."""
+    """Owner of the groups. An adapter is first assigned to a slot, then packed, and then used."""
 
     def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
-        """Create the slots. dtype: of the packed copies; the groups keep the host copies."""
+        """Create the slots. dtype: dtype of the packed copies; host copies are fp32."""
         self._model = model
         self._dtype = dtype
         self._groups: dict[tuple[MatrixId, ...], LoraGroup] = {}
@@ -30,7 +29,9 @@ class Slots:
         self._released: set[int] = set()
 
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
-        """Return the present and future pairs of matrices that share their input, by slot."""
+        """Return the group of these matrices, which share their input. It holds their pairs by
+        slot.
+        """
         key = tuple(matrices)
         if key not in self._groups:
             shapes = [self._model.shape_of(matrix) for matrix in key]
@@ -42,15 +43,17 @@ class Slots:
         return self._groups[key]
 
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
-        """Return the size of an adapter's packed copies in all groups. The compiled core
-        allocates the head's copy itself."""
+        """Return the size in bytes of an adapter's packed copies in all groups.
+
+        The copy of its vision task head is not counted, since the compiled core allocates it.
+        """
         return sum(
             group.slot_bytes([ranks.get(matrix, 0) for matrix in matrices])
             for matrices, group in self._groups.items()
         )
 
     def take(self, adapter: Adapter) -> int:
-        """Return a slot for the adapter; it must not be used before `pack`."""
+        """Return a slot for the adapter. The slot must not be used before `pack`."""
         if self._released:
             slot = self._released.pop()
         elif None in self._adapters:
@@ -65,12 +68,11 @@ class Slots:
         return slot
 
     def pack(self, slot: int, address: int | None = None, size: int = 0) -> None:
-        """Pack the slot's adapter into all groups.
+        """Pack the slot's adapter into all groups. May run on any thread while nothing uses the
+        slot.
 
-        May run on any thread, while nothing uses the slot.
-
-        address: where the copies are written, one group after the other in the order of use; None
-            lets the compiled core allocate memory.
+        address: address of the memory to write to, one group after another in the order of use. If
+            None, the compiled core allocates memory.
         size: number of bytes at `address`.
         """
         adapter = self._adapters[slot]
@@ -86,20 +88,21 @@ class Slots:
         self.heads.put(slot, adapter.head.linear if adapter.head else None)
 
     def clear(self, slot: int) -> None:
-        """Empty the slot, which can then be assigned again."""
+        """Empty the slot, so that it can be assigned again."""
         for group in self._groups.values():
             group.clear(slot)
         self.heads.put(slot, None)
         self._adapters[slot] = None
 
     def release(self, slot: int) -> None:
-        """Release a slot that nothing uses any more; it keeps its pairs until `sweep` or its
-        reuse."""
+        """Release a slot that nothing uses any more.
+
+        Its A and B stay in memory until `sweep` clears the slot or another adapter takes it.
+        """
         self._adapters[slot] = None
         self._released.add(slot)
 
     def sweep(self) -> None:
-        """Clear all released slots."""
         while self._released:
             self.clear(self._released.pop())
 

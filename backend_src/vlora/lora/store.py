@@ -1,9 +1,10 @@
 """Adapter store: the adapters of a server in three tiers, folders → host memory → page pool.
 
-Every adapter is described from its files. The host tier holds the weights of as many as its byte
-budget allows, and the page pool the packed copies of as many as fit; these are resident, in slots
-of the operator, where steps use them. A request whose adapter is not resident waits in the
-scheduler. An adapter that cannot be loaded is an error for its own requests only.
+The files of every known adapter are checked and described. The host tier holds the weights of as
+many adapters as its byte budget allows. The page pool holds packed copies of as many as fit. An
+adapter in the pool is *resident*: it has a slot of the LoRA operator, so steps can use it. A
+request whose adapter is not resident waits in the scheduler. An adapter that cannot be loaded is an
+error for its own requests only.
 
 All state belongs to the engine's thread. Other threads read folders, read weights and pack them;
 they return results, which `apply` turns into transitions of handles (decision 74).
@@ -34,7 +35,7 @@ from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle, Stamp, State
 from vlora.lora.loads import AdapterLoads
 from vlora.lora.model_shape import ModelShape
-from vlora.lora.names import AdapterNames
+from vlora.lora.names import AdapterNames, NameTable
 from vlora.lora.tiers import AdapterTiers
 from vlora.lora.workers import Results
 from vlora.memory.pool import PageMemory, PagePool
@@ -44,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class AdapterStore:
-    """Adapters by name, and the tier that each one's weights are in.
+    """Adapters by name, with the tier that holds the weights of each.
 
-    Names, `resident`, and counts may be read from any thread. `update` and `retry` belong to the
-    thread that watches the folders, and everything else to the engine's.
+    Names, `resident` and the counts may be read from any thread. `update` and `retry` belong to the
+    thread that watches the folders. Everything else belongs to the engine's thread.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class AdapterStore:
         """Create a store without adapters.
 
         max_bytes: maximum size of one adapter's weights in fp32.
-        dtype, host_bytes: as of `AdapterTiers`.
+        dtype: dtype of the packed copies.
+        host_bytes: maximum size of the host copies that may be evicted; None for no limit.
         """
         self._names = AdapterNames()
         self._tiers = AdapterTiers(
@@ -73,27 +75,30 @@ class AdapterStore:
         self._reader = FolderReader(
             model,
             max_bytes,
-            # Read in the opposite order of their changes: never too much, on any thread.
+            # The terms are read in the opposite order of their changes. So the sum is never too
+            # large, even if another thread changes them meanwhile.
             allowed_bytes=lambda: self._taken_bytes + self._tiers.host.free_bytes,
             report=lambda result: self._results.post(partial(self._apply_folder, result)),
             clock=lambda: self.clock(),
         )
         self._taken_bytes = 0
-        """Size of all weights that the reader of folders has handed over so far."""
+        """Size of all weights that the folder reader has handed over so far."""
         self.matrices: frozenset[MatrixId] = frozenset()
-        """Matrices that any adapter seen so far changes; replaced as a whole when it grows."""
+        """Matrices that any adapter seen so far changes. The set is replaced when it grows."""
         self.clock: Callable[[], float] = time.monotonic
         self.on_change: Callable[[], None] = lambda: None
-        """Called when another thread has a result to `apply`, on that thread."""
+        """Called on another thread when that thread has posted a result to `apply`."""
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
         """Called before a slot's adapter is evicted."""
 
     def load(self, folders: Mapping[str, Path], *, make_resident: bool = True) -> None:
-        """Read each named folder, in order of name: with its weights while the host's budget lasts,
-        otherwise its declarations only. Any failure is an error of that adapter only.
+        """Read each named folder, in order of name. A failure is an error of that adapter only.
+
+        The weights are read as long as they fit into the host budget. After that, only the
+        declarations are read.
 
         make_resident: also pack each adapter into a slot, in memory that the compiled core
-            allocates; for a store without a pool.
+            allocates. Used without a page pool.
         """
         self.update({name: (folder, stamp_of(folder)) for name, folder in folders.items()})
         self.apply()
@@ -113,51 +118,64 @@ class AdapterStore:
         """Return the number of adapters that requests can use."""
         return len(self._names.table.current)
 
+    @property
+    def table(self) -> NameTable:
+        """Present meaning of all names. Immutable."""
+        return self._names.table
+
     def names(self) -> tuple[str, ...]:
         """Return the names of the adapters that requests can use, in order."""
         return self._names.table.names
 
     @property
     def broken(self) -> Mapping[str, InvalidArgument]:
-        """Adapters that exist but do not load, with the error of each. Never changes."""
+        """Errors of the adapters that exist but cannot be loaded, by name. Immutable."""
         return self._names.table.broken
 
     def handle(self, name: str) -> AdapterHandle:
-        """Return the present version. Raise NotFound, which lists the known names, or the
-        InvalidArgument of an adapter that does not load."""
+        """Return the present version of an adapter.
+
+        Raises NotFound, which lists known names, or InvalidArgument if the adapter cannot be
+        loaded.
+        """
         return self._names.table.handle(name)
 
     def info(self, name: str) -> AdapterInfo:
-        """Return the description of an adapter. Raise as `handle` does."""
+        """Return the description of an adapter. Raises as `handle` does."""
         return self.handle(name).info
+
+    def route(self, task: str, question: str) -> str | None:
+        """Return the adapter whose skills fit a request best, or None if no skill fits."""
+        table = self._names.table
+        return table.router.choose(task, question, lambda name: table.current[name].resident)
 
     # -- folders, for the thread that watches them -----------------------------------------------
 
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
-        """Read folders as `FolderReader.update` does; `apply` makes the result available.
+        """Read folders as `FolderReader.update` does; `apply` makes the results available.
 
         Requests that have started finish with the version that they started with.
         """
         self._reader.update(folders)
 
     def retry(self) -> None:
-        """Read folders as `FolderReader.retry` does; `apply` makes the result available."""
+        """Read folders again as `FolderReader.retry` does; `apply` makes the results available."""
         self._reader.retry()
 
     @property
     def stamps(self) -> Mapping[str, tuple[Path, Stamp]]:
-        """Folder and stamp of each name, as last read. Never changes."""
+        """Folder and stamp of each name when it was last read. Immutable."""
         return self._reader.stamps
 
     # -- results of other threads ----------------------------------------------------------------
 
     @property
     def has_results(self) -> bool:
-        """True if there are results to `apply`; safe from any thread."""
+        """True if there are results to `apply`. May be read from any thread."""
         return self._results.pending
 
     def apply(self) -> None:
-        """Apply the results of reading folders, loading and packing that have come so far."""
+        """Apply the results of reading folders, loading and packing that have been posted."""
         self._results.apply()
         self._tiers.drop_obsolete()
         self._names.publish()
@@ -188,14 +206,16 @@ class AdapterStore:
                     self._taken_bytes += size
             case FolderFailed(name, error, transient):
                 log.warning("%s", error)
-                # A version that serves stays if the new one cannot be read for now.
+                # If the new version cannot be read for the moment, the old one continues to serve.
                 if not (transient and name in self._names):
                     self._tiers.retire(self._names.set_broken(name, error))
             case FolderRemoved(name):
                 self._tiers.retire(self._names.remove(name))
 
     def _give_up(self, handle: AdapterHandle, error: InvalidArgument, transient: bool) -> None:
-        """Make the error of a version that of its name, if the name still means this version."""
+        """Make an error the meaning of a version's name, unless the name means another version by
+        now.
+        """
         if self._names.is_current(handle):
             log.warning("%s", error)
             self._tiers.retire(self._names.set_broken(handle.name, error))
@@ -205,7 +225,9 @@ class AdapterStore:
     # -- used by steps ---------------------------------------------------------------------------
 
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
-        """Return the present and future pairs of matrices that share their input, by slot."""
+        """Return the group of these matrices, which share their input. It holds their pairs by
+        slot.
+        """
         return self._tiers.slots.group(matrices)
 
     @property
@@ -217,8 +239,10 @@ class AdapterStore:
         return self._tiers.slots.adapter(slot)
 
     def slot(self, name: str | None) -> int:
-        """Return the slot of a resident adapter, `BASE` for None. Raise as `handle` does, and
-        ValueError if the adapter is not resident."""
+        """Return the slot of a resident adapter; BASE if `name` is None.
+
+        Raises as `handle` does, and ValueError if the adapter is not resident.
+        """
         if name is None:
             return BASE
         handle = self.handle(name)
@@ -228,7 +252,7 @@ class AdapterStore:
 
     @property
     def resident(self) -> Mapping[int, AdapterHandle]:
-        """Adapters that steps can use now, by slot."""
+        """Resident adapters by slot."""
         return self._tiers.residents.by_slot
 
     @property
@@ -242,7 +266,7 @@ class AdapterStore:
 
     @property
     def protected_slot(self) -> int:
-        """Slot that is never evicted: that of the adapter merged in the next step."""
+        """Slot whose adapter is never evicted: that of the adapter merged in the next step."""
         return self._tiers.residents.protected_slot
 
     @protected_slot.setter
@@ -250,23 +274,28 @@ class AdapterStore:
         self._tiers.residents.protected_slot = slot
 
     def pages_of(self, handle: AdapterHandle) -> int:
-        """Return the number of pages of the adapter's run; 0 without a pool."""
+        """Return the number of contiguous pages that the adapter needs; 0 without a pool."""
         return self._tiers.pages_of(handle)
 
     def packed_bytes(self, handle: AdapterHandle) -> int:
-        """Return the size of the adapter's packed copies."""
+        """Return the size in bytes of the adapter's packed copies."""
         return self._tiers.packed_bytes(handle)
 
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
-        """Return the size of the packed copies of an adapter with these ranks; all groups must have
-        been created."""
+        """Return the size in bytes of the packed copies of an adapter with these ranks.
+
+        All groups must have been created.
+        """
         return self._tiers.bytes_of(ranks)
 
     # -- loading and packing ---------------------------------------------------------------------
 
     def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:
-        """Keep packed copies in the pool's pages from now on, and pack the loaded adapters as far
-        as `pages` pages go. All groups must have been created."""
+        """Store packed copies in the pool's pages from now on, and pack adapters that are in
+        memory.
+
+        Adapters are packed as long as `pages` pages suffice. All groups must have been created.
+        """
         self._tiers.attach(pool, memory)
         for handle in self._loaded():
             needed = self.pages_of(handle)
@@ -276,15 +305,17 @@ class AdapterStore:
         self.finish()
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
-        """Apply all results, and load and pack what waiting requests need; see
-        `AdapterLoads.advance`."""
+        """Apply all results, then load and pack what waiting requests need.
+
+        Arguments and result are those of `AdapterLoads.advance`.
+        """
         self.apply()
         blocked = self._loads.advance(wanted, running)
         self._names.publish()
         return blocked
 
     def count_request(self, handle: AdapterHandle) -> None:
-        """Count a queued request by the tier that its adapter is in."""
+        """Count a queued request by the tier that holds its adapter."""
         if handle.resident:
             self._tiers.count(hits=1)
         elif handle.adapter is not None:
@@ -293,6 +324,8 @@ class AdapterStore:
             self._tiers.count(misses=1)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if slots, host copies or runs disagree; call it while the workers
-        are idle."""
+        """Raise AssertionError if slots, host copies or runs are inconsistent.
+
+        Call it only while the workers are idle.
+        """
         self._tiers.check_integrity()

@@ -1,8 +1,8 @@
-"""Switcher: owner of the active weights, the base model's or those with one adapter merged
-(§4.4.1).
+"""Switcher: owner of the active weights (§4.4.1 of the paper).
 
-It owns the merged slab and the merge. Layers read its views, and the signs of a step's segments
-follow from its `live` alone. It does not decide when to switch.
+These are the base weights, or weights with one adapter merged. The switcher owns the merged slab
+and merges into it. Layers read its views. The signs of a step's segments follow from `live`. Other
+code decides when to switch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 from vlora.atmm import op
 from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate
 from vlora.ids import BASE, MatrixId
+from vlora.kernels.quantized import QuantizedWeight
 from vlora.lora.adapter import Adapter
+from vlora.lora.quantized_slab import QuantizedSlab
 from vlora.lora.slab import GROUPS, WeightSlab
 from vlora.memory.hugepages import PAGE
 
@@ -26,7 +28,7 @@ MIB = 1 << 20
 
 
 class Adapters(Protocol):
-    """Source of the adapters to merge. matrices: those that any known adapter changes."""
+    """Source of the adapters to merge. matrices: the matrices that any known adapter changes."""
 
     @property
     def matrices(self) -> Collection[MatrixId]: ...
@@ -39,18 +41,20 @@ class Active:
     """Weights that a forward pass reads.
 
     live: slot of the merged adapter, or BASE.
-    views: matrix of each layer and group, in the order of `WeightSlab.regions`; a view of the base
-        slab where the adapter changes nothing.
+    views: matrix of each layer and group, in the order of `WeightSlab.regions`. Where the adapter
+        changes nothing, it is a view of the base slab.
     """
 
     live: int
-    views: tuple[torch.Tensor, ...]
+    views: tuple[torch.Tensor | QuantizedWeight, ...]
 
 
 @dataclass(frozen=True)
 class _Prepared:
     """Prepared merge of an adapter: its work list, and the weights that are active afterwards.
-    It does not keep the adapter alive, so that evicting one need not involve the switcher."""
+
+    It refers to the adapter weakly, so that the adapter can be evicted without the switcher.
+    """
 
     adapter: weakref.ref[Adapter]
     merges: Merges
@@ -60,36 +64,39 @@ class _Prepared:
 class Switcher:
     """Active weights, which `switch` changes and every layer reads.
 
-    Out of place, M = base + B·A of all layers is written to a second slab in one ATMM call, and the
-    base slab stays unchanged: switching back to it is one assignment, and so is returning to the
-    adapter that the merged slab still holds. In place (the paper's way) needs no second slab, but
-    the base is changed and changed back, and drifts by the rounding of both.
+    Out of place, base + B·A of all layers is written to a second slab by one call of the ATMM
+    operator. The base slab stays unchanged, so a switch back to it is one assignment. So is a
+    switch to the adapter that the second slab still holds. In place, which is the paper's way, no
+    second slab is needed. But the base is changed and changed back, and it drifts by the rounding
+    of both operations.
     """
 
     def __init__(
         self,
-        slab: WeightSlab,
+        slab: WeightSlab | QuantizedSlab,
         adapters: Adapters,
         merging: str = "out_of_place",
         memory: int | None = None,
     ) -> None:
         """Create a switcher whose base model is active.
 
+        slab: base weights. Nothing is ever merged into quantized ones.
         merging: "out_of_place", "in_place" or "off".
         memory: maximum size of merged weights in bytes; None for no limit.
         """
         self.memory = memory
         """Maximum size of merged weights in bytes; None for no limit."""
-        self._slab = slab
+        self.stored = slab
+        """Slab of the base weights."""
         self._adapters = adapters
         self._merging = merging
-        self._base = Active(BASE, tuple(region.view(slab.base) for region in slab.regions))
+        self._base = Active(BASE, tuple(slab.views))
         self.active = self._base
         self._merged: torch.Tensor | None = None
         self._in_slab: _Prepared | None = None
         self._prepared: dict[int, _Prepared] = {}
         self._size_of_matrices = (0, 0)
-        """Number of matrices that adapters change, and the memory that they need when merged."""
+        """Number of matrices that adapters change, and the bytes that they need when merged."""
         if merging != "in_place":
             slab.seal()
 
@@ -100,19 +107,28 @@ class Switcher:
 
     @property
     def merged(self) -> int:
-        """Slot whose weights are merged, whether live or not, or BASE; `switch` to it merges
-        nothing."""
+        """Slot whose merged weights exist in memory, active or not; BASE if there are none.
+
+        A switch to this slot needs no merge.
+        """
         return BASE if self._in_slab is None else self._in_slab.active.live
 
     @property
     def merged_bytes(self) -> int:
-        """Memory of merged weights: whole huge pages of each group that a known adapter changes."""
-        if self._merging != "out_of_place":
+        """Bytes of merged weights: the huge pages of every group that a known adapter changes."""
+        if self._merging != "out_of_place" or isinstance(self.stored, QuantizedSlab):
             return 0
         matrices = self._adapters.matrices
-        if len(matrices) != self._size_of_matrices[0]:  # The set only grows; each step asks.
+        # The set only grows, so its length shows a change. Each step reads this property.
+        if len(matrices) != self._size_of_matrices[0]:
             self._size_of_matrices = (len(matrices), self._bytes_of(matrices))
         return self._size_of_matrices[1]
+
+    @property
+    def _slab(self) -> WeightSlab:
+        """The base weights, once it is known that adapters can be merged into them."""
+        assert isinstance(self.stored, WeightSlab)
+        return self.stored
 
     def _bytes_of(self, matrices: Collection[MatrixId]) -> int:
         size = self._slab.dtype.itemsize
@@ -124,17 +140,26 @@ class Switcher:
         return min(len(pages) * PAGE, self._slab.base.nbytes)
 
     def refusal(self, slot: int) -> str | None:
-        """Return why `switch` to a slot is rejected; None if it is not."""
+        """Return why `switch` to a slot would fail; None if it would not."""
         if slot == BASE:
             return None
+        reason = self.refusal_of_all()
+        if reason is None and self._adapters.adapter(slot).info.invocation:
+            reason = "an activated LoRA does not act on all tokens"
+        return reason
+
+    def refusal_of_all(self) -> str | None:
+        """Return why no adapter can be merged at all, or None."""
         if self._merging == "off":
             return "merging is off"
+        if isinstance(self.stored, QuantizedSlab):
+            return f"the base weights are quantized to {self.stored.format.name}"
         needed = self.merged_bytes
         if self.memory is not None and needed > self.memory:
             base = self._slab.base.nbytes
             return (
                 f"merged weights need {needed / MIB:.1f} MiB in addition to the base model's"
-                f" {base / MIB:.1f}; {self.memory / MIB:.1f} MiB are left for them"
+                f" {base / MIB:.1f} MiB; {self.memory / MIB:.1f} MiB are left for them"
             )
         return None
 
@@ -142,10 +167,9 @@ class Switcher:
         return self.refusal(slot) is None
 
     def switch(self, slot: int) -> None:
-        """Make `slot` the live one, or the base model for BASE. Raise ValueError if that is
-        rejected.
+        """Make `slot` live, or the base model for BASE. Raise ValueError if that is refused.
 
-        If merging fails, the base model's weights stay active; in place, no weights are.
+        If merging fails, the base weights stay active; in place, no weights are active.
         """
         if self._merging == "in_place":
             self._switch_in_place(slot)
@@ -168,7 +192,7 @@ class Switcher:
         if prepared is self._in_slab:
             return
         base, previous = self._slab.base, self._in_slab
-        self.active = Active(self.live, ())  # The weights are invalid while they are changed.
+        self.active = Active(self.live, ())  # The weights are invalid during the change.
         if previous is not None:
             op.merge(base, base, previous.merges, -1)
         if prepared is not None:
@@ -177,7 +201,7 @@ class Switcher:
         self.active = self._base if prepared is None else prepared.active
 
     def _ready(self, slot: int) -> _Prepared:
-        """Return the adapter's prepared merge, made when it is first merged."""
+        """Return the prepared merge of an adapter; prepare it before its first merge."""
         if (reason := self.refusal(slot)) is not None:
             raise ValueError(f"slot {slot} cannot be merged: {reason}")
         adapter = self._adapters.adapter(slot)
@@ -187,7 +211,7 @@ class Switcher:
         return prepared
 
     def forget(self, slot: int) -> None:
-        """Forget a slot that another adapter will use. Raise ValueError if it is live."""
+        """Forget a slot that another adapter is going to use. Raise ValueError if it is live."""
         if self.live == slot:
             raise ValueError(f"slot {slot} is live")
         prepared = self._prepared.pop(slot, None)
@@ -195,7 +219,7 @@ class Switcher:
             self._in_slab = None
 
     def _forget(self, slot: int, gone: weakref.ref[Adapter]) -> None:
-        """Forget a slot whose adapter no longer exists, and thereby free its factors."""
+        """Forget a slot whose adapter no longer exists, which frees the copies of its A and B."""
         prepared = self._prepared.get(slot)
         if prepared is not None and prepared.adapter is gone:
             del self._prepared[slot]
@@ -210,10 +234,11 @@ class Switcher:
             for target in GROUPS[group]:
                 region = slab.region(layer, target)
                 if pair := adapter.pairs.get((layer, target)):
-                    factors = LoraPair(*(factor.float().contiguous() for factor in pair))
+                    on_device = (factor.to(slab.device.torch_device) for factor in pair)
+                    factors = LoraPair(*(factor.float().contiguous() for factor in on_device))
                     updates.append(MergeUpdate(region.offset, factors))
                 elif self._merging == "out_of_place":
-                    # The fused view of the merged slab contains this matrix, too.
+                    # The fused view of the merged slab also contains this matrix.
                     copied.append(CopiedPart(region.offset, region.rows * region.columns))
             if self._merging == "out_of_place":
                 if self._merged is None:
@@ -224,7 +249,9 @@ class Switcher:
 
 
 def _groups(matrices: Iterable[MatrixId]) -> list[int]:
-    """Return the indices, in order, of the layers' groups that contain any of these matrices."""
+    """Return the indices, in order, of the regions of the slab that contain any of these
+    matrices.
+    """
     indices = {
         layer * len(GROUPS) + number
         for layer, target in matrices

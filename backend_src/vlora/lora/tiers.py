@@ -1,7 +1,7 @@
 """Memory of adapters: host copies, slots of the operator, and pages of the pool.
 
-Knows neither names nor threads: it belongs to the engine's thread, except for `write_pages`.
-`memory/eviction.py` states the order of eviction.
+This module knows neither names nor threads. It belongs to the engine's thread, except for
+`AdapterTiers.write`. `memory/eviction.py` describes the order of eviction.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class AdapterTiers:
     ) -> None:
         """Create empty tiers without a pool.
 
-        dtype: of the operator's copies. Host copies stay fp32, as merging needs them.
-        host_bytes: maximum size of all host copies that are not in use; None for no limit.
-        on_evict: called with slot and adapter before a resident adapter is evicted.
+        dtype: dtype of the packed copies. Host copies stay fp32, as merging needs them.
+        host_bytes: maximum size of the host copies that may be evicted; None for no limit.
+        on_evict: called with slot and handle before a resident adapter is evicted.
         """
         self.host = HostTier(host_bytes)
         self.slots = Slots(model, dtype)
         self.residents = Residents(self.evict)
         self.counters = TierCounters()
-        """Counts of all transitions; replaced as a whole."""
+        """Counts of all transitions. The object is replaced, not changed."""
         self._on_evict = on_evict
         self._obsolete: set[AdapterHandle] = set()
         """Retired versions that may still have weights somewhere."""
@@ -52,7 +52,7 @@ class AdapterTiers:
         self._memory: PageMemory | None = None
 
     def attach(self, pool: PagePool, memory: PageMemory) -> None:
-        """Keep packed copies in the pool's pages from now on."""
+        """Store packed copies in the pool's pages from now on."""
         self._pool, self._memory = pool, memory
         pool.evictors.append(self.residents)
         pool.run_evictor = self.residents
@@ -68,43 +68,47 @@ class AdapterTiers:
         return self._memory
 
     def pages_of(self, handle: AdapterHandle) -> int:
-        """Return the number of pages of the adapter's run; 0 without a pool."""
+        """Return the number of contiguous pages that the adapter needs; 0 without a pool."""
         if self._memory is None:
             return 0
         return Run.length(self.packed_bytes(handle), self._memory.page_bytes)
 
     def packed_bytes(self, handle: AdapterHandle) -> int:
-        """Return the size of the adapter's packed copies."""
+        """Return the size in bytes of the adapter's packed copies."""
         if not handle.packed_bytes:
             handle.packed_bytes = self.bytes_of(handle.description.ranks)
         return handle.packed_bytes
 
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
-        """Return the size of the packed copies of an adapter with these ranks; all groups must have
-        been created."""
+        """Return the size in bytes of the packed copies of an adapter with these ranks.
+
+        All groups must have been created.
+        """
         return self.slots.bytes_of(ranks)
 
     def count(self, **increments: int) -> None:
-        """Add to counts, by the names of the fields of `TierCounters`."""
+        """Add to the counts with these names, which are fields of `TierCounters`."""
         counts: dict[str, Any] = {n: getattr(self.counters, n) + i for n, i in increments.items()}
         self.counters = replace(self.counters, **counts)
 
     # -- transitions -----------------------------------------------------------------------------
 
     def keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Keep weights that have been read, and evict others that they leave no space for."""
+        """Store weights that have been read. Evict other host copies if they do not fit."""
         evicted = self.host.evict_until_fits(handle.description.host_bytes)
         self.host.add(handle, adapter)
         self.count(host_evictions=evicted)
 
     def reserve(self, handle: AdapterHandle, kv_pages: int) -> bool:
-        """Give the adapter a run and a slot, to be packed; return False if the pool has too few
-        pages for it and `kv_pages` more."""
+        """Give the adapter pages and a slot, to be packed.
+
+        Returns False if the pool has too few pages for it and `kv_pages` more.
+        """
         pages = self.pages_of(handle)
         if not self.pool.can_allocate_run(pages, kv_pages):
             return False
         self.host.use(handle)
-        # Without this, evicting an adapter for the run could drop the copy that is to be packed.
+        # If the run evicts an adapter, the host copy that is to be packed must not be dropped.
         handle.hold()
         run = self.pool.allocate_run(pages)
         handle.release()
@@ -114,15 +118,19 @@ class AdapterTiers:
         return True
 
     def take_slot(self, handle: AdapterHandle, run: Run | None = None) -> None:
-        """Give the adapter a slot, to be packed into a run, or without one into memory that the
-        compiled core allocates."""
+        """Give the adapter a slot, to be packed.
+
+        run: pages for the packed copies. If None, the compiled core allocates their memory.
+        """
         assert handle.adapter is not None
         self.host.use(handle)
         handle.pack(self.slots.take(handle.adapter), run)
 
     def write(self, slot: int, run: Run | None) -> None:
-        """Write the packed copies of a slot's adapter. May run on any thread, as nothing else uses
-        the slot and the run meanwhile."""
+        """Write the packed copies of a slot's adapter.
+
+        May run on any thread, since nothing else uses the slot and the pages meanwhile.
+        """
         if run is None:
             self.slots.pack(slot)
         else:
@@ -130,12 +138,12 @@ class AdapterTiers:
             self.slots.pack(slot, self.memory.address(run.first), size)
 
     def packed(self, handle: AdapterHandle) -> None:
-        """Let steps use an adapter whose packed copies have been written."""
+        """Make an adapter resident whose packed copies have been written."""
         self.residents.add(handle)
         self.count(packs=1)
 
     def undo(self, handle: AdapterHandle) -> None:
-        """Go back to the state before a load or a packing that failed."""
+        """Return to the state before a load or a packing that failed."""
         if handle.state is State.LOADING:
             handle.load_later()
         else:
@@ -143,7 +151,7 @@ class AdapterTiers:
             handle.unpack()
 
     def fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
-        """Give up on an adapter that could not be loaded or packed."""
+        """Mark an adapter that could not be loaded or packed as failed."""
         if handle.state is State.PACKING:
             self._release_pages(handle)
             self.host.remove(handle)
@@ -156,7 +164,6 @@ class AdapterTiers:
         self._release_run(handle.run)
 
     def evict(self, handle: AdapterHandle) -> None:
-        """Evict a resident adapter from the pool."""
         assert handle.slot is not None
         self._on_evict(handle.slot, handle)
         self.slots.release(handle.slot)
@@ -172,8 +179,11 @@ class AdapterTiers:
             self.pool.release_run(run)
 
     def retire(self, handle: AdapterHandle | None) -> None:
-        """Note that a name no longer means this version, if there is one: no new request can use
-        it, and it is evicted first."""
+        """Note that no name means this version any more. No new request can use it, and it is
+        evicted first.
+
+        handle: may be None, for a name that meant no version.
+        """
         if handle is not None:
             handle.retired = True
             self._obsolete.add(handle)
@@ -181,7 +191,7 @@ class AdapterTiers:
                 self.residents.retire(handle)
 
     def drop_obsolete(self) -> None:
-        """Drop the host copies of versions that nothing can use again."""
+        """Drop the host copies of versions that no request can use again."""
         for handle in [handle for handle in self._obsolete if not handle.held]:
             if handle.state is State.IN_MEMORY:
                 self.host.drop(handle)
@@ -189,8 +199,10 @@ class AdapterTiers:
                 self._obsolete.remove(handle)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if slots, host copies or runs disagree; call it while nothing is
-        being packed."""
+        """Raise AssertionError if slots, host copies or runs are inconsistent.
+
+        Call it only while nothing is being packed.
+        """
         self.host.check_integrity()
         self.residents.check_integrity()
         resident = self.residents.by_slot

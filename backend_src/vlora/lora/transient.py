@@ -1,7 +1,7 @@
-"""Failures that are not about an adapter's content, and how long to wait before another attempt.
+"""Failures whose cause lies outside an adapter's files, and the wait before the next attempt.
 
-A process without free file descriptors or memory, or a disk that answers with an error, says
-nothing about the files of an adapter: what failed for such a reason is tried again.
+If a process has no free file descriptors or memory, or a disk reports an error, this says nothing
+about the files of an adapter. What failed for such a cause is tried again.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ CONTENT_ERRNOS = frozenset(
         errno.ENODEV,
     }
 )
-"""Errors that reading a folder gives until its files change: a missing file, a loop of links."""
+"""Error numbers whose cause lies in the files, such as a missing file or a loop of links."""
 
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 30.0
-"""Time until the second attempt, which doubles from attempt to attempt, and its maximum."""
+"""Wait before the second attempt, which doubles with each attempt, and its maximum."""
 
 MAX_ATTEMPTS = 5
-"""Number of attempts to load an adapter, about four seconds, before waiting requests are ended."""
+"""Number of attempts to load an adapter before its requests fail; they take about four seconds."""
 
 _NUMBER = re.compile(r"\b(?:os error|Error code) (\d+)")
-"""Error numbers in messages of Rust and PyTorch, whose exceptions carry none."""
+"""Error numbers in messages of Rust and PyTorch, whose exceptions have no attribute for them."""
 
 
 def is_transient_errno(number: int) -> bool:
@@ -48,10 +48,10 @@ def is_transient_errno(number: int) -> bool:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether an attempt to read, load or pack failed for a reason outside of the files.
+    """Return whether the cause of a failure lies outside the adapter's files.
 
-    Decided by the first exception in the chain of causes that carries an error number. An OSError
-    without one is transient: nothing shows that it will be the same next time.
+    The first exception in the chain of causes that has an error number decides. An OSError without
+    a number is transient, because nothing shows that it will happen again.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -67,7 +67,10 @@ def is_transient(error: BaseException) -> bool:
 
 
 def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgument:
-    """Return `error` as one that names the adapter; log it with its traceback if it is untyped."""
+    """Return `error` as an InvalidArgument that names the adapter.
+
+    An exception of any other type is logged with its traceback.
+    """
     if isinstance(error, InvalidArgument):
         return error
     log.error("adapter '%s' failed to load", as_text(name), exc_info=error)
@@ -76,7 +79,7 @@ def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgume
 
 @dataclass
 class Backoff:
-    """Number of failed attempts, and the time before which there is no other attempt."""
+    """Number of failed attempts, and the earliest time of the next one in seconds."""
 
     attempts: int = 0
     due: float = 0.0

@@ -1,6 +1,7 @@
-"""Safetensors files of an adapter's folder: their declarations, and small tensors one by one.
+"""Safetensors files of an adapter's folder: their declarations, and single small tensors.
 
-Sizes are checked before anything is read: a file may declare more than the machine's memory.
+Sizes are checked before anything is read, because a file may declare more than the machine's
+memory.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ from vlora.lora.peft_config import ErrorFactory, require_file
 from vlora.lora.weights_reader import FLOATS, Layout
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
-"""Maximum size of a file's header; an adapter of 80 layers needs 0.2 MB."""
+"""Maximum size of a file's header. An adapter of 80 layers needs 0.2 MB."""
 
 PIECE_BYTES = 1 << 20
-"""Size of the pieces in which a tensor is compared with another one."""
+"""Number of bytes that `equals` reads and compares at a time."""
 
 
 def _open(path: Path) -> Any:
-    # Not mapped: truncating a mapped file would end the process.
+    # The file is not mapped, because truncating a mapped file would end the process.
     try:
         return safe_open(path, framework="pt", backend="pread")
     except FileNotFoundError:
-        path.open("rb").close()  # Any failure to open is reported as a missing file: ask again.
+        # safe_open reports any failure to open a file as a missing file. This raises the real one.
+        path.open("rb").close()
         raise
 
 
 class WeightsFile:
-    """Open safetensors file. `shapes` has the shape of each declared tensor by its key."""
+    """Open safetensors file. shapes: shape of each declared tensor by its key."""
 
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
-        """Open the file. Raise InvalidArgument if it is missing, no regular file, or broken."""
+        """Open the file. Raise InvalidArgument if it is missing, not a regular file, or broken."""
         self._path = path
         self._invalid = invalid
         require_file(path, invalid)
@@ -61,8 +63,10 @@ class WeightsFile:
 
     @property
     def layout(self) -> Layout:
-        """Layout of the file, which `Layout.read` needs. Raises InvalidArgument if a tensor is
-        no float."""
+        """Layout of the file, from which `WeightsReader` reads the weights.
+
+        Raises InvalidArgument if a tensor does not have a supported floating-point type.
+        """
         keys = tuple(self._opened.offset_keys())
         for key in keys:
             self._require_float(key)
@@ -78,23 +82,30 @@ class WeightsFile:
         if self._types[key] not in FLOATS:
             raise self._invalid(f"holds '{key}' as {self._types[key]}; served: {', '.join(FLOATS)}")
 
-    def read(self, key: str) -> torch.Tensor:
-        """Return the tensor in fp32, contiguous. Raise InvalidArgument if it is not
-        floating-point, or contains NaN or infinity."""
+    def stored(self, key: str) -> torch.Tensor:
+        """Return the tensor as it is stored. Raise InvalidArgument if it is not floating-point."""
         self._require_float(key)
         try:
-            tensor: torch.Tensor = self._opened.get_tensor(key).to(torch.float32).contiguous()
+            tensor: torch.Tensor = self._opened.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise self._invalid(f"cannot be read: {error}") from error
+        return tensor
+
+    def read(self, key: str) -> torch.Tensor:
+        """Return the tensor in fp32, contiguous.
+
+        Raises InvalidArgument if it is not floating-point, or contains NaN or infinity.
+        """
+        tensor = self.stored(key).to(torch.float32).contiguous()
         if not bool(torch.isfinite(tensor).all()):
             raise self._invalid(f"has NaN or Inf in '{key}'")
         return tensor
 
     def equals(self, key: str, expected: torch.Tensor) -> bool:
-        """Return whether a tensor equals `expected` once it is rounded to the same dtype.
+        """Return whether a tensor equals `expected` after it is rounded to the dtype of `expected`.
 
-        It is read in pieces of PIECE_BYTES. Raises InvalidArgument if a tensor of the file is no
-        float, or if it cannot be read.
+        Raises InvalidArgument if a tensor of the file is not floating-point, or if the file cannot
+        be read.
         """
         if self.shapes[key] != tuple(expected.shape):
             return False
@@ -117,9 +128,11 @@ class WeightsFile:
         return True
 
     def require_fits(self, keys: Iterable[str], max_bytes: int, others: int = 0) -> int:
-        """Return the size of these tensors in fp32 and of the adapter's other weights.
+        """Return the size in bytes of these tensors in fp32 plus `others`.
 
-        others: size of these. Raises InvalidArgument if the sum exceeds `max_bytes`.
+        others: size of the adapter's other weights.
+
+        Raises InvalidArgument if the sum is above `max_bytes`.
         """
         needed = others + sum(4 * math.prod(self.shapes[key]) for key in keys)
         if needed > max_bytes:

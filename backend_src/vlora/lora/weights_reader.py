@@ -1,8 +1,8 @@
 """Reader of an adapter's weights: one read, one cast, one check for NaN and one digest per file.
 
-A thread that releases the interpreter's lock has to wait for it again if the engine is busy, so a
-load makes a few calls for the whole file rather than some per matrix (decision 50). The reader is
-made when the file is described and checked; it knows no names, configs or patterns.
+A thread that has released the GIL waits for it again if the engine is busy. So a load makes a few
+calls for the whole file instead of some per matrix (decision 50). The reader is made when the file
+is checked. It knows no names, configs or patterns.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ FLOATS = {
     "BF16": torch.bfloat16,
     "F64": torch.float64,
 }
-"""Supported stored types; 8-bit ones would need scales."""
+"""Supported stored types. Types of 8 bits would need scales."""
 
 MAX_BUFFERS = 1024
-"""Maximum number of buffers of one `preadv` call (IOV_MAX)."""
+"""Maximum number of buffers per call of `preadv` (IOV_MAX)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of a safetensors file in their order in the file, which has no holes.
+    """Tensors of a safetensors file, in their order in the file. There are no gaps between them.
 
     start: number of bytes before the first tensor.
-    header: hash of these bytes in this process.
+    header: Python's `hash` of these bytes, which is valid in this process only.
     sizes: number of elements of each tensor.
     """
 
@@ -52,9 +52,9 @@ class Layout:
     sizes: tuple[int, ...]
 
     def read(self, path: Path, plan: ReadPlan, invalid: ErrorFactory) -> torch.Tensor:
-        """Return the plan's tensors in their order as one tensor, [elements] fp32.
+        """Return the tensors of the plan, in its order, as one tensor [elements] fp32.
 
-        Raises InvalidArgument if the file cannot be read or is not the one that was described.
+        Raises InvalidArgument if the file cannot be read or has changed since it was checked.
         """
         size = plan.runs[-1][2]
         header, data = bytearray(self.start), torch.empty(size, dtype=torch.uint8)
@@ -70,7 +70,7 @@ class Layout:
         for dtype, start, end in plan.runs:
             run = data[start:end]
             if start % dtype.itemsize:
-                run = run.clone()  # Tensors of a smaller type before it leave it unaligned.
+                run = run.clone()  # Smaller types before the run leave it unaligned.
             runs.append(run.view(dtype).to(torch.float32))
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
@@ -80,8 +80,10 @@ class Layout:
         return self.start + sum(self.sizes[i] * FLOATS[self.types[i]].itemsize for i in before)
 
     def read_plan(self, wanted: Sequence[int]) -> ReadPlan:
-        """Return the plan that puts the `wanted` tensors into memory in this order, then the
-        file's others."""
+        """Return a plan that puts the `wanted` tensors into memory in this order, then all others.
+
+        wanted: indices of tensors.
+        """
         order = [*wanted, *sorted(set(range(len(self.keys))) - set(wanted))]
         dtypes = [FLOATS[self.types[index]] for index in order]
         sizes = (self.sizes[i] * dtype.itemsize for i, dtype in zip(order, dtypes, strict=True))
@@ -100,11 +102,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Target of a file's bytes in memory.
+    """Places in memory for the bytes of a file.
 
-    targets: (start, end) of each tensor, in the file's order. Those that end beyond the last run
-        are skipped.
-    runs: (dtype, start, end) of contiguous wanted tensors of one dtype.
+    targets: (start, end) in bytes of each tensor, in the file's order. Tensors that end after the
+        last run are skipped.
+    runs: (dtype, start, end) in bytes of contiguous wanted tensors of one dtype.
     """
 
     targets: tuple[tuple[int, int], ...]
@@ -112,8 +114,10 @@ class ReadPlan:
 
 
 def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:
-    """Fill buffers from the file's beginning; a number is one of bytes to skip. The file is not
-    mapped: truncating a mapped file would end the process."""
+    """Fill buffers from the start of the file. A number in `parts` is a number of bytes to skip.
+
+    The file is not mapped, because truncating a mapped file would end the process.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         offset, contiguous = 0, list[memoryview]()
@@ -128,7 +132,7 @@ def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:
 
 
 def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Fill buffers from a file's offset on; return the offset after them."""
+    """Fill buffers from `offset` in a file on; return the offset after them."""
     left = [buffer for buffer in buffers if buffer.nbytes]
     while left:
         count = os.preadv(descriptor, left[:MAX_BUFFERS], offset)
@@ -145,7 +149,11 @@ def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
 def _split_pairs(
     flat: torch.Tensor, matrices: Iterable[MatrixId], shapes: Sequence[tuple[int, ...]]
 ) -> dict[MatrixId, LoraPair]:
-    """Return views of `flat`, [elements]: A of all matrices, then B of all, as are `shapes`."""
+    """Return views of `flat` as pairs by matrix.
+
+    flat: [elements], A of all matrices and then B of all.
+    shapes: shapes of these tensors in the same order.
+    """
     parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
     factors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     count = len(factors) // 2
@@ -159,8 +167,8 @@ def _split_pairs(
 class WeightsReader:
     """Reader of one file's weights.
 
-    ranks, scales: by matrix, in the order of the matrices.
-    order, shapes: of the layout's tensors: A of all matrices, then B of all.
+    ranks, scales: rank and scale of each matrix, in the order of the matrices.
+    order, shapes: index in the layout and shape of each tensor: A of all matrices, then B of all.
     """
 
     layout: Layout
@@ -169,18 +177,27 @@ class WeightsReader:
     order: tuple[int, ...]
     shapes: tuple[tuple[int, int], ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the weights in fp32."""
+        return 4 * sum(math.prod(shape) for shape in self.shapes)
+
     def shared(self) -> WeightsReader:
-        """Return an equal reader that exists already, or this one: thousands of adapters of one
-        kind share a reader."""
+        """Return an equal reader that exists already, or this one.
+
+        Thousands of adapters of one kind then share one reader.
+        """
         key = (self.layout.start, self.layout.header, tuple(self.ranks.items()), self.scales)
         return _READERS.setdefault(key, self)
 
     def read(self, path: Path, invalid: ErrorFactory) -> tuple[dict[MatrixId, LoraPair], str]:
-        """Return the pairs in fp32, with the scale folded into B, and their digest: SHA-256 over
-        matrices, shapes and values.
+        """Return the pairs in fp32, with the scale folded into B, and their digest.
 
-        Raises InvalidArgument if the file cannot be read or holds NaN or Inf.
+        The digest is the SHA-256 of matrices, shapes and values. The file is not read if there are
+        no matrices. Raises InvalidArgument if the file cannot be read or contains NaN or infinity.
         """
+        if not self.order:
+            return {}, hashlib.sha256(self._declared).hexdigest()
         flat = self._values(path, invalid)
         for scale, start, end in self._scaled_ranges:
             flat[start:end].mul_(scale)
@@ -195,7 +212,7 @@ class WeightsReader:
         return self.layout.read(path, self._plan, invalid)
 
     def _reason_not_finite(self, flat: torch.Tensor) -> str:
-        """Return what is wrong with the first tensor that is not finite in fp32 after scaling."""
+        """Return what is wrong with the first tensor that is not finite before or after scaling."""
         scales = (1.0,) * len(self.ranks) + self.scales
         tensors = flat.split_with_sizes(self._sizes)
         for index, values, scale in zip(self.order, tensors, scales, strict=True):
@@ -233,4 +250,4 @@ class WeightsReader:
 
 
 _READERS: WeakValueDictionary[tuple[object, ...], WeightsReader] = WeakValueDictionary()
-"""Readers in use, by everything that distinguishes them."""
+"""Readers that are in use, by everything that distinguishes them."""

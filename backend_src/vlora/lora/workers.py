@@ -1,8 +1,8 @@
-"""Threads that load and pack adapters, and the queue by which results reach the engine's thread.
+"""Threads that load and pack adapters, and the queue that carries results to the engine's thread.
 
-One thread reads files and the other packs weights into pages, so that adapters in memory do not
-wait for the disk. A worker changes nothing that others see: what follows from its result is applied
-by the engine's thread, in the order in which results came. This module knows no adapters.
+One thread reads files and another packs weights into pages, so that adapters in memory do not wait
+for the disk. A worker changes no shared state. The engine's thread applies the results in the order
+in which they come. This module knows no adapters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Results:
-    """Results of other threads. `post` may be called from any thread, `apply` from one only."""
+    """Results of other threads. Any thread may call `post`. Only one thread may call `apply`."""
 
     def __init__(self, on_post: Callable[[], None]) -> None:
         """Create an empty queue. on_post: called after each `post`, on its thread."""
@@ -25,7 +25,7 @@ class Results:
         self._on_post = on_post
 
     def post(self, apply: Callable[[], None]) -> None:
-        """Add a function that applies a result; the engine's thread calls it."""
+        """Queue a function that applies a result. The engine's thread will call it."""
         self._queue.put(apply)
         self._on_post()
 
@@ -35,7 +35,7 @@ class Results:
         return not self._queue.empty()
 
     def apply(self) -> None:
-        """Apply all results that have come."""
+        """Apply all results that are queued."""
         while self.pending:
             self._queue.get()()
 
@@ -45,10 +45,10 @@ class Results:
 
 
 class Workers:
-    """The loader and the packer; each runs its jobs in the order of submission.
+    """The loader and the packer. Each runs its jobs in the order of submission.
 
-    A job is a function that returns a result. The engine's thread, which alone submits jobs, then
-    calls `done` with the result, or `failed` with the exception.
+    A job is a function that returns a result. When it ends, the engine's thread calls `done` with
+    the result or `failed` with the exception. Only the engine's thread submits jobs.
     """
 
     def __init__(self, results: Results) -> None:
@@ -101,6 +101,6 @@ class Workers:
             self._results.apply_next()
 
     def close(self) -> None:
-        """Wait for the jobs; their results are not applied."""
+        """Wait for the jobs, without applying their results."""
         for thread in (self._loader, self._packer):
             thread.shutdown()

@@ -1,6 +1,5 @@
-"""The encoder's end of the decoder processes: starting them, and decoding one element.
-
-See `decode_worker` for the processes and `decode_protocol` for the messages.
+"""The encoder's end of a decoder process. `decode_worker` is the process itself, and
+`decode_protocol` describes the messages.
 """
 
 from __future__ import annotations
@@ -10,14 +9,11 @@ import mmap
 import os
 import select
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 import numpy as np
 
+from vlora import fork_server
 from vlora.config import Limits
 from vlora.vision import decode_protocol as protocol
 from vlora.vision import decode_worker
@@ -27,27 +23,29 @@ from vlora.vision.pictures import ByteArray
 SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
-    # Memory of an image is used again for the next one; fresh pages took as long as decoding.
+    # The memory of an image is reused for the next one. Page faults took as long as decoding.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024**2),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 1024**2),
 }
-"""Environment variables of the decoders."""
+"""Environment variables of the decoder processes."""
 
 Accept = Callable[[str, int, int], None]
-"""Called with a picture's name, width and height, for large ones before they are decoded."""
+"""Function that is called with a picture's name, width and height; for large pictures before
+decoding.
+"""
 
 HasReply = Callable[[float], bool]
-"""Waits for a number of seconds, and returns whether the decoder has replied."""
+"""Function that waits up to so many seconds, and returns whether the decoder has replied."""
 
 
 class PictureRefusedError(Exception):
-    """The decoder could not read a file; the message says why."""
+    """The decoder cannot read a file. The message says why."""
 
 
 class Decoder:
     """One decoder process. Not thread-safe.
 
-    process: its process id.
+    process: process id.
     """
 
     def __init__(self, process: int, connection: socket.socket) -> None:
@@ -55,22 +53,22 @@ class Decoder:
         self._connection = connection
 
     def begin(self, limits: Limits) -> None:
-        """Begin a request: from now on the limits of its time and memory count."""
+        """Begin a request. Its limits of time and memory apply from now on."""
         data = protocol.LIMITS.pack(
             limits.max_decode_seconds, limits.max_decode_bytes, limits.max_image_bytes
         )
         self._send(protocol.BEGIN, b"", data)
 
     def end(self) -> None:
-        """End a request: its processor time does not count any more."""
+        """End a request. Processor time is not counted until the next one."""
         self._send(protocol.END, b"", b"")
 
     def decode(
         self, element: Element, accept: Accept, wait: Callable[[HasReply], None]
     ) -> list[ByteArray]:
-        """Return the pictures of one element, each uint8 [height, width, 3], not writable.
+        """Return the pictures of one element, each uint8 [height, width, 3], read-only.
 
-        accept: called for each picture; if it raises an error, the decoder has to be stopped.
+        accept: called for each picture. If it raises an error, the caller must stop the decoder.
         wait: called to wait for a reply of the decoder.
 
         Raises PictureRefusedError, or ConnectionError if the decoder has ended.
@@ -87,7 +85,7 @@ class Decoder:
             if reply == protocol.SIZE:
                 accept(element.name + number, width, height)
                 accepted = width * height
-                protocol.send(self._connection, protocol.PROCEED)
+                fork_server.send(self._connection, protocol.PROCEED)
             elif reply == protocol.PIXELS and files:
                 rgb = _map_pixels(files[0], width, height)
                 if accepted is None:
@@ -99,35 +97,34 @@ class Decoder:
             elif reply == protocol.DONE:
                 return pictures
             elif reply == protocol.REFUSED and width <= protocol.MAX_MESSAGE_BYTES:
-                message = protocol.receive(self._connection, width)
+                message = fork_server.receive(self._connection, width)
                 raise PictureRefusedError(message.decode(errors="replace"))
             else:
                 raise ConnectionError("a decoder sent an unknown reply")
 
     def has_reply(self, seconds: float = 0.0) -> bool:
-        """Wait for a reply, and return whether there is one, or the process has ended."""
+        """Return whether there is a reply, or the process has ended, within `seconds`."""
         return bool(select.select([self._connection], [], [], seconds)[0])
 
     def close(self) -> None:
-        """Close the connection to the process."""
         self._connection.close()
 
     def _send(self, kind: bytes, name: bytes, data: bytes) -> None:
-        protocol.send(self._connection, protocol.REQUEST.pack(kind, len(name), len(data)) + name)
-        protocol.send(self._connection, data)
+        fork_server.send(self._connection, protocol.REQUEST.pack(kind, len(name), len(data)) + name)
+        fork_server.send(self._connection, data)
 
     def _receive(self) -> tuple[bytes, int, int, list[int]]:
         try:
-            reply, files = protocol.receive_with_file(self._connection, protocol.REPLY.size)
+            reply, files = fork_server.receive_with_file(self._connection, protocol.REPLY.size)
         except EOFError:
             raise ConnectionError("a decoder closed its connection") from None
         return *protocol.REPLY.unpack(reply), files
 
 
 def _map_pixels(file: int, width: int, height: int) -> ByteArray:
-    """Return the pixels in a memory file, which this function closes.
+    """Return the pixels in a memory file, and close the file.
 
-    The mapping ends with the last view of the array.
+    The memory is unmapped when no view of the array is left.
     """
     try:
         sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) == decode_worker.SEALS
@@ -139,80 +136,3 @@ def _map_pixels(file: int, width: int, height: int) -> ByteArray:
     finally:
         os.close(file)
     return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
-
-
-class ForkServer:
-    """The process that forks decoders. It is started again if it has ended. Thread-safe."""
-
-    def __init__(self) -> None:
-        """Start the process, without waiting until it is ready."""
-        self._lock = threading.Lock()
-        self._closed = False
-        self._start()
-
-    def fork(self) -> Decoder:
-        """Return a new decoder. Raises ConnectionError if this object is closed."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = self._ask(protocol.FORK, 0, [theirs.fileno()])
-            except ConnectionError:
-                with self._lock:
-                    if self._closed:
-                        ours.close()
-                        raise
-                    self._stop()
-                    self._start()
-                process = self._ask(protocol.FORK, 0, [theirs.fileno()])
-        return Decoder(process, ours)
-
-    def stop(self, decoder: Decoder) -> int | None:
-        """End a decoder, and return how it ended: its exit code as `subprocess` has it.
-
-        The code of a decoder that had ended already is its own; None if it is unknown.
-        """
-        decoder.close()
-        try:
-            return self._ask(protocol.STOP, decoder.process, [])
-        except ConnectionError:
-            return None
-
-    def close(self) -> None:
-        """End the process and all decoders."""
-        with self._lock:
-            self._closed = True
-            self._stop()
-
-    def _ask(self, kind: bytes, process: int, files: list[int]) -> int:
-        with self._lock:
-            if self._closed:
-                raise ConnectionError("the fork server is closed")
-            command = protocol.COMMAND.pack(kind, process)
-            socket.send_fds(self._control, [command], files, socket.MSG_NOSIGNAL)
-            try:
-                answer = protocol.receive(self._control, protocol.ANSWER.size)
-            except EOFError:
-                raise ConnectionError("the fork server has ended") from None
-        return int(protocol.ANSWER.unpack(answer)[0])
-
-    def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-m", decode_worker.__name__, str(number)],
-                pass_fds=[number],
-                stdin=subprocess.DEVNULL,
-                # The decoders are to find the same packages as this process, however it was set up.
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    **SETTINGS,
-                },
-            )
-
-    def _stop(self) -> None:
-        self._control.close()
-        self._process.kill()
-        with suppress(ChildProcessError):
-            self._process.wait()

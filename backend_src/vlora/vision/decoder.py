@@ -1,11 +1,12 @@
-"""Decoding the images of requests in processes that can be killed, several requests at a time.
+"""Decoding of images in processes that can be killed, several requests at a time.
 
-A request that needs more processor time or memory than its limits ends its decoder process, gets
-its error, and the process is replaced. A request that takes long continues outside the regular
-places, and later at a lower priority, so that the requests after it are not delayed.
+If a request exceeds its limit of processor time or memory, its decoder process ends and is
+replaced, and the request gets an error. A request that takes long gives its regular place to the
+next request and continues in a place for long requests, later at a lower priority. So it does not
+delay other requests.
 
-**Invariant:** the decoded pixels of all requests are at most `max_batch_megapixels`, apart from one
-request, which has its own limit.
+**Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`,
+except for one request, which has its own limit.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ import numpy as np
 
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
-from vlora.vision import decode_protocol as protocol
-from vlora.vision.decode_process import Decoder, ForkServer, HasReply, PictureRefusedError
+from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME, ForkServer
+from vlora.vision import decode_worker
+from vlora.vision.decode_process import SETTINGS, Decoder, HasReply, PictureRefusedError
 from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
 
 LONG_SECONDS = 0.1
-"""Seconds after which a request gives its place to the next one: ordinary images take less."""
+"""Seconds after which a request gives its place to the next. Ordinary images take less."""
 
 SLOW_SECONDS = 0.25
 """Seconds after which the priority of a request's decoder is lowered."""
 
 SLOW_NICENESS = 10
-"""Niceness of the decoder of a slow request above ours: it gets a tenth of our share."""
+"""Increase of the niceness of a slow request's decoder. It then gets a tenth of our share."""
 
 POLL_SECONDS = 0.05
-"""Interval at which a request that waits checks whether it has become long or slow."""
+"""Interval at which a waiting request checks whether it has become long or slow."""
 
 
 class PixelPool:
-    """The decoded pixels that requests hold until they are encoded. Thread-safe.
+    """Counts the decoded pixels that requests hold until they are encoded. Thread-safe.
 
     One request at a time may exceed the limit, so that every request can finish.
     """
@@ -53,7 +55,7 @@ class PixelPool:
         self._exceeding: object = None
 
     def reserve(self, owner: object, pixels: int, while_waiting: Callable[[], None]) -> None:
-        """Wait until `owner` may hold so many pixels more."""
+        """Wait until `owner` may hold this many additional pixels."""
         with self._changed:
             while not self._may_reserve(owner, pixels):
                 self._changed.wait(POLL_SECONDS)
@@ -77,9 +79,9 @@ class PixelPool:
 
 
 class DecodedRequest:
-    """The decoded images of one request: independent images first, then the clip.
+    """Decoded images of one request: first independent images, then the frames of the clip.
 
-    Whoever has encoded them calls `release`.
+    The caller must call `release` when the images are encoded.
     """
 
     def __init__(self, images: list[DecodedImage], release: Callable[[], None]) -> None:
@@ -91,11 +93,10 @@ OnDone = Callable[[DecodedRequest | Exception], None]
 
 
 class _Place:
-    """The place of one request: a regular one, then one of those for long requests.
+    """Place of one request: first a regular one, later perhaps one for long requests.
 
-    The time in a regular place bounds how long such a request delays others.
-
-    process: id of its decoder. is_slow: whether the decoder's priority was lowered.
+    process: id of the request's decoder.
+    is_slow: whether the priority of the decoder was lowered.
     """
 
     def __init__(self, regular: threading.Semaphore, long: threading.Semaphore) -> None:
@@ -114,12 +115,14 @@ class _Place:
         (self._long if self._is_long else self._regular).release()
 
     def wait(self, has_reply: HasReply) -> None:
-        """Wait for a reply of the decoder; change the place or the priority meanwhile."""
+        """Wait for a reply of the decoder. Change the place or the priority meanwhile."""
         while not has_reply(POLL_SECONDS):
             self.check()
 
     def check(self) -> None:
-        """Change the place or the priority if it is time, and if a place for long ones is free."""
+        """Change the place or the priority once it is due and, for the place, a long one is
+        free.
+        """
         seconds = time.monotonic() - self._since
         if not self._is_long and seconds >= LONG_SECONDS and self._long.acquire(blocking=False):
             self._is_long = True
@@ -137,9 +140,10 @@ class ImageDecoder:
     def __init__(self, limits: Limits, places: int = 2) -> None:
         """Start the fork server.
 
-        places: number of requests that are decoded at a time; twice as many long ones come on top.
+        places: number of requests that are decoded at the same time, not counting at most twice as
+            many long ones.
         """
-        self._processes = ForkServer()
+        self._processes = ForkServer(decode_worker.__name__, SETTINGS)
         self._pixels = PixelPool(limits.max_batch_megapixels * 1e6)
         self._regular = threading.Semaphore(places)
         self._long = threading.Semaphore(2 * places)
@@ -150,10 +154,10 @@ class ImageDecoder:
     def submit(
         self, request: ImageRequest, on_done: OnDone, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Decode a request. The functions are called on another thread, or on this one.
+        """Decode a request on another thread. A request without elements is handled on this thread.
 
         on_done: called once, with the images or an error.
-        check: called when a place is free; the request is not decoded if it raises an error.
+        check: called when a place is free. If it raises an error, the request is not decoded.
 
         Raises Unavailable after `close`.
         """
@@ -178,7 +182,7 @@ class ImageDecoder:
     ) -> DecodedRequest:
         """Return the decoded images of a request.
 
-        Raises InvalidArgument naming the element and, for a limit, the value and the limit.
+        Raises InvalidArgument, which names the element and, for a limit, the value and the limit.
         """
         owner = object()
         budget = PictureBudget(request.limits)
@@ -193,7 +197,7 @@ class ImageDecoder:
         return DecodedRequest(images, partial(self._pixels.release, owner))
 
     def close(self) -> None:
-        """End all processes; requests that are being decoded get Unavailable."""
+        """End all processes. Requests that are being decoded get Unavailable."""
         self._closed = True
         self._processes.close()
         self._threads.shutdown(cancel_futures=True)
@@ -228,14 +232,14 @@ class ImageDecoder:
                     images += [DecodedImage(rgb, element.is_frame) for rgb in pictures]
                     place.check()
             except ConnectionError:
-                code = self._processes.stop(decoder)
+                code = self._stop(decoder)
                 raise self._why_it_ended(code, element.name, request.limits) from None
             except PictureRefusedError as error:
                 self._put_back(decoder, place)
                 raise InvalidArgument(str(error)) from None
             except BaseException:
-                # It may be sending pictures that are not wanted.
-                self._processes.stop(decoder)
+                # The decoder may still send pictures that are not needed.
+                self._stop(decoder)
                 raise
             self._put_back(decoder, place)
         return images
@@ -247,10 +251,10 @@ class ImageDecoder:
                 decoder = self._idle.pop()
                 if not decoder.has_reply():
                     return decoder
-                # An idle decoder has nothing to say: it has ended.
-                self._processes.stop(decoder)
+                # An idle decoder sends nothing, so a reply means that it has ended.
+                self._stop(decoder)
         try:
-            return self._processes.fork()
+            return Decoder(*self._processes.fork())
         except ConnectionError:
             raise self._closed_error() from None
 
@@ -259,24 +263,29 @@ class ImageDecoder:
         try:
             decoder.end()
         except ConnectionError:
-            self._processes.stop(decoder)
+            self._stop(decoder)
             return
         if place.is_slow or self._closed:
-            self._processes.stop(decoder)
+            self._stop(decoder)
         else:
             self._idle.append(decoder)
+
+    def _stop(self, decoder: Decoder) -> int | None:
+        """End a decoder; return its exit code, or None if it is unknown."""
+        decoder.close()
+        return self._processes.stop(decoder.process)
 
     def _why_it_ended(self, code: int | None, name: str, limits: Limits) -> VLoraError:
         """Return the error for a request whose decoder ended with this exit code."""
         if self._closed:
             return self._closed_error()
-        if code == protocol.OUT_OF_TIME:
+        if code == OUT_OF_TIME:
             return InvalidArgument(
                 f"decoding the request's images took more than {limits.max_decode_seconds:g} s of"
                 f" processor time when it reached {name}; the limit is"
                 f" {limits.max_decode_seconds:g} ('max_decode_seconds')"
             )
-        if code == protocol.OUT_OF_MEMORY:
+        if code == OUT_OF_MEMORY:
             return InvalidArgument(
                 f"decoding {name} takes more than {limits.max_decode_bytes} bytes of memory; the"
                 f" limit is {limits.max_decode_bytes} ('max_decode_bytes')"

@@ -1,7 +1,7 @@
-"""Image encoder: the stock vision tower and connector, which turn pixels into image features.
+"""Image encoder: transformers' vision tower and connector, which turn pixels into image features.
 
-Computes in float32 on the CPU; matrices may be stored in bfloat16. The checkpoint's decoder is not
-loaded. This module does not handle requests, caches or Triton.
+It computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is
+not loaded. This module knows no requests, caches or Triton.
 """
 
 from __future__ import annotations
@@ -13,56 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, LlavaConfig
+from transformers import AutoConfig, AutoImageProcessor
 from transformers.activations import QuickGELUActivation
-from transformers.models.llava.modeling_llava import (
-    LlavaModel,
-    LlavaMultiModalProjector,
-    LlavaPreTrainedModel,
-)
 
 from vlora import backends
+from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument
 from vlora.kernels import ops
+from vlora.memory.device import HOST, Device
+from vlora.model.decoder_config import image_levels
 from vlora.model.loader import check_files
 from vlora.request import FloatArray
+from vlora.vision.adapters import VisionPart, applied, linear_layers
+from vlora.vision.families.base import Pixels
+from vlora.vision.families.registry import VISION_FAMILIES
 from vlora.vision.images import DecodedImage
 
 PROCESSOR_BACKEND = "pil"
 """Backend of transformers' image processors.
 
-The pixels of the two backends differ, and by default transformers uses torchvision's wherever it
-happens to be installed.
+It is fixed because the backends give different pixels. By default transformers uses that of
+torchvision if it happens to be installed.
 """
-
-_CONFIG_KEYS = (
-    "vision_config",
-    "vision_feature_layer",
-    "vision_feature_select_strategy",
-    "projector_hidden_act",
-    "multimodal_projector_bias",
-)
-"""Keys of a checkpoint's configuration that affect image features."""
-
-
-class _VisionPart(LlavaModel):  # type: ignore[misc]
-    """Stock LLaVA model without its decoder; `get_image_features` is the stock method."""
-
-    _keys_to_ignore_on_load_unexpected = (r"language_model", r"lm_head")
-
-    def __init__(self, config: LlavaConfig) -> None:
-        LlavaPreTrainedModel.__init__(self, config)
-        self.vision_tower = AutoModel.from_config(config.vision_config)
-        self.multi_modal_projector = LlavaMultiModalProjector(config)
-        self.post_init()
 
 
 class _Bf16Linear(torch.nn.Linear):
-    """Linear layer whose matrix is stored in bf16; its input, sums and output are fp32."""
+    """Linear layer whose matrix is stored in bf16. Its input, sums and output are fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x weightᵀ + bias, for x of any leading dimensions."""
+        """Return x weightᵀ + bias. x may have any number of leading dimensions."""
         y = ops.linear(x.flatten(0, -2), self.weight, self.bias)
         return y.view(*x.shape[:-1], -1)
 
@@ -70,8 +49,8 @@ class _Bf16Linear(torch.nn.Linear):
 class _InPlaceQuickGelu(torch.nn.Module):
     """QuickGELU, x sigmoid(1.702 x), in place.
 
-    x is the output of a linear layer and has no other reader. Allocating the results of three
-    operations would cost several times the computation.
+    x is the output of a linear layer, which nothing else reads. Allocating the results of three
+    operations would take several times as long as computing them.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,21 +61,29 @@ class _InPlaceQuickGelu(torch.nn.Module):
 class VisionEncoder:
     """Vision tower and connector of one checkpoint folder.
 
-    hidden: width of a feature row.
-    rows: number of feature rows of one image.
-    grid: (height, width) of an image in patches.
-    tower_digest: SHA-256 (hex) of everything that features depend on besides the pixels: weights,
+    hidden: width of a feature row, including the features for the outputs of the decoder's first
+        layers.
+    tower_digest: SHA-256 (hex) of everything besides pixels that determines features: weights,
         architecture and preprocessing.
     """
 
-    def __init__(self, checkpoint: Path, threads: int, dtype: torch.dtype = torch.float32) -> None:
-        """Load the tower from a checkpoint folder and set torch's thread count for this process.
+    def __init__(
+        self,
+        checkpoint: Path,
+        threads: int,
+        dtype: torch.dtype = torch.float32,
+        device: Device = HOST,
+    ) -> None:
+        """Load the tower from a checkpoint folder, and set the number of torch's threads in this
+        process.
 
         dtype: type in which the matrices of linear layers are stored, float32 or bfloat16.
+        device: where the tower computes.
 
-        Raises InvalidArgument unless the folder holds a LLaVA tower with all its weights.
+        Raises InvalidArgument unless the folder has a tower of a supported family with all its
+        weights.
         """
-        backends.backend_of("kernels")  # an unknown name fails here, not in each batch
+        backends.backend_of("kernels")  # An unknown backend must fail here, not in each batch.
         torch.set_num_threads(threads)
         if not (checkpoint / "config.json").is_file():
             raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")
@@ -112,13 +99,20 @@ class VisionEncoder:
                 f"{checkpoint}: image processor {type(self._processor).__name__} has no"
                 f" '{PROCESSOR_BACKEND}' backend, the only one that is supported"
             )
-        if not isinstance(config, LlavaConfig):
+        if config.model_type not in VISION_FAMILIES:
             raise InvalidArgument(
-                f"{checkpoint} has model type '{config.model_type}'; it must be a LLaVA model"
+                f"{checkpoint} has model type '{config.model_type}', whose images are not"
+                f" supported; supported: {', '.join(VISION_FAMILIES)}"
             )
+        self._family = VISION_FAMILIES[config.model_type]
         check_files(checkpoint)
-        model, report = _VisionPart.from_pretrained(
+        for part in (config, config.get_text_config()):
+            # Towers are not quantized, and transformers would need the quantizer's own package.
+            if getattr(part, "quantization_config", None) is not None:
+                del part.quantization_config
+        model, report = self._family.part.from_pretrained(
             checkpoint,
+            config=config,
             dtype=torch.float32,
             output_loading_info=True,
             use_safetensors=True,
@@ -133,29 +127,47 @@ class VisionEncoder:
         _use_in_place_activations(model.eval().requires_grad_(False))
         _store_matrices(model, dtype)
         self._model: Any = model
-        side = config.vision_config.image_size // config.vision_config.patch_size
-        self.hidden = int(config.text_config.hidden_size)
-        self.grid = (side, side)
-        self.rows = side * side + int(config.vision_feature_select_strategy == "full")
-        self.tower_digest = _digest(config, self._processor, self._model)
+        self._layers = linear_layers(model)
+        self._config = config
+        self.hidden = int(config.text_config.hidden_size) * (1 + image_levels(config))
+        self.tower_digest = _digest(config, self._family.config_keys, self._processor, self._model)
+        self._device = device.torch_device
+        self._model.to(self._device)
 
-    def encode(self, images: Sequence[DecodedImage]) -> list[FloatArray]:
-        """Return the features of each image, float32 [rows, hidden], from one call of the tower.
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return (height, width) in patches of an image with this height and width in pixels."""
+        return self._family.grid(self._config, self._processor, height, width)
 
-        The other images of a call change an image's features only by the rounding of sums (1e-5).
+    def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
+        """Return the images of one request with their views."""
+        return self._family.with_views(images)
+
+    def encode(
+        self, images: Sequence[DecodedImage], part: VisionPart | None = None
+    ) -> list[FloatArray]:
+        """Return the features of each image, float32 [rows, hidden]. The tower is called once.
+
+        part: vision part of the images' adapter; None for the base model.
+
+        An image's features depend on the other images only by the rounding of sums (about 1e-5).
         """
         if not images:
             return []
-        pixels = torch.cat([self.preprocess(image) for image in images])
-        with torch.inference_mode():
-            features = self._model.get_image_features(pixels).pooler_output
-        return [image_features.numpy() for image_features in features]
+        pixels = [
+            {name: values.to(self._device) for name, values in self.preprocess(image).items()}
+            for image in images
+        ]
+        pairs = {
+            path: LoraPair(pair.a.to(self._device), pair.b.to(self._device))
+            for path, pair in ({} if part is None else part.pairs).items()
+        }
+        with torch.inference_mode(), applied(self._layers, pairs):
+            features = self._family.features(self._model, pixels)
+        return [image_features.cpu().numpy() for image_features in features]
 
-    def preprocess(self, image: DecodedImage) -> torch.Tensor:
-        """Return the stock image processor's pixel values of one image, float32 [1, 3, h, w]."""
-        values = self._processor(images=Image.fromarray(image.rgb), return_tensors="pt")
-        pixels: torch.Tensor = values["pixel_values"]
-        return pixels.to(torch.float32)
+    def preprocess(self, image: DecodedImage) -> Pixels:
+        """Return the result of the checkpoint's image processor for one image."""
+        return self._family.preprocess(self._processor, image)
 
 
 def _use_in_place_activations(model: torch.nn.Module) -> None:
@@ -174,8 +186,8 @@ def _store_matrices(model: torch.nn.Module, dtype: torch.dtype) -> None:
             layer.__class__ = _Bf16Linear
 
 
-def _digest(config: LlavaConfig, processor: Any, model: torch.nn.Module) -> str:
-    relevant = {key: value for key, value in config.to_dict().items() if key in _CONFIG_KEYS}
+def _digest(config: Any, config_keys: Sequence[str], processor: Any, model: torch.nn.Module) -> str:
+    relevant = {key: value for key, value in config.to_dict().items() if key in config_keys}
     description = {"model": relevant, "preprocessing": processor.to_dict()}
     digest = hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict().items()):

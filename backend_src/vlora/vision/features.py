@@ -1,10 +1,11 @@
-"""Cache of image features by content with a byte budget, and the service that fills it.
+"""Cache of image features by content, and the service that fills it.
 
-A key is the SHA-256 of an image's pixels, its shape and the tower's digest, computed here and never
-taken from a client. This module does not see Triton.
+A key is the SHA-256 of an image's pixels, its shape, the tower's digest and that of an adapter's
+vision part. It is computed here and never taken from a client. This module does not depend on
+Triton.
 
-**Invariant:** of the calls that miss the same image at the same time, one encodes it and the others
-wait for it. A call encodes its own images before it waits, so two calls never wait for each other.
+**Invariant:** if several calls miss the same image at the same time, one encodes it and the others
+wait. A call encodes its own images before it waits, so two calls never wait for each other.
 """
 
 from __future__ import annotations
@@ -22,31 +23,35 @@ from cachetools import Cache, LRUCache
 
 from vlora.errors import Internal, VLoraError
 from vlora.request import FloatArray, IntArray
+from vlora.vision.adapters import VisionPart
 from vlora.vision.images import DecodedImage
 
 MAX_TOWER_BATCH = 32
-"""Maximum number of images in one call of the tower, which bounds its activation memory."""
+"""Maximum number of images in one call of the tower, which limits the memory of activations."""
 
 TARGET_BATCH_SECONDS = 0.05
-"""Tower time for which requests of one batch may wait for each other."""
+"""Time in the tower for which requests of one batch may wait for each other."""
 
 MAX_CALL_SECONDS = 1.0
 """Target duration of a call of the tower, after which its images are counted.
 
-The probe takes an encoder that counts no images during its deadline for hung.
+It must be shorter than a probe's deadline, because the probe takes an encoder that counts no images
+within it for hung.
 """
 
 
 class Encoder(Protocol):
-    """Interface of `VisionEncoder` that the service uses."""
+    """The part of `VisionEncoder` that the service uses."""
 
     @property
     def hidden(self) -> int: ...
     @property
-    def grid(self) -> tuple[int, int]: ...
-    @property
     def tower_digest(self) -> str: ...
-    def encode(self, images: Sequence[DecodedImage]) -> list[FloatArray]: ...
+    def grid(self, height: int, width: int) -> tuple[int, int]: ...
+    def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]: ...
+    def encode(
+        self, images: Sequence[DecodedImage], part: VisionPart | None
+    ) -> list[FloatArray]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +59,18 @@ class EncodedImages:
     """Encoded images of one request.
 
     features: float32 [rows, hidden].
-    layout: int32 [n, 6] with the columns first row, rows, t, h, w, is_video. t is 1, since a clip
-        has one line per frame; h and w count patches.
+    layout: int32 [n, 6] with the columns first row, rows, t, h, w, is_video, as in `ImageFeatures`.
+        h and w are in patches.
     size: int32 [n, 2], original height and width in pixels.
-    digests: n cache keys, in hex.
+    digests: cache keys, in hex, in the order of the rows.
+    adapter_version: version of the adapter whose vision part was used; "" if it has none.
     """
 
     features: FloatArray
     layout: IntArray
     size: IntArray
     digests: tuple[str, ...]
+    adapter_version: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,9 +117,9 @@ class FeatureCache:
         return len(self._entries)
 
     def claim(self, key: str) -> tuple[PendingFeatures, bool]:
-        """Return the future features of `key` and whether the caller must compute them.
+        """Return the future features of `key`, and whether the caller must compute them.
 
-        A caller that must compute them then calls `fulfil` or `fail`.
+        If so, the caller must then call `fulfil` or `fail`.
         """
         with self._lock:
             if key in self._entries:
@@ -127,7 +134,7 @@ class FeatureCache:
             return pending, True
 
     def fulfil(self, key: str, pending: PendingFeatures, features: FloatArray) -> None:
-        """Give claimed features, float32 [rows, hidden], to all waiters; cache them if they fit."""
+        """Give claimed features, float32 [rows, hidden], to all waiters. Cache them if they fit."""
         owned = np.array(features, np.float32)
         owned.flags.writeable = False
         with self._lock:
@@ -139,7 +146,9 @@ class FeatureCache:
         pending.set_result(owned)
 
     def fail(self, key: str, pending: PendingFeatures, error: VLoraError) -> None:
-        """Give `error` to all waiters for claimed features; the next claim computes them again."""
+        """Give `error` to all waiters for claimed features. The next claim must compute them
+        again.
+        """
         with self._lock:
             self._pending.pop(key, None)
         pending.set_exception(error)
@@ -147,7 +156,7 @@ class FeatureCache:
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounting is inconsistent; for tests and idle times."""
         with self._lock:
-            # The base class's access does not change the order of use.
+            # The base class reads an entry without changing the order of use.
             entries = [Cache.__getitem__(self._entries, key) for key in self._entries]
             total = sum(entry.nbytes for entry in entries)
             assert total == self.used, f"entries have {total} bytes, {self.used} are recorded"
@@ -157,26 +166,30 @@ class FeatureCache:
 
 
 class EncoderService:
-    """Encodes the images of a batch of requests; each image that is not cached is encoded once.
+    """Encodes the images of batches of requests. Each image that is not cached is encoded once.
 
-    Thread-safe; one call of the tower runs at a time.
+    Thread-safe. One call of the tower runs at a time.
     """
 
     def __init__(
         self, encoder: Encoder, cache: FeatureCache, seconds_per_image: float = 0.0
     ) -> None:
-        """seconds_per_image: pace of the tower, 0 if it is unknown; it is measured in each call."""
+        """Create the service.
+
+        seconds_per_image: initial estimate of the tower's time per image, 0 if unknown. Each call
+            of the tower measures it again.
+        """
         self._encoder = encoder
         self._cache = cache
         self._lock = threading.Lock()
         self._tower = threading.Lock()
         self._counters = EncoderCounters()
-        # Of the tower's last call.
+        # After a call of the tower, this is the mean of that call.
         self._seconds_per_image = seconds_per_image
 
     @property
     def images_per_batch(self) -> int:
-        """Number of images that the tower encodes in TARGET_BATCH_SECONDS; at least 1."""
+        """Number of images that the tower encodes in TARGET_BATCH_SECONDS, at least 1."""
         seconds = self._seconds_per_image
         return max(1, int(TARGET_BATCH_SECONDS / seconds)) if seconds else 1
 
@@ -186,24 +199,32 @@ class EncoderService:
         cache = self._cache
         return replace(self._counters, evictions=cache.evictions, bytes=cache.used)
 
-    def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
-        """Return the encoded images of each request of `batch`, which may have none.
+    def run(
+        self, batch: Sequence[Sequence[DecodedImage]], parts: Sequence[VisionPart | None] = ()
+    ) -> list[EncodedImages]:
+        """Return the encoded images of each request of `batch`. A request may have none.
 
-        Raises the encoder's VLoraError, or Internal for any other error of the encoder.
+        parts: vision part of each request's adapter; () if no adapter has one.
+
+        Raises the encoder's VLoraError, or Internal for any other exception of the encoder.
         """
-        images = [image for request in batch for image in request]
-        keys = [_key(image, self._encoder.tower_digest) for image in images]
+        parts = parts or [None] * len(batch)
+        views = map(self._encoder.with_views, batch)
+        requests = list(zip(views, parts, strict=True))
+        images = [(image, part) for request, part in requests for image in request]
+        keys = [_key(image, part, self._encoder.tower_digest) for image, part in images]
         features = self._encode_all(images, keys)
         encoded = []
         start = 0
-        for request in batch:
+        for request, part in requests:
             own = slice(start, start + len(request))
-            encoded.append(self._assemble(request, features[own], keys[own]))
+            version = "" if part is None else part.version
+            encoded.append(self._assemble(request, features[own], keys[own], version))
             start += len(request)
         return encoded
 
     def count_group(self, requests: int) -> None:
-        """Count requests that were ready together; `run` may encode them in several parts."""
+        """Count requests that were ready together. `run` may encode them in several parts."""
         self._count(requests=requests, groups=1)
 
     def check_integrity(self) -> None:
@@ -213,22 +234,29 @@ class EncoderService:
         assert counters.images == counters.hits + counters.misses, counters
         assert counters.batches <= counters.misses, counters
 
-    def _encode_all(self, images: list[DecodedImage], keys: list[str]) -> list[FloatArray]:
+    def _encode_all(
+        self, images: Sequence[tuple[DecodedImage, VisionPart | None]], keys: list[str]
+    ) -> list[FloatArray]:
         claims = [self._cache.claim(key) for key in keys]
         missed = [i for i, (_, must_compute) in enumerate(claims) if must_compute]
         self._count(hits=len(images) - len(missed))
+        left: dict[VisionPart | None, list[int]] = {}
+        for i in missed:
+            left.setdefault(images[i][1], []).append(i)
         try:
-            first = 0
-            while first < len(missed):
+            while left:
+                part, same = next(iter(left.items()))
                 with self._tower:
-                    batch = missed[first : first + self._images_per_call]
+                    batch = same[: self._images_per_call]
                     start = time.monotonic()
-                    encoded = self._encoder.encode([images[i] for i in batch])
+                    encoded = self._encoder.encode([images[i][0] for i in batch], part)
                     self._seconds_per_image = (time.monotonic() - start) / len(batch)
                 self._count(misses=len(batch), batches=1)
-                first += len(batch)
                 for i, features in zip(batch, encoded, strict=True):
                     self._cache.fulfil(keys[i], claims[i][0], features)
+                left[part] = same[len(batch) :]
+                if not left[part]:
+                    del left[part]
         except BaseException as error:
             failure = _as_vlora_error(error)
             for i in missed:
@@ -238,33 +266,45 @@ class EncoderService:
         return [pending.result() for pending, _ in claims]
 
     def _assemble(
-        self, images: Sequence[DecodedImage], features: list[FloatArray], keys: list[str]
+        self,
+        images: Sequence[DecodedImage],
+        features: list[FloatArray],
+        keys: list[str],
+        adapter_version: str,
     ) -> EncodedImages:
-        height, width = self._encoder.grid
-        rows = [len(image_features) for image_features in features]
-        firsts = np.cumsum([0, *rows])[:-1]
-        layout = [
-            (first, count, 1, height, width, int(image.is_video))
-            for first, count, image in zip(firsts, rows, images, strict=True)
-        ]
+        layout: list[list[int]] = []
+        size: list[tuple[int, int]] = []
+        first = 0
+        for image, own in zip(images, features, strict=True):
+            frames = image.frames if image.is_video else 0
+            if image.continues:
+                layout[-1][1] += len(own)
+                layout[-1][2] += 1
+                layout[-1][5] += frames
+            else:
+                grid = self._encoder.grid(image.height, image.width)
+                layout.append([first, len(own), 1, *grid, frames])
+                size.append((image.height, image.width))
+            first += len(own)
         empty = np.zeros((0, self._encoder.hidden), np.float32)
         return EncodedImages(
             features=np.concatenate([empty, *features]),
             layout=np.array(layout, np.int32).reshape(-1, 6),
-            size=np.array([(i.height, i.width) for i in images], np.int32).reshape(-1, 2),
+            size=np.array(size, np.int32).reshape(-1, 2),
             digests=tuple(keys),
+            adapter_version=adapter_version,
         )
 
     @property
     def _images_per_call(self) -> int:
-        """Number of images that the tower encodes in MAX_CALL_SECONDS; 1 if that is not known."""
+        """Number of images that the tower encodes in MAX_CALL_SECONDS; 1 if its pace is unknown."""
         seconds = self._seconds_per_image
         return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1
 
     def _count(
         self, hits: int = 0, misses: int = 0, batches: int = 0, requests: int = 0, groups: int = 0
     ) -> None:
-        """Add to the counters; images are added when their features are there."""
+        """Add to the counters. Images are counted once their features exist."""
         with self._lock:
             counters = self._counters
             self._counters = EncoderCounters(
@@ -277,8 +317,9 @@ class EncoderService:
             )
 
 
-def _key(image: DecodedImage, tower_digest: str) -> str:
-    digest = hashlib.sha256(f"{tower_digest} {image.rgb.shape}".encode())
+def _key(image: DecodedImage, part: VisionPart | None, tower_digest: str) -> str:
+    tower = tower_digest if part is None else f"{tower_digest} {part.digest}"
+    digest = hashlib.sha256(f"{tower} {image.view} {image.rgb.shape}".encode())
     digest.update(np.ascontiguousarray(image.rgb).data)
     return digest.hexdigest()
 

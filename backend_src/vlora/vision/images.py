@@ -1,11 +1,11 @@
 """The images of one request: their limits, and the pixels that they are decoded to.
 
-Counts and sizes in bytes are checked before decoding. Large sizes in pixels are checked when the
-header has been read, before pixels are decoded. A very long strip is refused, since a processor
-that scales the shorter edge would enlarge it enormously. Each frame of an animated file counts
-towards the limit of a request.
+Counts and sizes in bytes are checked before decoding. The size of a large picture in pixels is
+checked after its header was read and before its pixels are decoded. A very long strip is refused,
+because a processor that scales the shorter edge would make it huge. Each frame of an animated file
+counts toward the limits of a request.
 
-This module does not see models or the names of tensors.
+This module knows no models and no names of tensors.
 """
 
 from __future__ import annotations
@@ -23,29 +23,36 @@ from vlora.vision.pictures import ByteArray, check_size
 
 @dataclass(frozen=True, eq=False)
 class DecodedImage:
-    """One image, or one frame of a clip.
+    """One image, or frames of a clip that are encoded together.
 
-    rgb: uint8 [height, width, 3], upright, contiguous.
+    rgb: uint8 [height, width, 3], upright, contiguous. Several frames are stacked vertically.
+    frames: number of frames in `rgb`, all of one size.
+    continues: whether it belongs to the same clip, and so to the same row of the layout, as the
+        image before it.
+    view: name of what the features depend on besides the pixels; "" for most families. It differs
+        if a family encodes an image differently among other images, or as a frame.
     """
 
     rgb: ByteArray
     is_video: bool = False
+    view: str = ""
+    frames: int = 1
+    continues: bool = False
 
     @property
     def height(self) -> int:
-        """Height in pixels."""
-        return int(self.rgb.shape[0])
+        """Height in pixels, of one frame."""
+        return int(self.rgb.shape[0]) // self.frames
 
     @property
     def width(self) -> int:
-        """Width in pixels."""
         return int(self.rgb.shape[1])
 
 
 class Element(NamedTuple):
-    """One encoded element of a request: a file of an accepted format, or base64 of one.
+    """One encoded element of a request: a file of an accepted format, or its base64.
 
-    name: what errors call it.
+    name: name of the element in errors.
     is_frame: whether it belongs to the clip.
     """
 
@@ -58,7 +65,7 @@ class Element(NamedTuple):
 class ImageRequest:
     """The checked images of one request: encoded elements in order, then the frames of `raw`.
 
-    raw: uint8 [n, height, width, 3].
+    raw: uint8 [n, height, width, 3]; n is 0 without such frames.
     """
 
     elements: Sequence[Element]
@@ -75,13 +82,13 @@ def check_images(
     frames_raw: np.ndarray[Any, Any] | None,
     limits: Limits,
 ) -> ImageRequest:
-    """Check what can be checked before decoding: independent images, and one clip.
+    """Check what can be checked before decoding. A request has independent images and one clip.
 
     images, frames: encoded files or their base64.
-    frames_raw: uint8 [n, height, width, 3], owned by the caller, which must not change it until the
-        request ends; n = 0 means no clip.
+    frames_raw: uint8 [n, height, width, 3]; n = 0 means no clip. The caller must not change it
+        until the request ends.
 
-    Raises InvalidArgument naming the element and, for a limit, the value and the limit.
+    Raises InvalidArgument, which names the element and, for a limit, the value and the limit.
     """
     raw = _check_raw(frames_raw)
     if len(frames) and len(raw):
@@ -103,7 +110,7 @@ def check_count(images: int, limits: Limits) -> None:
 
 
 class PictureBudget:
-    """The pictures of one request that may still be decoded: their number and their pixels."""
+    """Counts the pictures of one request and their pixels against the limits."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -111,7 +118,7 @@ class PictureBudget:
         self._pixels = 0
 
     def add(self, name: str, width: int, height: int) -> None:
-        """Count a picture before it is decoded. Raises InvalidArgument if it exceeds a limit."""
+        """Count a picture before it is decoded. Raise InvalidArgument if it exceeds a limit."""
         limits = self._limits
         megapixels = width * height / 1e6
         if megapixels > limits.max_image_megapixels:
@@ -141,7 +148,7 @@ class PictureBudget:
 
 
 def _format_above(megapixels: float, limit: float) -> str:
-    """Format `megapixels` with one decimal, or as many as show that it is above `limit`."""
+    """Return `megapixels` with as many decimals as it takes to show that it is above `limit`."""
     digits = 1
     while float(f"{megapixels:.{digits}f}") <= limit and digits < 6:
         digits += 1

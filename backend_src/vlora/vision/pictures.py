@@ -1,15 +1,13 @@
-"""Decoding of one encoded file to upright RGB pixels, in the process of a decoder.
+"""Decoding of one encoded file to upright RGB pixels, in a decoder process.
 
-Its rules:
+- The first bytes of an element decide. A file of an accepted format is decoded. Anything else must
+  be strict base64 of such a file, with white space and a `data:...;base64,` prefix allowed.
+- EXIF orientation is applied. Transparent pixels are composed onto white. 16-bit samples are scaled
+  to 8 bits. Palette, gray and CMYK become RGB. Color profiles are ignored.
+- An animated file is refused as an image. As an element of `frames` it is its own frames. Of a
+  multi-picture JPEG, which phones write, only the first picture is used.
 
-- The first bytes of an element decide: a file of an accepted format is decoded as it is, anything
-  else must be strict base64 of such a file (white space and a `data:...;base64,` head are allowed).
-- EXIF orientation is applied, transparency is composed onto white, 16-bit samples are scaled to 8
-  bits; palette, grey and CMYK become RGB. Colour profiles are ignored.
-- An animated file is refused as an image. In `frames` it stands for its own frames. A multi-picture
-  JPEG, as phones write it, is its first picture.
-
-This module does not limit pixels, time or memory. Independent of torch.
+This module does not limit pixels, time or memory, and does not depend on torch.
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ _TRANSPOSE = {
 
 
 def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterator[Image.Image]:
-    """Yield the pictures of one element, each with its header read and its pixels not yet decoded.
+    """Yield the pictures of one element. Their headers are read, but pixels are not decoded yet.
 
-    as_frames: whether the element may be animated; it then yields several pictures.
+    as_frames: whether the element may be animated, so that it has several pictures.
     limit: maximum size of the encoded file in bytes.
 
-    Raises InvalidArgument, and MemoryError if the memory of the process is used up.
+    Raises InvalidArgument, and MemoryError if the process has no memory left.
     """
     encoded = _unwrap(data, name, limit)
     with _pillow_errors(name), Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
@@ -71,7 +69,7 @@ def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterat
 def load_rgb(image: Image.Image, name: str) -> ByteArray:
     """Decode the current picture to uint8 [height, width, 3], upright and contiguous.
 
-    Raises InvalidArgument, and MemoryError if the memory of the process is used up.
+    Raises InvalidArgument, and MemoryError if the process has no memory left.
     """
     with _pillow_errors(name):
         image.load()
@@ -79,7 +77,7 @@ def load_rgb(image: Image.Image, name: str) -> ByteArray:
 
 
 def check_size(data: bytes, name: str, limit: int) -> None:
-    """Raise InvalidArgument if an element is empty, or longer than base64 of `limit` bytes."""
+    """Raise InvalidArgument if an element is empty, or longer than the base64 of `limit` bytes."""
     if not data:
         raise InvalidArgument(f"{name} is empty")
     if len(data) > limit * 4 // 3 + 1024 or (_is_encoded(data) and len(data) > limit):
@@ -88,7 +86,7 @@ def check_size(data: bytes, name: str, limit: int) -> None:
 
 @contextmanager
 def _pillow_errors(name: str) -> Iterator[None]:
-    """Convert Pillow's errors to InvalidArgument; hostile bytes make it raise almost any type."""
+    """Convert Pillow's errors to InvalidArgument. With hostile files it raises almost any type."""
     try:
         yield
     except (InvalidArgument, MemoryError):
@@ -116,7 +114,7 @@ def _corrupt(name: str, error: Exception) -> InvalidArgument:
 
 
 def _unwrap(data: bytes, name: str, limit: int) -> bytes:
-    """Return the encoded file that `data` is, or holds as base64."""
+    """Return the encoded file in `data`, which may be base64."""
     check_size(data, name, limit)
     if _is_encoded(data):
         return data
@@ -136,7 +134,7 @@ def _unwrap(data: bytes, name: str, limit: int) -> bytes:
 
 
 def _is_encoded(data: bytes) -> bool:
-    """Return whether `data` begins as a file of an accepted format; base64 never does."""
+    """Return whether `data` begins like a file of an accepted format. Base64 never does."""
     bitmap = data[:2] == b"BM" and data[14:18] in _BITMAP_HEADERS
     webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
     return bitmap or webp or data.startswith(_MAGIC)
@@ -160,10 +158,10 @@ def _is_animated(image: Image.Image) -> bool:
 
 
 def _to_rgb(image: Image.Image, name: str) -> ByteArray:
-    """Return upright RGB of a loaded image; Pillow has already rotated a TIFF when loading it."""
+    """Return upright RGB of a loaded image. Pillow itself rotates a TIFF when loading it."""
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)
-    except Exception:  # a corrupt EXIF block does not make the pixels invalid
+    except Exception:  # A corrupt EXIF block does not make the pixels invalid.
         orientation = None
     if image.mode.startswith("I;16"):
         upright = Image.fromarray(_scale(image))
@@ -174,7 +172,7 @@ def _to_rgb(image: Image.Image, name: str) -> ByteArray:
         upright = Image.alpha_composite(white, image.convert("RGBA"))
     else:
         upright = image
-    # Converting RGB to RGB would copy the image.
+    # Without this check, converting RGB to RGB would copy the image.
     if upright.mode != "RGB":
         upright = upright.convert("RGB")
     if orientation in _TRANSPOSE:
@@ -183,7 +181,7 @@ def _to_rgb(image: Image.Image, name: str) -> ByteArray:
 
 
 def _scale(image: Image.Image) -> ByteArray:
-    """Scale 16-bit grey to uint8 [h, w]; the transparent value, if there is one, becomes white."""
+    """Scale 16-bit gray to uint8 [h, w]. If there is a transparent value, it becomes white."""
     values = np.asarray(image).astype(np.uint32)
     grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
     transparent = image.info.get("transparency")

@@ -1,22 +1,30 @@
-"""Task prompts: the templates of the V-LoRA paper's appendix C (Fig. 25) inside a chat template.
+"""Task prompts: the templates in appendix C of the V-LoRA paper (Fig. 25), inside a chat template.
 
-Training and serving both import this module, so each prompt is defined once. It handles text only,
-no tokens, tensors or image sizes. A prompt holds one `<image>` placeholder per image or frame; the
-engine later expands each into the vision tower's image tokens.
-
-By default images stand before the text, independent images before frames. A text that contains
-`<image>` positions the images itself and must then have exactly one placeholder for each.
+Training and serving both use this module, so each prompt is defined once. It handles text only, no
+tokens, tensors or image sizes. A prompt has one `<image>` placeholder per image or frame, which the
+engine later expands into image tokens. By default, images stand before the text, and independent
+images before frames. If a text contains `<image>`, it positions the images itself and must have
+exactly one placeholder for each.
 """
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vlora.errors import InvalidArgument
+from vlora.strict_json import load_object
 
 PLACEHOLDER = "<image>"
+
+CHAT_TASK = "chat"
+"""Task whose text is `{"messages": [{"role", "content"}]}`, rendered by the checkpoint's chat
+template.
+"""
+
+Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -24,11 +32,11 @@ class TaskSpec:
     """Prompt template and default token limit of one task.
 
     max_tokens: default of `max_tokens` for requests through an ensemble.
-    instruction: what follows the images, with `{text}` for the request's text. Without `{text}`, a
-        text in the request replaces the instruction. None sends the text verbatim, without the chat
-        template.
-    required_text: what the request's text means, if the task needs one; None if it is optional.
-    separator: what stands between the images and the instruction.
+    instruction: text after the images. `{text}` in it stands for the request's text. If it has no
+        `{text}`, a text in the request replaces the instruction. None sends the text verbatim,
+        without the chat template.
+    required_text: description of the request's text if the task needs one; None if it is optional.
+    separator: text between the images and the instruction.
     """
 
     max_tokens: int
@@ -56,6 +64,14 @@ TASKS: dict[str, TaskSpec] = {
     "raw": TaskSpec(16, None, required_text="the prompt"),
 }
 
+
+def max_tokens_of(task: str) -> int | None:
+    """Return the default token limit of a known task; None means that only the context
+    limits it.
+    """
+    return None if task == CHAT_TASK else TASKS[task].max_tokens
+
+
 _SENTINEL = "VLORA-USER-TEXT"
 
 
@@ -63,11 +79,17 @@ _SENTINEL = "VLORA-USER-TEXT"
 class ChatTemplate:
     """Text that a checkpoint's chat template puts around one user turn.
 
-    suffix: includes the generation prompt.
+    prefix, suffix: text before and after. The suffix includes the generation prompt.
+    image_text: text for one image in prompts of the checkpoint.
+    joins_frames: whether the frames of a clip are one video in prompts of the checkpoint.
+    apply: renders several messages; None if the checkpoint has no chat template.
     """
 
     prefix: str
     suffix: str
+    image_text: str = PLACEHOLDER
+    joins_frames: bool = False
+    apply: Callable[[Messages], str] | None = field(default=None, compare=False, repr=False)
 
     def wrap(self, text: str) -> str:
         """Return `text` as one user turn."""
@@ -75,45 +97,63 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, folder: str | Path) -> "ChatTemplate":
-        """Render one user turn with the checkpoint's chat template and split it around the text.
+        """Render one user turn with the checkpoint's chat template, and split it around the text.
 
-        A checkpoint without a chat template gets its begin-of-text token as prefix, if it has one,
-        and no suffix. Raises InvalidArgument for a template that fails or does not contain the text
-        exactly once.
+        Without a chat template, the prefix is the begin-of-text token, if there is one, and the
+        suffix is empty. Raises InvalidArgument for a template that fails or that does not contain
+        the text exactly once.
         """
         # Imported here because some processes need only the tasks.
         from transformers import AutoTokenizer
 
+        images = _image_texts(Path(folder))
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         template = tokenizer.chat_template or _processor_template(Path(folder))
         if template is None:
-            return cls(prefix=tokenizer.bos_token or "", suffix="")
+            return cls(prefix=tokenizer.bos_token or "", suffix="", **images)
         problem = "does not repeat the user's text once"
-        for content in (_SENTINEL, [{"type": "text", "text": _SENTINEL}]):
-            try:
-                rendered = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": content}],
+        for in_parts in (False, True):
+
+            def apply(messages: Messages, in_parts: bool = in_parts) -> str:
+                conversation = [
+                    {
+                        "role": message["role"],
+                        "content": [{"type": "text", "text": message["content"]}]
+                        if in_parts
+                        else message["content"],
+                    }
+                    for message in messages
+                ]
+                rendered: str = tokenizer.apply_chat_template(
+                    conversation,
                     chat_template=None if tokenizer.chat_template else template,
                     add_generation_prompt=True,
                     tokenize=False,
                 )
-            except Exception as error:  # a template is a program and can fail in any way
+                return rendered
+
+            try:
+                rendered = apply([{"role": "user", "content": _SENTINEL}])
+            except Exception as error:  # A template is a program and can fail in any way.
                 problem = f"fails: {error}"
                 continue
             if rendered.count(_SENTINEL) == 1:
                 prefix, suffix = rendered.split(_SENTINEL)
-                return cls(prefix=prefix, suffix=suffix)
+                return cls(prefix=prefix, suffix=suffix, apply=apply, **images)
         raise InvalidArgument(f"the chat template of {folder} {problem}")
 
 
 def render(task: str, text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
-    """Return the prompt of one request, with one `<image>` per image and frame.
+    """Return the prompt of one request, with the checkpoint's text for each image and frame.
 
-    Raises InvalidArgument for an unknown task, a missing text, and a text whose placeholders do not
-    match its images.
+    Raises InvalidArgument for an unknown task, for a missing text, and if the number of
+    placeholders in the text differs from that of images.
     """
+    if task == CHAT_TASK:
+        return _render_chat(text, num_images, num_frames, template)
     if task not in TASKS:
-        raise InvalidArgument(f"unknown task '{task}'; known tasks are {', '.join(TASKS)}")
+        known = ", ".join((*TASKS, CHAT_TASK))
+        raise InvalidArgument(f"unknown task '{task}'; known tasks are {known}")
     spec = TASKS[task]
     if spec.required_text is not None and _is_blank(text):
         raise InvalidArgument(
@@ -122,14 +162,69 @@ def render(task: str, text: str, num_images: int, num_frames: int, template: Cha
     _check_placeholders(text, num_images, num_frames)
     images = "" if PLACEHOLDER in text else PLACEHOLDER * (num_images + num_frames)
     if spec.instruction is None:
-        return images + text
-    return template.wrap(_user_turn(spec, spec.instruction, text.strip(), images))
+        prompt = images + text
+    else:
+        prompt = template.wrap(_user_turn(spec, spec.instruction, text.strip(), images))
+    return _with_images(prompt, num_frames, template)
+
+
+def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
+    """Return the prompt with the checkpoint's text in place of the placeholders.
+
+    If the checkpoint takes frames as one video, the text replaces the placeholders of the whole
+    clip. Raises InvalidArgument if these are not adjacent.
+    """
+    if template.joins_frames and num_frames:
+        clip = PLACEHOLDER * num_frames
+        before, found, after = prompt.rpartition(clip)
+        if not found or PLACEHOLDER in after:
+            raise InvalidArgument(
+                f"this model takes the {num_frames} frames as one video, so their {PLACEHOLDER}"
+                " placeholders must follow each other, after those of all images; send single"
+                " pictures as 'image'"
+            )
+        prompt = f"{before}{PLACEHOLDER}{after}"
+    return prompt.replace(PLACEHOLDER, template.image_text)
+
+
+def _render_chat(text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
+    """Return the prompt of a conversation. It must have one placeholder per image."""
+    messages = load_object(text, "the text of task 'chat'").get("messages")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)) or not messages:
+        raise InvalidArgument(
+            "the text of task 'chat' must be an object whose 'messages' is a list of objects with"
+            " the strings 'role' and 'content'"
+        )
+    if template.apply is None:
+        raise InvalidArgument(
+            "the checkpoint has no chat template, so a chat must have one message only"
+        )
+    count = sum(message["content"].count(PLACEHOLDER) for message in messages)
+    if count != num_images + num_frames:
+        raise InvalidArgument(
+            f"the messages have {count} {PLACEHOLDER} placeholders but the request has"
+            f" {num_images} images and {num_frames} frames; write one for each"
+        )
+    try:
+        rendered = template.apply(messages)
+    except Exception as error:  # A template is a program and can fail in any way.
+        raise InvalidArgument(
+            f"the checkpoint's chat template refuses the messages: {error}"
+        ) from error
+    return _with_images(rendered, num_frames, template)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
 
 
 def task_text(task: str, text: str, images: str) -> str:
-    """Return the text of the user's turn, e.g. `<image>, What color is the star? Answer:`.
+    """Return the text of the user's turn, such as `<image>, What color is the star? Answer:`.
 
-    task: any task but one that sends the text verbatim. images: placeholders before the text.
+    task: any task but `raw` and `chat`.
+    images: placeholders to put before the text.
     """
     spec = TASKS[task]
     return _user_turn(spec, spec.instruction or "", text, images)
@@ -147,7 +242,7 @@ def _user_turn(spec: TaskSpec, instruction: str, text: str, images: str) -> str:
 
 
 def _is_blank(text: str) -> bool:
-    """Return whether a text holds nothing but placeholders and white space."""
+    """Return whether a text has only placeholders and white space."""
     return not text.replace(PLACEHOLDER, "").strip()
 
 
@@ -160,10 +255,22 @@ def _check_placeholders(text: str, num_images: int, num_frames: int) -> None:
         )
 
 
-def _processor_template(folder: Path) -> str | None:
-    """Return the chat template in the file of transformers 4's processors, None without the file.
+def _image_texts(folder: Path) -> dict[str, Any]:
+    """Return the fields of `ChatTemplate` that describe images and clips in prompts."""
+    from vlora.vision.families.registry import VISION_FAMILIES
 
-    Tokenizers do not read this file.
+    file = folder / "config.json"
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    family = VISION_FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        return {}
+    return {"image_text": family.image_text, "joins_frames": family.joins_frames}
+
+
+def _processor_template(folder: Path) -> str | None:
+    """Return the chat template in `chat_template.json`, or None if there is no such file.
+
+    Processors of transformers 4 write this file. Tokenizers do not read it.
     """
     file = folder / "chat_template.json"
     if not file.is_file():

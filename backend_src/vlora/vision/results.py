@@ -1,14 +1,14 @@
-"""The JSON of output `result`: labels, boxes and counts from the model's answer.
+"""The JSON in the output `result`: labels, boxes and counts, parsed from the model's answer.
 
-The schema is `result.schema.json` in this folder. The rules:
+`result.schema.json` in this folder is its schema. The rules are:
 
 - Boxes in text have the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>...`, on a grid
-  of 0-999 (a coordinate is position * 1000 / edge, as in Qwen-VL). All boxes after a name have that
-  name as label; a box before any name has the label null. Corners may come in either order.
-- The text does not say which picture a box is on. It is assigned to the only image or frame, or to
-  the last of several (images come before frames), as Qwen-VL draws boxes on the latest picture.
-- The score of a box is null, since text carries none.
-- A malformed box or name (an unclosed tag, a coordinate off the grid) is omitted and reported in
+  of 0-999. A coordinate is position * 1000 / edge, as in Qwen-VL. All boxes after a name have this
+  name as label. A box before any name has the label null. Corners may be in either order.
+- The text does not say in which picture a box is. It is assigned to the only image or frame, or to
+  the last of several, as Qwen-VL draws boxes on the latest picture. Images come before frames.
+- The score of a box is null, because the text has no scores.
+- A malformed box or name (an unclosed tag, a coordinate off the grid) is left out and reported in
   `warnings`. Text without tags is valid.
 """
 
@@ -29,11 +29,13 @@ from vlora.request import IntArray
 
 SCHEMA_VERSION = "1"
 SCHEMA_PATH = Path(__file__).with_name("result.schema.json")
+MAX_PICTURES = 1 << 16
+"""Maximum number of images and frames of a result."""
 GRID = 1000
-"""Number of cells along an edge; coordinates in text are 0 to GRID - 1."""
+"""Number of cells along an edge. Coordinates in text are from 0 to GRID - 1."""
 
 MAX_WARNINGS = 100
-"""Maximum number of malformed boxes and names that are described; the others are counted."""
+"""Maximum number of malformed boxes and names that are described. Any others are only counted."""
 
 _TAG = re.compile(r"<(/?)(ref|box)>")
 _POINT = r"\(\s*([0-9]{1,4})\s*,\s*([0-9]{1,4})\s*\)"
@@ -44,7 +46,7 @@ _BOX = re.compile(rf"\s*{_POINT}\s*,?\s*{_POINT}\s*")
 class TextBox:
     """A box in the model's text.
 
-    label: the name before it, None without one.
+    label: name before the box, or None.
     grid: left, top, right, bottom on the grid.
     """
 
@@ -59,9 +61,9 @@ class TextBox:
 
 
 def parse_boxes(text: str) -> tuple[list[TextBox], list[str]]:
-    """Return the boxes in `text`, in order, and one sentence for each malformed box or name.
+    """Return the boxes in `text`, in order, and a sentence for each malformed box or name.
 
-    Accepts any text and takes time linear in its length.
+    Any text is accepted. The time is linear in its length.
     """
     boxes: list[TextBox] = []
     warnings: list[str] = []
@@ -105,15 +107,15 @@ def build_result(
     """Return the JSON of one answer, which conforms to the schema.
 
     details: `task`, `adapter` ({name, digest} or None) and `timings` (seconds by name).
-    layout: int32 [n, 6], whose column is_video distinguishes frames from images.
+    layout: int32 [n, 6]; its last column, is_video, is the number of frames, 0 for an image.
     size: int32 [n, 2], height and width in pixels.
-    labels, scores: output of a vision task head, of equal length; empty without a head.
+    labels, scores: outputs of a vision task head, of equal length; empty without a head.
 
-    Raises InvalidArgument if the arguments do not fit together.
+    Raises InvalidArgument if the arguments do not fit each other.
     """
     _check(details, layout, size, labels, scores)
     boxes, warnings = parse_boxes(text)
-    is_video = [bool(line[5]) for line in layout]
+    is_video = [bool(line[5]) for line in layout for _ in range(max(1, line[5]))]
     if boxes and not is_video:
         warnings.append(f"the request has no image for {len(boxes)} boxes")
     objects: list[list[dict[str, Any]]] = [[] for _ in is_video]
@@ -140,7 +142,6 @@ def build_result(
 
 @cache
 def result_schema() -> dict[str, Any]:
-    """Return the JSON schema of `result`."""
     schema: dict[str, Any] = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     return schema
 
@@ -167,7 +168,7 @@ def _unclosed(tag: re.Match[str]) -> str:
 def _pictures(
     objects: list[list[dict[str, Any]]], is_video: list[bool], frames: bool
 ) -> list[dict[str, Any]]:
-    """Return the objects of the frames, or of the images, numbered from 0."""
+    """Return the objects of the frames, or of the images, with indices from 0."""
     selected = [boxes for boxes, video in zip(objects, is_video, strict=True) if video is frames]
     return [{"index": index, "objects": boxes} for index, boxes in enumerate(selected)]
 
@@ -187,6 +188,8 @@ def _check(
             "'image_layout' must be [n, 6] and 'image_size' [n, 2],"
             f" not {list(layout.shape)} and {list(size.shape)}"
         )
+    if sum(max(1, line[5]) for line in layout.tolist()) > MAX_PICTURES:
+        raise InvalidArgument(f"'image_layout' has more than {MAX_PICTURES} images and frames")
     if len(layout) != len(size):
         raise InvalidArgument(
             f"'image_layout' has {len(layout)} rows, 'image_size' has {len(size)};"

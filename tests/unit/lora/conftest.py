@@ -1,4 +1,4 @@
-"""Fixtures of the tests of adapters: six small adapters and stores over them."""
+"""Fixtures of the adapter tests: six small adapters, and stores over them."""
 
 from __future__ import annotations
 

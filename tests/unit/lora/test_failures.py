@@ -1,4 +1,4 @@
-"""Adapters that cannot be read, loaded or packed, for now or for good."""
+"""Tests of adapters that cannot be read, loaded or packed, temporarily or permanently."""
 
 from __future__ import annotations
 

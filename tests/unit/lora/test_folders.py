@@ -1,4 +1,4 @@
-"""Looks at adapter folders: what is found, and what is reported as changed."""
+"""Tests of scans of the adapter folders: what they find, and which changes they report."""
 
 from __future__ import annotations
 

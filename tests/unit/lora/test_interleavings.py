@@ -1,6 +1,6 @@
-"""Orders in which the results of workers meet changes of folders, evictions and requests.
+"""Tests of worker results that meet changes of folders, evictions and requests in any order.
 
-Jobs run when a test says so, on its own thread, so each order is forced.
+A test runs the workers' jobs itself, on its own thread, and so determines their order.
 """
 
 from __future__ import annotations

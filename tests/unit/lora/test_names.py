@@ -1,4 +1,4 @@
-"""Names of adapters: the hint for an unknown one, and what other threads see of the names."""
+"""Tests of adapter names: the hint for an unknown name, and the names that other threads see."""
 
 from __future__ import annotations
 

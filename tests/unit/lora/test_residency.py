@@ -1,4 +1,4 @@
-"""Adapters between folders, host memory and pages: what is resident, and what is evicted."""
+"""Tests of adapters between folders, host memory and pages: residency and eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of an adapter: which one requests get, and when an old one is dropped."""
+"""Tests of an adapter's versions: which one requests get, and when an old one is dropped."""
 
 from __future__ import annotations
 

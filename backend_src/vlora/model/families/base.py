@@ -1,7 +1,7 @@
-"""Description of one decoder family: what its checkpoints look like and what it does not support.
+"""Description of a decoder family: how its checkpoints are laid out, and what is unsupported.
 
 A family is a checkpoint architecture whose layers `model/decoder.py` computes exactly. Each family
-has one file here and one line in `registry.py`; no other module names an architecture.
+has a file here and a line in `registry.py`. No other module names an architecture.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class WeightNames:
     """Names of a checkpoint's decoder weights, without the prefix that its layout adds.
 
     norms: RMS norms of each layer, before attention and before the MLP.
-    attention, mlp: modules that hold the target matrices.
+    attention, mlp: modules that contain the target matrices.
+    head_norms: RMS norms of each layer's query and key heads; () if there are none.
     """
 
     embedding: str = "embed_tokens.weight"
@@ -31,24 +32,24 @@ class WeightNames:
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     attention: str = "self_attn"
     mlp: str = "mlp"
+    head_norms: tuple[str, ...] = ()
 
     def matrix(self, layer: int, target: str) -> str:
-        """Return the name of a target matrix."""
         module = self.attention if target in ATTENTION else self.mlp
         return f"layers.{layer}.{module}.{target}.weight"
 
     def bias(self, layer: int, target: str) -> str:
-        """Return the name of a target's bias."""
         return self.matrix(layer, target).removesuffix("weight") + "bias"
 
     def norm(self, layer: int, norm: str) -> str:
-        """Return the name of one of a layer's norms."""
         return f"layers.{layer}.{norm}.weight"
 
     def without_prefix(self, key: str) -> str | None:
-        """Return the name of a stored decoder weight without the layout's prefix, else None.
+        """Return the name of a stored decoder weight without the layout's prefix; None for other
+        weights.
 
-        Accepts the layouts of transformers 4 and 5, of multimodal checkpoints and of bare decoders.
+        This accepts the layouts of transformers 4 and 5, of multimodal checkpoints and of bare
+        decoders.
         """
         match = self._pattern.match(key)
         return match[1] if match else None
@@ -56,7 +57,7 @@ class WeightNames:
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         modules = "|".join(map(re.escape, (self.attention, self.mlp)))
-        norms = "|".join(map(re.escape, self.norms))
+        norms = "|".join(map(re.escape, (*self.norms, *self.head_norms)))
         others = "|".join(map(re.escape, (self.embedding, self.final_norm, self.lm_head)))
         return re.compile(
             rf"{_LAYOUT_PREFIX}("
@@ -66,26 +67,33 @@ class WeightNames:
 
 
 def biases_by_config(text: Any) -> tuple[str, ...]:
-    """Return the targets with a bias, as `attention_bias` and `mlp_bias` say."""
+    """Return the targets with a bias, according to `attention_bias` and `mlp_bias`."""
     attention = bool(getattr(text, "attention_bias", False))
     mlp = bool(getattr(text, "mlp_bias", False))
     return tuple(t for t in TARGETS if (attention if t in ATTENTION else mlp))
 
 
 def has_sliding_layers(text: Any) -> bool:
-    """Return whether `layer_types` gives any layer sliding-window attention."""
+    """Return whether `layer_types` contains sliding-window attention."""
     return "sliding_attention" in (getattr(text, "layer_types", None) or [])
+
+
+def one_axis(text: Any) -> tuple[int, ...]:
+    """Return no axes: the angle of every frequency depends on a row's index in its sequence."""
+    return ()
 
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """One decoder architecture, by the `model_type` of its text configuration.
+    """One decoder architecture, identified by the `model_type` of its text configuration.
 
     The callables take transformers' text configuration.
 
     biased_targets: returns the targets with a bias.
     sliding_window: returns whether any layer uses sliding-window attention, which is not supported.
     activations: supported values of `hidden_act`.
+    rope_axes: returns the axis (0 time, 1 height, 2 width) of each rotary frequency, or () if
+        positions have one axis.
     """
 
     model_type: str
@@ -93,9 +101,10 @@ class DecoderFamily:
     sliding_window: Callable[[Any], bool] = has_sliding_layers
     activations: tuple[str, ...] = ("silu",)
     names: WeightNames = WeightNames()
+    rope_axes: Callable[[Any], tuple[int, ...]] = one_axis
 
     def unsupported(self, text: Any) -> str | None:
-        """Return why this configuration is not supported, None if it is."""
+        """Return why this configuration is not supported; None if it is."""
         if text.hidden_act not in self.activations:
             return (
                 f"activation '{text.hidden_act}' is not supported; supported:"

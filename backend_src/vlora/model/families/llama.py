@@ -1,4 +1,4 @@
-"""Llama: biases only where the configuration asks for them."""
+"""Llama: biases as the configuration says."""
 
 from vlora.model.families.base import DecoderFamily
 

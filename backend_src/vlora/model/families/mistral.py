@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers; `sliding_window` in the configuration applies to every layer."""
+"""Mistral: the layers of Llama. `sliding_window` in the configuration applies to every layer."""
 
 from typing import Any
 

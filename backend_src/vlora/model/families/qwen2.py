@@ -5,8 +5,9 @@ from typing import Any
 from vlora.model.families.base import DecoderFamily
 
 
-def _biased_targets(text: Any) -> tuple[str, ...]:
+def biased_targets(text: Any) -> tuple[str, ...]:
+    """Return the targets with a bias, whatever the configuration says."""
     return ("q_proj", "k_proj", "v_proj")
 
 
-QWEN2 = DecoderFamily("qwen2", biased_targets=_biased_targets)
+QWEN2 = DecoderFamily("qwen2", biased_targets=biased_targets)

@@ -1,0 +1,68 @@
+"""`vlora adapters convert`: make a plain LoRA from an adapter that cannot be served as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from vlora.cli.common import console, print_plain, report_errors
+
+if TYPE_CHECKING:
+    from vlora.generation.convert import Conversion
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of the adapter, as PEFT saves it.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the plain LoRA.")],
+    model: Annotated[Path, typer.Option(help="Folder of the checkpoint that it was trained for.")],
+    rank: Annotated[
+        int, typer.Option(min=1, help="Maximum rank if the conversion is not exact.")
+    ] = 64,
+    max_error: Annotated[
+        float,
+        typer.Option(min=0.0, help="Maximum relative error of the change of a matrix."),
+    ] = 0.05,
+) -> None:
+    """Make a plain LoRA, in safetensors, from an adapter that cannot be served as it is.
+
+    Exact: pickles (.bin), copies of the base model's own weights, PiSSA and OLoRA. DoRA, and other
+    methods that change the weights of linear layers, are truncated to --rank. The error is
+    printed, and nothing is written if it is above --max-error.
+    """
+    with report_errors():
+        # Imported here because they import torch.
+        from vlora.generation.base_weights import BaseWeights
+        from vlora.generation.convert import Limits
+        from vlora.generation.convert import convert as run
+        from vlora.model.decoder_config import load_config
+        from vlora.model.loader import adapter_shape
+
+        config = load_config(model)
+        shape, base = adapter_shape(model, config), BaseWeights(model, config)
+        with console.status("reading") as status:
+            result = run(
+                source,
+                out,
+                shape,
+                base,
+                Limits(rank, max_error),
+                lambda matrix: status.update(escape(matrix)),
+            )
+        _print_result(result, out)
+
+
+def _print_result(result: Conversion, out: Path) -> None:
+    for key in result.dropped:
+        print_plain(f"dropped '{key}', a copy of the base model's own weight")
+    ranks = ", ".join(map(str, result.ranks))
+    print_plain(f"{result.method} → LoRA of rank {ranks} in {out}")
+    if result.errors:
+        print_plain(
+            f"error: {result.error:.2e} of the adapter's change,"
+            f" at most {result.worst:.2e} in a matrix"
+        )
+    else:
+        print_plain("error: none, except for rounding")

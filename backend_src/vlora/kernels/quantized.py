@@ -1,0 +1,322 @@
+"""Matrices of int8 or int4 weights: quantization, memory layout, and products with them.
+
+A weight is scale · (value − zero). Adjacent inputs of one output form a group, which has one scale
+and one zero. Scales are fp32. Products sum in fp32, and x is never quantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vlora import native
+from vlora.kernels import reference
+from vlora.kernels.ops import Matrix
+
+BLOCK = 64
+"""Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h)."""
+
+GROUPS = (32, 64, 128)
+"""Numbers of values that may share a scale. None means all values of an output."""
+
+WHOLE_ROW = 62
+"""Value for the logarithm of the group size if a group is a whole row."""
+
+SYMMETRIC_ZERO = 8
+"""Zero of all int4 groups of a matrix without zeros."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """Type of quantized weights.
+
+    bits: 8 or 4.
+    group: one of GROUPS, or None for one scale per output. int4 needs groups.
+    zeros: whether each group has its own zero, which is possible for int4 only.
+
+    Raises ValueError for any other combination.
+    """
+
+    bits: int
+    group: int | None
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        grouped = self.group in GROUPS
+        if not (
+            (self.bits == 4 and grouped)
+            or (self.bits == 8 and not self.zeros and (grouped or self.group is None))
+        ):
+            raise ValueError(
+                f"{self} is not supported; int4 needs groups of {_one_of_groups()},"
+                " int8 such groups or none, and no zeros"
+            )
+
+    @property
+    def name(self) -> str:
+        """Name for messages, as in "int4 in groups of 128"."""
+        return f"int{self.bits}" + ("" if self.group is None else f" in groups of {self.group}")
+
+    def row_bytes(self, depth: int) -> int:
+        """Return the number of bytes of a row of values."""
+        return -(-depth // BLOCK) * BLOCK * self.bits // 8
+
+    def groups(self, depth: int) -> int:
+        """Return the number of groups in a row that is padded to whole blocks."""
+        return 1 if self.group is None else -(-(-(-depth // BLOCK) * BLOCK) // self.group)
+
+    def matrix_bytes(self, rows: int, depth: int) -> int:
+        """Return the number of bytes of a matrix: its values, scales and zeros."""
+        return rows * (self.row_bytes(depth) + self.groups(depth) * (5 if self.zeros else 4))
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A quantized matrix [d_out, d_in].
+
+    values: [d_out, row_bytes] uint8, packed, contiguous.
+    scales: [d_out, groups] fp32, contiguous.
+    zeros: [d_out, groups] uint8, contiguous, or None.
+    depth: d_in.
+    dtype: type in which products with many rows multiply, fp32 or bf16.
+    order: [d_in] int64, input of each stored value; None if they are stored in the order of the
+        inputs.
+    """
+
+    format: Format
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    depth: int
+    dtype: torch.dtype
+    order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows, groups = len(self.values), self.format.groups(self.depth)
+        expected: dict[str, tuple[torch.Tensor, tuple[int, ...], torch.dtype]] = {
+            "values": (self.values, (rows, self.format.row_bytes(self.depth)), torch.uint8),
+            "scales": (self.scales, (rows, groups), torch.float32),
+        }
+        if self.format.zeros != (self.zeros is not None):
+            raise ValueError(f"zeros must be given for {self.format} only")
+        if self.zeros is not None:
+            expected["zeros"] = (self.zeros, (rows, groups), torch.uint8)
+        if self.order is not None:
+            expected["order"] = (self.order, (self.depth,), torch.int64)
+        for name, (tensor, shape, dtype) in expected.items():
+            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} {tuple(tensor.shape)} {tensor.dtype} must be contiguous"
+                    f" {shape} {dtype}"
+                )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape (d_out, d_in) of the matrix."""
+        return len(self.values), self.depth
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the values, scales and zeros."""
+        return self.format.matrix_bytes(*self.shape)
+
+    def rows(self, first: int, count: int) -> QuantizedWeight:
+        """Return a view of adjacent rows."""
+        part = slice(first, first + count)
+        return QuantizedWeight(
+            self.format,
+            self.values[part],
+            self.scales[part],
+            None if self.zeros is None else self.zeros[part],
+            self.depth,
+            self.dtype,
+            self.order,
+        )
+
+    def fill(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        """Write a matrix.
+
+        values: [d_out, d_in] integers in stored order, −128 … 127 for int8 and 0 … 15 for int4.
+        scales, zeros: [d_out, at most `groups`]. Only groups of padding may be missing.
+        """
+        self.values.copy_(pack(values, self.format.bits))
+        self.scales.zero_()[:, : scales.shape[1]].copy_(scales)
+        if self.zeros is not None:
+            assert zeros is not None
+            self.zeros.zero_()[:, : zeros.shape[1]].copy_(zeros)
+
+
+def allocate(
+    form: Format, rows: int, depth: int, dtype: torch.dtype, memory: torch.Tensor | None = None
+) -> QuantizedWeight:
+    """Return a matrix that is not initialized.
+
+    memory: uint8, at least `matrix_bytes` long and aligned to 4 bytes; allocated if None.
+    """
+    size = form.matrix_bytes(rows, depth)
+    memory = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
+    groups = form.groups(depth)
+    first_scale = rows * form.row_bytes(depth)
+    first_zero = first_scale + rows * groups * 4
+    values, scales, zeros = (
+        memory[:first_scale],
+        memory[first_scale:first_zero],
+        memory[first_zero:],
+    )
+    return QuantizedWeight(
+        form,
+        values.view(rows, -1),
+        scales.view(torch.float32).view(rows, groups),
+        zeros.view(rows, groups) if form.zeros else None,
+        depth,
+        dtype,
+    )
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return integers [rows, depth] as packed rows of whole blocks, as `QuantizedWeight` stores
+    them.
+    """
+    rows, depth = values.shape
+    padded = torch.nn.functional.pad(values, (0, -depth % BLOCK))
+    if bits == 8:
+        return padded.to(torch.int8).view(torch.uint8)
+    nibbles = padded.to(torch.uint8).view(rows, -1, 4, 16)
+    # Word i of a block holds values i, 16 + i, 32 + i and 48 + i, from its lowest bits on.
+    low = nibbles[:, :, 0] | nibbles[:, :, 1] << 4
+    high = nibbles[:, :, 2] | nibbles[:, :, 3] << 4
+    return torch.stack((low, high), dim=-1).view(rows, -1)
+
+
+def unpack(weight: QuantizedWeight) -> torch.Tensor:
+    """Return the integers of a matrix, [d_out, d_in] int32, in stored order."""
+    rows, depth = weight.shape
+    if weight.format.bits == 8:
+        return weight.values.view(torch.int8)[:, :depth].int()
+    low, high = weight.values.view(rows, -1, 16, 2).unbind(-1)
+    nibbles = torch.stack((low & 15, low >> 4, high & 15, high >> 4), dim=2)
+    return nibbles.view(rows, -1)[:, :depth].int()
+
+
+def dequantize(weight: QuantizedWeight) -> torch.Tensor:
+    """Return the matrix in fp32, [d_out, d_in], with its inputs in their own order."""
+    rows, depth = weight.shape
+    group = weight.format.group or depth
+    zeros: torch.Tensor | int = 0 if weight.format.bits == 8 else SYMMETRIC_ZERO
+    if weight.zeros is not None:
+        zeros = weight.zeros.int().repeat_interleave(group, dim=1)[:, :depth]
+    scales = weight.scales.repeat_interleave(group, dim=1)[:, :depth]
+    stored = (unpack(weight) - zeros) * scales
+    if weight.order is None:
+        return stored
+    return torch.empty(rows, depth).index_copy_(1, weight.order, stored)
+
+
+def quantize(weight: torch.Tensor, into: QuantizedWeight) -> None:
+    """Quantize a matrix [d_out, d_in] symmetrically.
+
+    For int8, the largest absolute value of a group becomes 127. For int4, two scales are tried: the
+    largest absolute value becomes −8 with the first, and −7 or 7 with the second. Each scale is
+    then replaced by the one with the smallest squared error for its rounded values, and the better
+    of the two is used.
+    """
+    rows, depth = weight.shape
+    group = into.format.group or depth
+    grouped = torch.nn.functional.pad(weight.float(), (0, -depth % group)).view(rows, -1, group)
+    if into.format.bits == 8:
+        scales = grouped.abs().amax(dim=2) / 127
+        values = (grouped / _divisor(scales)).round_()
+    else:
+        values, scales = _best_int4(grouped)
+        values += SYMMETRIC_ZERO
+    into.fill(values.view(rows, -1)[:, :depth], scales, None)
+
+
+def _best_int4(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return signed values −8 … 7, [rows, groups, group], and scales, [rows, groups]."""
+    largest = grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    for levels in (-8, 7):
+        values = (grouped / _divisor(largest / levels)).round_().clamp_(-8, 7)
+        squares = values.square().sum(dim=2)
+        products = (values * grouped).sum(dim=2)
+        scales = products / torch.where(squares == 0, 1.0, squares)
+        # This is how much smaller the squared error is than with all values 0.
+        gain = products * scales
+        if best is None:
+            best = values, scales, gain
+            continue
+        better = gain > best[2]
+        best = (
+            torch.where(better[..., None], values, best[0]),
+            torch.where(better, scales, best[1]),
+            gain,
+        )
+    assert best is not None
+    return best[0], best[1]
+
+
+def _divisor(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales to divide by, with 1 for groups of zeros."""
+    return torch.where(scales == 0, 1.0, scales)[..., None]
+
+
+def _one_of_groups() -> str:
+    *others, last = map(str, GROUPS)
+    return f"{', '.join(others)} or {last}"
+
+
+class QuantizedMatrix(Matrix):
+    """A quantized weight with its bias. They are checked once, for all steps that use them.
+
+    bias: [d_out] fp32, or None.
+
+    In a product with more than a few rows, weights of dtype bf16 are dequantized to bf16, and x is
+    rounded as for `Matrix`.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        rows, depth = weight.shape
+        self._check_bias(bias, rows)
+        self.weight, self.shape, self._bias = weight, weight.shape, bias
+        group = weight.format.group
+        self._stored = (
+            weight.format.bits,
+            weight.values.data_ptr(),
+            weight.scales.data_ptr(),
+            0 if weight.zeros is None else weight.zeros.data_ptr(),
+            rows,
+            depth,
+            WHOLE_ROW if group is None else group.bit_length() - 1,
+            0 if bias is None else bias.data_ptr(),
+            weight.dtype == torch.bfloat16,
+        )
+
+    def _reference(self, x: torch.Tensor) -> torch.Tensor:
+        return reference.linear(x, dequantize(self.weight), self._bias)
+
+    def _multiply(self, y: int, x: torch.Tensor) -> None:
+        if self.weight.order is not None:
+            x = x.index_select(1, self.weight.order)
+        native.kernels().quantized.multiply(
+            y,
+            self.shape[0],
+            x.data_ptr(),
+            x.stride(0),
+            len(x),
+            *self._stored,
+            torch.get_num_threads(),
+        )
+
+    def _multiply_gated(self, out: int, scratch: int, x: torch.Tensor) -> None:
+        self._multiply(scratch, x)
+        width = self.shape[0] // 2
+        native.kernels().gemm.gate(out, scratch, len(x), width, torch.get_num_threads())
+
+
+def matrix_of(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Matrix:
+    """Return the matrix of a weight, quantized or not."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedMatrix(weight, bias)
+    return Matrix(weight, bias)

@@ -1,0 +1,94 @@
+"""Slab of quantized base weights: the target matrices of all layers in contiguous memory.
+
+It is sealed like any base slab. Adapters are never merged into it: merged weights would have to be
+quantized again, with an error that differs from adapter to adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from vlora.kernels.quantized import Format, QuantizedWeight, allocate
+from vlora.lora.slab import GROUPS, digest
+from vlora.memory.device import HOST
+
+ALIGNMENT = 64
+
+
+class QuantizedSlab:
+    """Owner of the quantized base weights.
+
+    shapes: target → (d_out, d_in), the same in every layer.
+    dtype: type in which products with many rows multiply, fp32 or bf16.
+    views: matrices of the fused groups of all layers, in the order of GROUPS within a layer.
+    """
+
+    device = HOST
+    """Device that stores the weights."""
+
+    def __init__(
+        self,
+        layers: int,
+        shapes: Mapping[str, tuple[int, int]],
+        form: Format,
+        dtype: torch.dtype,
+    ) -> None:
+        self.layers = layers
+        self.shapes = dict(shapes)
+        self.format = form
+        self.dtype = dtype
+        sizes = [padded_bytes(form, group, shapes) for group in GROUPS]
+        self.memory = self.device.zeros(layers * sum(sizes), dtype=torch.uint8)
+        self._views: list[QuantizedWeight] = []
+        start = 0
+        for size, group in zip(sizes * layers, GROUPS * layers, strict=True):
+            shape = group_shape(group, shapes)
+            self._views.append(allocate(form, *shape, dtype, self.memory[start:]))
+            start += size
+
+    @property
+    def views(self) -> tuple[QuantizedWeight, ...]:
+        return tuple(self._views)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def elements(self) -> int:
+        """Number of weights."""
+        return sum(rows * depth for rows, depth in (view.shape for view in self._views))
+
+    def target(self, layer: int, target: str) -> QuantizedWeight:
+        """Return one matrix for writing, which is possible before the slab is sealed."""
+        number = next(i for i, group in enumerate(GROUPS) if target in group)
+        before = GROUPS[number][: GROUPS[number].index(target)]
+        first = sum(self.shapes[other][0] for other in before)
+        return self._views[layer * len(GROUPS) + number].rows(first, self.shapes[target][0])
+
+    def set_order(self, layer: int, group: int, order: torch.Tensor) -> None:
+        """Set the input of each stored value of a group; see `QuantizedWeight.order`."""
+        index = layer * len(GROUPS) + group
+        self._views[index] = replace(self._views[index], order=order)
+
+    def seal(self) -> None:
+        """Make the slab read-only. Raise OSError if that fails."""
+        self.device.seal(self.memory)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the weights, which must never change."""
+        return digest(self.memory)
+
+
+def group_shape(group: tuple[str, ...], shapes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    return sum(shapes[target][0] for target in group), shapes[group[0]][1]
+
+
+def padded_bytes(
+    form: Format, group: tuple[str, ...], shapes: Mapping[str, tuple[int, int]]
+) -> int:
+    """Return the number of bytes that a fused group takes in the slab."""
+    return -(-form.matrix_bytes(*group_shape(group, shapes)) // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,197 @@
+"""Weights of GPTQ, AWQ and compressed-tensors checkpoints, repacked into the slab.
+
+All of them store scale · (value − zero) with groups of inputs. They differ in what they pack into
+32 bits and in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vlora.errors import InvalidArgument
+from vlora.ids import MatrixId
+from vlora.kernels.quantized import QuantizedWeight
+from vlora.lora.quantized_slab import QuantizedSlab
+from vlora.lora.slab import GROUPS
+from vlora.model.stored_quantization import StoredQuantization
+
+Parts = dict[str, Callable[[], torch.Tensor]]
+"""Functions that read the tensors of a module, by the names of the tensors."""
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Position in a 32-bit word of each of 8 adjacent outputs, counted in 4 bits from the lowest bits
+on.
+"""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A matrix as integers.
+
+    values: [d_out, d_in] int32, at least 0.
+    scales: [d_out, groups].
+    zeros: [d_out, groups] int32.
+    input_groups: [d_in] group of each input; None if groups consist of adjacent inputs.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    input_groups: torch.Tensor | None = None
+
+
+def read_quantized(
+    parts: Mapping[MatrixId, Parts], stored: StoredQuantization, slab: QuantizedSlab
+) -> None:
+    """Read all matrices into the slab.
+
+    Raises InvalidArgument, which names the matrix, if one of its tensors is missing or does not
+    fit.
+    """
+    for layer in range(slab.layers):
+        for number, group in enumerate(GROUPS):
+            orders: list[torch.Tensor | None] = []
+            for target in group:
+                where = f"model: layer {layer}, {target}"
+                matrix = _READERS[stored.method](parts[layer, target], stored, where)
+                orders.append(_store(matrix, stored, slab.target(layer, target), where))
+            known = [order for order in orders if order is not None]
+            if not known:
+                continue
+            if len(known) < len(orders) or not all(torch.equal(o, known[0]) for o in known):
+                raise InvalidArgument(
+                    f"model: layer {layer}: {', '.join(group)} have different 'g_idx'; they share"
+                    " their input, so the files must group it in one way"
+                )
+            slab.set_order(layer, number, known[0])
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the unsigned integers in rows of 32-bit words, from the lowest bits on.
+
+    packed: [rows, n] int32.
+
+    Returns [rows, n · 32 / bits] int32.
+    """
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    values: torch.Tensor = (packed[:, :, None] >> shifts) & (2**bits - 1)
+    return values.reshape(len(packed), -1)
+
+
+def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
+    """Return a matrix stored as [in, out], whose weights are packed along inputs and zeros along
+    outputs.
+    """
+    values = unpack(_part(parts, "qweight", torch.int32, where).T, stored.bits)
+    zeros = unpack(_part(parts, "qzeros", torch.int32, where), stored.bits).T
+    scales = _part(parts, "scales", None, where).T
+    groups = _part(parts, "g_idx", torch.int32, where) if "g_idx" in parts else None
+    return Stored(values, scales, zeros + stored.zero_offset, groups)
+
+
+def _awq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
+    """Return a matrix stored as [in, out] and packed along outputs, in AWQ_ORDER."""
+
+    def outputs(name: str) -> torch.Tensor:
+        packed = unpack(_part(parts, name, torch.int32, where), 4)
+        ordered = packed.view(len(packed), -1, 8)[:, :, list(AWQ_ORDER)]
+        return ordered.reshape(len(packed), -1).T
+
+    return Stored(outputs("qweight"), _part(parts, "scales", None, where).T, outputs("qzeros"))
+
+
+def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
+    """Return a matrix of signed weights, which are packed along inputs; zeros are packed along
+    outputs.
+    """
+    scales = _part(parts, "weight_scale", None, where)
+    middle = 2 ** (stored.bits - 1)
+    if stored.bits == 8:
+        values = _part(parts, "weight", torch.int8, where).int() + middle
+    else:
+        values = unpack(_part(parts, "weight_packed", torch.int32, where), 4)
+    if scales.ndim < 2 or len(scales) == 1:  # There is one scale for all outputs.
+        scales = scales.reshape(1, 1).expand(len(values), 1)
+    zeros = torch.full(scales.shape, middle, dtype=torch.int32)
+    if stored.form.zeros:
+        packed = _part(parts, "weight_zero_point", torch.int32, where)
+        zeros = unpack(packed.T, 4).T[: len(values)]
+    groups = None
+    if "weight_g_idx" in parts:
+        groups = _part(parts, "weight_g_idx", torch.int32, where)
+    return Stored(values, scales, zeros, groups)
+
+
+_READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], Stored]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+}
+
+
+def _store(
+    matrix: Stored, stored: StoredQuantization, target: QuantizedWeight, where: str
+) -> torch.Tensor | None:
+    """Write a matrix to the slab; return `QuantizedWeight.order` for it."""
+    rows, depth = target.shape
+    group = stored.group or depth
+    groups = -(-depth // group)
+    values = matrix.values[:, :depth]
+    for name, tensor, shape in (
+        ("weights", values, (rows, depth)),
+        ("scales", matrix.scales, (rows, groups)),
+        ("zeros", matrix.zeros, (rows, groups)),
+    ):
+        if tensor.shape != shape:
+            raise InvalidArgument(
+                f"{where}: {name} of shape {tuple(tensor.shape)}; by config.json it must be {shape}"
+            )
+    order = None if matrix.input_groups is None else _order(matrix.input_groups, group, where)
+    if order is not None:
+        values = values[:, order]
+    middle = 2 ** (stored.bits - 1)
+    if not target.format.zeros and not (matrix.zeros == middle).all():
+        raise InvalidArgument(
+            f"{where}: zeros other than {middle}, which is supported for 4 bits alone, with 'sym':"
+            " false in config.json"
+        )
+    if target.format.bits == 8:
+        values = values - middle
+    # A group in the files may become several groups in the slab.
+    repeats = -(-min(group, depth) // target.format.group) if target.format.group else 1
+    target.fill(
+        values,
+        matrix.scales.float().repeat_interleave(repeats, dim=1),
+        matrix.zeros.repeat_interleave(repeats, dim=1),
+    )
+    return order
+
+
+def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor | None:
+    """Return the inputs sorted by group; None if they are sorted already. See
+    `QuantizedWeight.order`.
+    """
+    depth = len(input_groups)
+    adjacent = torch.arange(depth, dtype=input_groups.dtype) // group
+    if torch.equal(input_groups, adjacent) or (input_groups == -1).all():
+        return None
+    order = input_groups.argsort(stable=True)
+    if not torch.equal(input_groups[order], adjacent):
+        raise InvalidArgument(
+            f"{where}: 'g_idx' must have each of {-(-depth // group)} groups {group} times"
+        )
+    return order
+
+
+def _part(parts: Parts, name: str, dtype: torch.dtype | None, where: str) -> torch.Tensor:
+    """Return a tensor of a module. Raise InvalidArgument if it is missing or has another type."""
+    if name not in parts:
+        raise InvalidArgument(f"{where}: '{name}' is missing; the files hold {sorted(parts)}")
+    tensor = parts[name]()
+    fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
+    if not fits:
+        raise InvalidArgument(f"{where}: '{name}' is {tensor.dtype}; it must be {dtype or 'float'}")
+    return tensor

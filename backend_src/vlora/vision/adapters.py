@@ -1,0 +1,183 @@
+"""Adapters of the vision tower and the connector, as the encoder's process reads them.
+
+The encoder's process watches the adapter folders, independently of the engine's process. It checks
+an adapter's files when a request with images first names the adapter. It keeps the weights of the
+adapters used last, within a byte budget. It does not read what an adapter changes in the language
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from cachetools import LRUCache
+
+from vlora.atmm.types import LoraPair
+from vlora.errors import InvalidArgument, Unavailable
+from vlora.lora.adapter import WEIGHTS, AdapterFiles
+from vlora.lora.folders import FolderWatch, stamp_of
+from vlora.lora.handle import Stamp, version_of
+from vlora.lora.model_shape import ModelShape, vision_path
+from vlora.lora.peft_config import ErrorFactory, as_text
+from vlora.lora.transient import as_adapter_error, is_transient
+from vlora.lora.weights_reader import WeightsReader
+
+
+@dataclass(frozen=True, eq=False)
+class VisionPart:
+    """Changes that an adapter makes to the vision tower and the connector.
+
+    digest: SHA-256 of the weights.
+    version: version of the adapter's folder (see `version_of`).
+    pairs: A and B of each linear layer that it changes, by its `vision_path`.
+    """
+
+    digest: str
+    version: str
+    pairs: Mapping[str, LoraPair]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the weights."""
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Result of checking a version's files. reader: None if the adapter has no vision part."""
+
+    stamp: Stamp
+    reader: WeightsReader | None = None
+    error: InvalidArgument | None = None
+
+
+class VisionAdapters:
+    """Vision parts by name of adapter. `part` belongs to one thread."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        find: Callable[[], Mapping[str, Path]],
+        max_bytes: int,
+        budget: int | None,
+    ) -> None:
+        """Start watching the folders.
+
+        find: returns the present folders by name.
+        max_bytes: maximum size of one adapter's weights in fp32.
+        budget: maximum number of bytes of the vision parts that are kept; None for no limit.
+        """
+        self._model = model
+        self._max_bytes = max_bytes
+        self._described: dict[str, _Described] = {}
+        size = float("inf") if budget is None else budget
+        self._parts: LRUCache[str, VisionPart] = LRUCache(size, lambda part: part.nbytes)
+        present = {name: (folder, stamp_of(folder)) for name, folder in find().items()}
+        self._folders: Mapping[str, tuple[Path, Stamp]] = {}
+        self._update(present)
+        self._watch = FolderWatch(find, self._update)
+        self._watch.start(present)
+
+    def close(self) -> None:
+        """Stop watching the folders."""
+        self._watch.close()
+
+    def part(self, name: str | None) -> VisionPart | None:
+        """Return the vision part of an adapter's present version.
+
+        Returns None for the base model, for an adapter without a vision part, and for an unknown
+        name, which `lmm` refuses. Raises InvalidArgument for an adapter that cannot be loaded, and
+        Unavailable if its folder is being changed at the moment.
+        """
+        found = None if name is None else self._folders.get(name)
+        if name is None or found is None:
+            return None
+        folder, stamp = found
+        described = self._described.get(name)
+        if described is None or described.stamp != stamp:
+            described = self._described[name] = self._describe(name, folder, stamp)
+        if described.error is not None:
+            raise described.error
+        if described.reader is None:
+            return None
+        part = self._parts.get(name)
+        if part is None or part.version != version_of(stamp):
+            self._parts.pop(name, None)
+            part = self._read(name, folder, stamp, described.reader)
+            if part.nbytes <= self._parts.maxsize:
+                self._parts[name] = part
+        return part
+
+    def _update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
+        self._folders = {as_text(name): found for name, found in folders.items()}
+
+    def _describe(self, name: str, folder: Path, stamp: Stamp) -> _Described:
+        """Check the files. A failure whose cause lies outside them is raised, so that the next
+        request tries again.
+        """
+        for gone in self._described.keys() - self._folders.keys():
+            del self._described[gone]
+            self._parts.pop(gone, None)
+        try:
+            files = AdapterFiles(name, folder, self._model, self._max_bytes)
+        except Exception as failure:
+            error = as_adapter_error(name, folder, failure)
+            if is_transient(failure):
+                raise error from failure
+            return _Described(stamp, error=error)
+        return _Described(stamp, files.description.vision)
+
+    def _read(self, name: str, folder: Path, stamp: Stamp, reader: WeightsReader) -> VisionPart:
+        pairs, digest = reader.read(folder / WEIGHTS, ErrorFactory(name, WEIGHTS))
+        if stamp_of(folder) != stamp:
+            raise Unavailable(f"adapter '{name}' is being replaced; send the request again")
+        by_path = {path: pair for (_, path), pair in pairs.items()}
+        return VisionPart(digest, version_of(stamp), by_path)
+
+
+def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers of a vision tower and its connector, by their `vision_path`."""
+    paths = {vision_path(name): module for name, module in model.named_modules()}
+    return {
+        path: module
+        for path, module in paths.items()
+        if path is not None and isinstance(module, torch.nn.Linear)
+    }
+
+
+@contextmanager
+def applied(layers: Mapping[str, torch.nn.Linear], pairs: Mapping[str, LoraPair]) -> Iterator[None]:
+    """Make linear layers return W x + B A x within the context.
+
+    Raises InvalidArgument if `pairs` names a module that is not among the layers.
+    """
+    if unknown := pairs.keys() - layers.keys():
+        raise InvalidArgument(
+            f"the adapter changes '{min(unknown)}', which is not a linear layer of the vision tower"
+            " or connector"
+        )
+    hooks = [layers[path].register_forward_hook(_Added(pair)) for path, pair in pairs.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Added:
+    """Forward hook that adds B A x to the output of a layer."""
+
+    def __init__(self, pair: LoraPair) -> None:
+        self._pair = pair
+
+    def __call__(
+        self, module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor:
+        (x,) = inputs
+        linear = torch.nn.functional.linear
+        return output + linear(linear(x, self._pair.a), self._pair.b)

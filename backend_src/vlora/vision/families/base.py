@@ -1,0 +1,53 @@
+"""Description of a vision family: how its tower is loaded, and what an image becomes in a prompt.
+
+A family is a checkpoint architecture, identified by the `model_type` of its configuration. Each
+family has a file here and a line in `registry.py`. No other module of the encoder names an
+architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+
+from vlora.vision.images import DecodedImage
+
+Pixels = Mapping[str, torch.Tensor]
+"""Result of a checkpoint's image processor for one image."""
+
+
+def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
+    """Return the result of the image processor for one image."""
+    pixels: Pixels = processor(images=Image.fromarray(image.rgb), return_tensors="pt")
+    return pixels
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """One vision architecture. The callables take transformers' configuration of the checkpoint.
+
+    image_text: text for one image in a prompt, with the image token once.
+    part: class of the model without its decoder; `from_pretrained` loads its weights.
+    config_keys: keys of the configuration that affect image features.
+    grid: (config, processor, height, width) → (height, width) of an image's features in patches of
+        the tower.
+    features: (model, pixels of each image) → features of each image, [rows, hidden] fp32.
+    with_views: images of one request → the same images with their views. A view is what the
+        features depend on besides the pixels.
+    preprocess: (processor, image) → pixels.
+    joins_frames: whether the frames of a clip are one video in a prompt, not separate images.
+    """
+
+    model_type: str
+    image_text: str
+    part: type[Any]
+    config_keys: tuple[str, ...]
+    grid: Callable[[Any, Any, int, int], tuple[int, int]]
+    features: Callable[[Any, Sequence[Pixels]], Sequence[torch.Tensor]]
+    with_views: Callable[[Sequence[DecodedImage]], Sequence[DecodedImage]] = lambda images: images
+    preprocess: Callable[[Any, DecodedImage], Pixels] = _preprocess
+    joins_frames: bool = False

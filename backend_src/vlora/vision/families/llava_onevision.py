@@ -1,0 +1,107 @@
+"""LLaVA-OneVision: how an image is encoded depends on what else is in its request.
+
+A single image has an overview and tiles. If there are several images, each has only an overview. A
+frame of a clip has an overview with a quarter of the rows. The row that ends a clip (its newline)
+belongs to the last frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+from transformers import AutoModel, LlavaOnevisionConfig
+from transformers.models.llava_onevision.modeling_llava_onevision import (
+    LlavaOnevisionModel,
+    LlavaOnevisionMultiModalProjector,
+    LlavaOnevisionPreTrainedModel,
+)
+
+from vlora.vision.families.base import Pixels, VisionFamily
+from vlora.vision.families.llava import LLAVA, patches_of_side
+from vlora.vision.families.llava_next import LLAVA_NEXT
+from vlora.vision.images import DecodedImage
+
+SEVERAL, FRAME, LAST_FRAME = "several", "frame", "last frame"
+"""Views, which say how an image is encoded. A single image has no view."""
+
+
+class _LlavaOnevisionVision(LlavaOnevisionModel):  # type: ignore[misc]
+    """The LLaVA-OneVision model of transformers without its decoder."""
+
+    _keys_to_ignore_on_load_unexpected = (r"language_model", r"lm_head")
+
+    def __init__(self, config: LlavaOnevisionConfig) -> None:
+        LlavaOnevisionPreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = LlavaOnevisionMultiModalProjector(config)
+        self.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
+        self.post_init()
+
+
+def _with_views(images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
+    alone = sum(not image.is_video for image in images) == 1
+    views = [FRAME if image.is_video else "" if alone else SEVERAL for image in images]
+    if FRAME in views:
+        views[len(views) - 1 - views[::-1].index(FRAME)] = LAST_FRAME
+    return [replace(image, view=view) for image, view in zip(images, views, strict=True)]
+
+
+def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
+    picture = Image.fromarray(image.rgb)
+    if image.view == SEVERAL:
+        # In a list of several images, the processor pads them and makes no tiles. The second image
+        # is only there to make the list that long.
+        pixels = processor(images=[[picture, Image.new("RGB", (1, 1))]], return_tensors="pt")
+        return {"several": pixels["pixel_values"][:1], "sizes": pixels["image_sizes"][:1]}
+    if image.view in (FRAME, LAST_FRAME):
+        side = processor.size["height"]
+        # With this one resolution, the only tile costs little. The overview comes first.
+        pixels = processor(images=picture, image_grid_pinpoints=[[side, side]], return_tensors="pt")
+        return {image.view: pixels["pixel_values"][:, 0]}
+    pixels = processor(images=picture, return_tensors="pt")
+    return {"pixel_values": pixels["pixel_values"], "image_sizes": pixels["image_sizes"]}
+
+
+def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
+    """Return the features of each image. The tower is called once per image with tiles, and once
+    for all other images of the same view.
+    """
+    features: dict[int, torch.Tensor] = {}
+    several = [i for i, image in enumerate(images) if "several" in image]
+    if several:
+        output = model.get_image_features(
+            torch.cat([images[i]["several"] for i in several]).float(),
+            torch.cat([images[i]["sizes"] for i in several]),
+            # With a number above 1, the model expects no tiles, even for a single image here.
+            batch_num_images=[len(several) + 1],
+        )
+        features |= zip(several, output.pooler_output, strict=True)
+    frames = [i for i, image in enumerate(images) if image.keys() & {FRAME, LAST_FRAME}]
+    if frames:
+        pixels = torch.cat([next(iter(images[i].values())) for i in frames]).float()
+        clip = model.get_video_features(pixels[None]).pooler_output[0]
+        rows, newline = clip[:-1].chunk(len(frames)), clip[-1:]
+        for i, own in zip(frames, rows, strict=True):
+            features[i] = torch.cat([own, newline]) if LAST_FRAME in images[i] else own
+    for i, image in enumerate(images):
+        if i not in features:
+            pixels = image["pixel_values"].float()
+            (features[i],) = model.get_image_features(pixels, image["image_sizes"]).pooler_output
+    return [features[i] for i in range(len(images))]
+
+
+LLAVA_ONEVISION = VisionFamily(
+    "llava_onevision",
+    image_text=LLAVA.image_text,
+    part=_LlavaOnevisionVision,
+    config_keys=(*LLAVA_NEXT.config_keys, "vision_aspect_ratio"),
+    grid=patches_of_side,
+    features=_features,
+    with_views=_with_views,
+    preprocess=_preprocess,
+)

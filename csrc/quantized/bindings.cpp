@@ -1,0 +1,31 @@
+// The Python submodule `quantized`. It takes numbers and addresses, which
+// vlora/kernels/quantized.py has checked.
+#include <pybind11/pybind11.h>
+
+#include "quantized/quantized.h"
+#include "runtime/kernel_call.h"
+
+namespace py = pybind11;
+using namespace vlora;
+
+void bind_quantized(py::module_& m) {
+  m.doc() = "Products with matrices of int8 or int4 weights.";
+  m.attr("BLOCK") = quantized::kBlock;
+  m.attr("WHOLE_ROW") = quantized::Weight::kWholeRow;
+  m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
+                       int64_t rows, int bits, uintptr_t values, uintptr_t scales, uintptr_t zeros,
+                       int64_t n, int64_t k, int group_shift, uintptr_t bias, bool bf16,
+                       int threads) {
+    const quantized::Product product{{bits, reinterpret_cast<const uint8_t*>(values),
+                                      reinterpret_cast<const float*>(scales),
+                                      reinterpret_cast<const uint8_t*>(zeros), n, k, group_shift},
+                                     reinterpret_cast<const float*>(x),
+                                     rows,
+                                     x_stride,
+                                     reinterpret_cast<float*>(y),
+                                     y_stride,
+                                     reinterpret_cast<const float*>(bias)};
+    const runtime::KernelCall call;
+    quantized::multiply(product, bf16 ? Dtype::kBf16 : Dtype::kFp32, threads);
+  });
+}

@@ -1,0 +1,28 @@
+"""Translation units of csrc/quantized: one for each instruction set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kernels
+from kernels import CSRC, ISAS, Isa, Unit
+
+
+def body(isa: Isa) -> str:
+    """Return the function that fills the table of kernels of an instruction set."""
+    has_pairs = "VLORA_HAS_BF16_PRODUCTS" in isa.defines
+    pairs = "{pack_pairs, gemv_pairs}" if has_pairs else "{nullptr, nullptr}"
+    return (
+        "Kernels table() {\n"
+        f"  return {{{{pack, gemv}}, {pairs}, kMaxRows, {{widen<float>, widen<uint16_t>}}}};\n}}\n"
+    )
+
+
+def units(build: Path) -> list[Unit]:
+    """Return all units, writing generated ones into `build`."""
+    all_units = [Unit(CSRC / "quantized" / "quantized.cpp")]
+    for isa in ISAS:
+        unpack = isa.registers.replace("runtime/register_", "quantized/unpack_")
+        headers = (unpack, "quantized/gemv_quantized.h")
+        all_units.append(kernels.unit(build, "quantized", "vectors", isa, headers, body(isa)))
+    return [*all_units, kernels.table(build, "quantized", "quantized/quantized.h")]

@@ -1,0 +1,318 @@
+// Gemv with int8 and int4 weights, which are converted to fp32 or bf16 in registers, and their
+// conversion in memory for products with more rows. Included after the instruction set's unpack header.
+#pragma once
+
+#include "quantized/quantized.h"
+#include "runtime/bf16.h"
+
+namespace vlora::quantized::VLORA_ISA {
+
+using gemm::kStreams;
+
+constexpr bool kManyRegisters = R::kWidth == 16;  // 32 registers instead of 16
+// Maximum number of rows of x. For more, weights are widened once to memory.
+constexpr int kMaxRows = kManyRegisters ? 16 : 8;
+// Rows of each stream that are multiplied with a tile before the next tile is read.
+constexpr int64_t kRowsAtOnce = 4;
+// Bytes that each stream is prefetched ahead, into L1.
+constexpr int64_t kPrefetchBytes = 1024;
+// Steps of a register in the values that surely share a scale.
+constexpr int kGroupSteps = int(kMinGroup) / R::kWidth;
+
+// Types of a weight. Value: a register of weights, kStep of them, and of as many values of x, which
+// are packed as X. Block: values of a row in a block. Scales: what `weights` needs of a group.
+// kTileRows: maximum number of rows of x in a register tile. streams(rows): rows of W in a tile, at
+// most as many as the registers can hold sums and factors for.
+
+// Weights and x are fp32.
+struct Fp32Values {
+  using Value = R;
+  using X = float;
+  static constexpr int kStep = R::kWidth;
+  static VLORA_INLINE R load_x(const float* x) { return R::load(x); }
+  static VLORA_INLINE void add(R& sum, const R& weights, const R& x) {
+    sum.add_product(weights, x);
+  }
+  static VLORA_INLINE void pack(const float* x, float* to) { R::load(x).store(to); }
+};
+
+template <bool has_zeros>
+struct Int4 : Fp32Values {
+  using Block = Nibbles;
+  using Scales = Factors;
+  static constexpr int kBlockBytes = int(kBlock) / 2;
+  static constexpr bool kGrouped = true;
+  static constexpr int kTileRows = kManyRegisters ? 8 : 4;
+  static constexpr int streams(int rows) { return rows <= (kManyRegisters ? 4 : 1) ? kStreams : 2; }
+  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
+    return Factors::of(w.scales[index], has_zeros ? float(w.zeros[index]) : 8.0f);
+  }
+  static VLORA_INLINE Block load(const uint8_t* p) { return Nibbles::load(p); }
+  static VLORA_INLINE R weights(const Block& block, const Scales& scales, int step) {
+    return block.weights(scales, step);
+  }
+};
+
+// Int8 with several scales in a row, or with one, by which sums are multiplied in the end.
+template <bool grouped>
+struct Int8 : Fp32Values {
+  using Block = const int8_t*;
+  using Scales = R;
+  static constexpr int kBlockBytes = int(kBlock);
+  static constexpr bool kGrouped = grouped;
+  static constexpr int kTileRows = kManyRegisters ? 6 : 4;
+  static constexpr int streams(int rows) { return rows <= (kManyRegisters ? 6 : 1) ? kStreams : 2; }
+  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
+    return R::all(w.scales[index]);
+  }
+  static VLORA_INLINE Block load(const uint8_t* p) { return reinterpret_cast<const int8_t*>(p); }
+  static VLORA_INLINE R weights(const Block& block, const Scales& scales, int step) {
+    const R values = load_bytes(block + step * R::kWidth);
+    if constexpr (grouped) return values * scales;
+    return values;
+  }
+};
+
+#ifdef VLORA_HAS_BF16_PRODUCTS
+// Weights and x are rounded to bf16, and multiplied in pairs.
+struct PairValues {
+  using Value = R::Pairs;
+  using X = uint16_t;
+  static constexpr int kStep = 2 * R::kWidth;
+  static VLORA_INLINE Value load_x(const uint16_t* x) { return R::load_pairs(x); }
+  static VLORA_INLINE void add(R& sum, const Value& weights, const Value& x) {
+    sum.add_pairs(weights, x);
+  }
+  static VLORA_INLINE void pack(const float* x, uint16_t* to) {
+    R::store_two(R::load(x), R::load(x + R::kWidth), to);
+  }
+};
+
+template <bool has_zeros>
+struct PairsOfInt4 : PairValues {
+  using Block = NibblePairs;
+  using Scales = FactorPairs;
+  static constexpr int kBlockBytes = Int4<has_zeros>::kBlockBytes;
+  static constexpr bool kGrouped = true;
+  static constexpr int kTileRows = Int4<has_zeros>::kTileRows;
+  static constexpr int streams(int rows) { return Int4<has_zeros>::streams(rows); }
+  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
+    return FactorPairs::of(Int4<has_zeros>::scales(w, index));
+  }
+  static VLORA_INLINE Block load(const uint8_t* p) { return NibblePairs::load(p); }
+  static VLORA_INLINE Value weights(const Block& block, const Scales& scales, int step) {
+    return block.weights(scales, step);
+  }
+};
+
+template <bool grouped>
+struct PairsOfInt8 : PairValues {
+  using Block = const int8_t*;
+  using Scales = R;
+  static constexpr int kBlockBytes = int(kBlock);
+  static constexpr bool kGrouped = grouped;
+  static constexpr int kTileRows = Int8<grouped>::kTileRows;
+  static constexpr int streams(int rows) { return Int8<grouped>::streams(rows); }
+  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
+    return Int8<grouped>::scales(w, index);
+  }
+  static VLORA_INLINE Block load(const uint8_t* p) { return Int8<grouped>::load(p); }
+  static VLORA_INLINE Value weights(const Block& block, const Scales& scales, int step) {
+    return pairs_of(Int8<grouped>::weights(block, scales, 2 * step),
+                    Int8<grouped>::weights(block, scales, 2 * step + 1));
+  }
+};
+#endif
+
+// Returns the first row of x in a tile. Rows are divided evenly into the fewest tiles.
+template <class P>
+int64_t tile_begin(int64_t rows, int64_t tile) {
+  return rows * tile / ceil_div(rows, P::kTileRows);
+}
+
+// Packs x by tiles. A tile holds one register of each of its rows after another, so that rows that
+// are a power of two apart do not share few sets of L1. Values beyond the depth are zero.
+template <class P>
+void pack_tiles(const Product& p, void* to) {
+  const int64_t depth = p.w.blocks() * kBlock;
+  for (int64_t tile = 0; tile < ceil_div(p.rows, P::kTileRows); ++tile) {
+    const int64_t begin = tile_begin<P>(p.rows, tile), end = tile_begin<P>(p.rows, tile + 1);
+    for (int64_t t = begin; t < end; ++t) {
+      const float* const x = p.x + t * p.x_stride;
+      auto* out = static_cast<typename P::X*>(to) + begin * depth + (t - begin) * P::kStep;
+      int64_t k = 0;
+      for (; k + P::kStep <= p.w.k; k += P::kStep, out += (end - begin) * P::kStep)
+        P::pack(x + k, out);
+      for (; k < depth; k += P::kStep, out += (end - begin) * P::kStep) {
+        float last[P::kStep] = {};
+        for (int64_t i = 0; k + i < p.w.k && i < P::kStep; ++i) last[i] = x[k + i];
+        P::pack(last, out);
+      }
+    }
+  }
+}
+
+// Multiplies N rows of W, `gap` rows apart, the first of which is `row`, with a packed tile of T
+// rows of x, from t0 on.
+template <class P, int N, int T>
+VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, int64_t row, int64_t gap,
+                            int64_t t0) {
+  constexpr int kSteps = int(kMinGroup) / P::kStep;
+  // Each addition waits for the one before it: few sums are divided into two.
+  constexpr int kChains = N * T <= kStreams ? 2 : 1;
+  const Weight& w = p.w;
+  const int64_t row_bytes = w.row_bytes(), groups = w.groups();
+  const uint8_t* values[N];
+  int64_t first_scale[N];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    values[n] = w.values + (row + n * gap) * row_bytes;
+    first_scale[n] = (row + n * gap) * groups;
+  }
+  R sums[kChains][N][T];
+#pragma GCC unroll 2
+  for (int chain = 0; chain < kChains; ++chain)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) sums[chain][n][t] = R::zero();
+  for (int64_t k = 0; k < w.k; k += kBlock) {
+    typename P::Block block[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      __builtin_prefetch(values[n] + kPrefetchBytes, 0, 3);
+      block[n] = P::load(values[n]);
+      values[n] += P::kBlockBytes;
+    }
+#pragma GCC unroll 2
+    for (int part = 0; part < int(kBlock / kMinGroup); ++part) {
+      typename P::Scales scales[N];
+      if constexpr (P::kGrouped) {
+        const int64_t group = (k + part * kMinGroup) >> w.group_shift;
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) scales[n] = P::scales(w, first_scale[n] + group);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kSteps; ++i) {
+        const int step = part * kSteps + i;
+        typename P::Value xs[T];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t, x += P::kStep) xs[t] = P::load_x(x);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          const typename P::Value weights = P::weights(block[n], scales[n], step);
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t) P::add(sums[step % kChains][n][t], weights, xs[t]);
+        }
+      }
+    }
+  }
+  float* y = p.y + t0 * p.y_stride + row;
+  for (int t = 0; t < T; ++t, y += p.y_stride)
+    for (int n = 0; n < N; ++n) {
+      R sum = sums[0][n][t];
+      if constexpr (kChains == 2) sum = sum + sums[1][n][t];
+      float total = sum_of(sum);
+      if constexpr (!P::kGrouped) total *= w.scales[row + n * gap];
+      y[n * gap] = total + (p.bias ? p.bias[row + n * gap] : 0);
+    }
+}
+
+// Multiplies one row of each stream with a tile of `rows` rows of x, which are at most T. If `gap`
+// is 0, it multiplies one row of W.
+template <class P, int T>
+VLORA_INLINE void gemv_rows(const Product& p, const typename P::X* x, int64_t row, int64_t gap,
+                            int64_t t0, int64_t rows) {
+  if (rows == T) {
+    constexpr int N = P::streams(T);
+    if (gap == 0) return gemv_tile<P, 1, T>(p, x, row, 0, t0);
+    for (int n = 0; n < kStreams; n += N) gemv_tile<P, N, T>(p, x, row + n * gap, gap, t0);
+    return;
+  }
+  if constexpr (T > 1) gemv_rows<P, T - 1>(p, x, row, gap, t0, rows);
+}
+
+template <class P>
+void gemv_of(const Product& p, const void* packed, int64_t from, int64_t to) {
+  const auto* const x = static_cast<const typename P::X*>(packed);
+  const int64_t streams = p.w.n / kStreams, depth = p.w.blocks() * kBlock;
+  // Several rows of W in a row read one tile, so that it stays in L1.
+  const auto multiply = [&](int64_t begin, int64_t end, int64_t gap) {
+    for (int64_t tile = 0; tile < ceil_div(p.rows, P::kTileRows); ++tile) {
+      const int64_t t0 = tile_begin<P>(p.rows, tile), t1 = tile_begin<P>(p.rows, tile + 1);
+      for (int64_t row = begin; row < end; ++row)
+        gemv_rows<P, P::kTileRows>(p, x + t0 * depth, row, gap, t0, t1 - t0);
+    }
+  };
+  for (int64_t row = from; row < to; row += kRowsAtOnce)
+    multiply(row, row + kRowsAtOnce < to ? row + kRowsAtOnce : to, streams);
+  if (to == streams) multiply(kStreams * streams, p.w.n, 0);
+}
+
+inline void pack(const Product& p, void* to) {
+  p.w.bits == 4 ? pack_tiles<Int4<true>>(p, to) : pack_tiles<Int8<true>>(p, to);
+}
+
+inline void gemv(const Product& p, const void* x, int64_t from, int64_t to) {
+  if (p.w.bits == 4)
+    return p.w.zeros ? gemv_of<Int4<true>>(p, x, from, to) : gemv_of<Int4<false>>(p, x, from, to);
+  if (p.w.group_shift == Weight::kWholeRow) return gemv_of<Int8<false>>(p, x, from, to);
+  gemv_of<Int8<true>>(p, x, from, to);
+}
+
+#ifdef VLORA_HAS_BF16_PRODUCTS
+inline void pack_pairs(const Product& p, void* to) {
+  p.w.bits == 4 ? pack_tiles<PairsOfInt4<true>>(p, to) : pack_tiles<PairsOfInt8<true>>(p, to);
+}
+
+inline void gemv_pairs(const Product& p, const void* x, int64_t from, int64_t to) {
+  if (p.w.bits == 4)
+    return p.w.zeros ? gemv_of<PairsOfInt4<true>>(p, x, from, to)
+                     : gemv_of<PairsOfInt4<false>>(p, x, from, to);
+  if (p.w.group_shift == Weight::kWholeRow) return gemv_of<PairsOfInt8<false>>(p, x, from, to);
+  gemv_of<PairsOfInt8<true>>(p, x, from, to);
+}
+#endif
+
+// Writes the 64 weights of a block that begins at depth k.
+template <class P, class Out>
+VLORA_INLINE void widen_block(const Weight& w, const uint8_t* values, int64_t first_scale,
+                              int64_t k, Out* out) {
+  const typename P::Block block = P::load(values);
+#pragma GCC unroll 2
+  for (int part = 0; part < int(kBlock / kMinGroup); ++part) {
+    const typename P::Scales scales =
+        P::scales(w, first_scale + ((k + part * kMinGroup) >> w.group_shift));
+#pragma GCC unroll 8
+    for (int i = 0; i < kGroupSteps; ++i) {
+      const int step = part * kGroupSteps + i;
+      P::weights(block, scales, step).store(out + step * R::kWidth);
+    }
+  }
+}
+
+template <class P, class Out>
+void widen_rows(const Weight& w, int64_t from, int64_t to, Out* out) {
+  for (int64_t row = from; row < to; ++row, out += w.k) {
+    const uint8_t* values = w.values + row * w.row_bytes();
+    const int64_t first_scale = row * w.groups();
+    int64_t k = 0;
+    for (; k + kBlock <= w.k; k += kBlock, values += P::kBlockBytes)
+      widen_block<P>(w, values, first_scale, k, out + k);
+    if (k < w.k) {
+      Out last[kBlock];
+      widen_block<P>(w, values, first_scale, k, last);
+      for (int64_t i = 0; i < w.k - k; ++i) out[k + i] = last[i];
+    }
+  }
+}
+
+template <class Out>
+void widen(const Weight& w, int64_t from, int64_t to, void* out) {
+  if (w.bits == 4)
+    return w.zeros ? widen_rows<Int4<true>>(w, from, to, static_cast<Out*>(out))
+                   : widen_rows<Int4<false>>(w, from, to, static_cast<Out*>(out));
+  widen_rows<Int8<true>>(w, from, to, static_cast<Out*>(out));
+}
+
+}  // namespace vlora::quantized::VLORA_ISA

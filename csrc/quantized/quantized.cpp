@@ -1,0 +1,98 @@
+#include "quantized/quantized.h"
+
+#include <algorithm>
+
+#include "runtime/machine.h"
+#include "runtime/scratch.h"
+#include "runtime/threads.h"
+
+namespace vlora::quantized {
+namespace {
+
+// Bytes of W in a piece of a gemv. Reading them from memory takes about 5 µs.
+constexpr int64_t kPieceBytes = 64 << 10;
+// From this many rows of x on, all threads multiply the same widened rows of W, so that x is packed
+// once for all of them. For fewer, each thread widens and multiplies rows of its own.
+constexpr int64_t kMinSharedRows = 64;
+// Rows of W that are widened at a time: multiples of the rows in a block of a gemm, few enough to
+// stay in half of L2, many enough to make the packing of x cheap.
+constexpr int64_t kRowStep = gemm::kBlockRows, kMaxOwnRows = 4 * kRowStep;
+// Bytes of widened rows that all threads multiply together.
+constexpr int64_t kSharedBytes = 8 << 20;
+
+// Calls work(from, to) for pieces of [0, count) on all threads. Threads take pieces in turns, and
+// turns are far apart, so that each reads contiguous memory.
+template <class Work>
+void in_pieces(int threads, int64_t count, int64_t each, const Work& work) {
+  const int64_t pieces = std::max<int64_t>(1, ceil_div(count, each));
+  const int64_t used = std::min<int64_t>(threads, pieces);
+  runtime::share_out(int(used), pieces, [&](int64_t taken) {
+    const int64_t thread = taken % used, longer = pieces % used;
+    const int64_t piece = thread * (pieces / used) + std::min(thread, longer) + taken / used;
+    work(piece * each, std::min(count, (piece + 1) * each));
+  });
+}
+
+// Returns W's rows [from, …), widened at `w`, as the second factor.
+gemm::Product widened_product(const Product& p, Dtype dtype, const void* w, int64_t from,
+                              int64_t to) {
+  return {dtype,
+          w,
+          to - from,
+          p.w.k,
+          p.x,
+          p.rows,
+          p.x_stride,
+          p.y + from,
+          p.y_stride,
+          p.bias ? p.bias + from : nullptr};
+}
+
+}  // namespace
+
+void multiply(const Product& p, Dtype dtype, int threads) {
+  if (p.rows <= 0 || p.w.n <= 0) return;
+  const Kernels& here = kernels(runtime::vector_isa(Dtype::kFp32));
+  if (p.rows <= here.max_gemv_rows) {
+    const Gemv& pairs = kernels(runtime::vector_isa(dtype)).pairs;
+    const Gemv& gemv = dtype == Dtype::kBf16 && p.rows > 1 && pairs.run ? pairs : here.fp32;
+    const int64_t rows = p.w.n / gemm::kStreams;
+    const int64_t row_bytes = gemm::kStreams * p.w.row_bytes();
+    const int64_t share = ceil_div(rows, int64_t(threads) * 8);
+    const int64_t each = std::max<int64_t>(1, std::min(share, kPieceBytes / row_bytes));
+    static thread_local runtime::LargeScratch scratch;
+    float* const x = scratch.get(p.rows * p.w.blocks() * kBlock);
+    gemv.pack(p, x);
+    in_pieces(threads, rows, each, [&](int64_t from, int64_t to) { gemv.run(p, x, from, to); });
+    return;
+  }
+  const gemm::Kernels& products = gemm::kernels(runtime::vector_isa(dtype));
+  const gemm::AmxGemm* const amx = gemm::amx_gemm_for(dtype);
+  const auto widen = here.widen[int(dtype)];
+  const int64_t row_bytes = p.w.k * int64_t(size_of(dtype));
+  if (p.rows < kMinSharedRows) {
+    const int64_t fitting = runtime::machine().l2 / 2 / row_bytes / kRowStep * kRowStep;
+    const int64_t each = std::clamp(fitting, kRowStep, kMaxOwnRows);
+    in_pieces(threads, p.w.n, each, [&](int64_t from, int64_t to) {
+      static thread_local runtime::LargeScratch scratch;
+      float* const w = scratch.get(ceil_div(each * row_bytes, 4));
+      widen(p.w, from, to, w);
+      gemm::multiply(products, amx, widened_product(p, dtype, w, from, to), 1);
+    });
+    return;
+  }
+  const int64_t fitting = kSharedBytes / row_bytes / kRowStep * kRowStep;
+  const int64_t each = std::min(p.w.n, std::max(kRowStep, fitting));
+  static thread_local runtime::LargeScratch scratch;
+  char* const w = reinterpret_cast<char*>(scratch.get(ceil_div(each * row_bytes, 4)));
+  for (int64_t from = 0; from < p.w.n; from += each) {
+    const int64_t to = std::min(p.w.n, from + each);
+    runtime::share_out(threads, ceil_div(to - from, kRowStep), [&](int64_t i) {
+      const int64_t row = from + i * kRowStep;
+      widen(p.w, row, std::min(to, row + kRowStep), w + i * kRowStep * row_bytes);
+    });
+    gemm::multiply(products, amx, widened_product(p, dtype, w, from, to), threads);
+  }
+}
+
+}  // namespace vlora::quantized

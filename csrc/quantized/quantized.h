@@ -1,0 +1,69 @@
+// Products of rows with a matrix of int8 or int4 weights. No torch, no Python, no ownership.
+#pragma once
+
+#include "gemm/gemm.h"
+#include "runtime/dispatch.h"
+#include "runtime/types.h"
+
+namespace vlora::quantized {
+
+// Values of depth in a block. Rows of W are stored in whole blocks; what lies beyond their end is
+// finite.
+constexpr int64_t kBlock = 64;
+// Smallest number of values that share a scale.
+constexpr int64_t kMinGroup = 32;
+
+// Element (n, k) of the matrix is scale (value - zero), with the scale and the zero of its group.
+//
+// int8: `values` holds signed bytes in order; there are no zeros.
+// int4: a block is 16 words of 16 bits. Bits 4j to 4j + 3 of word i are value 16 j + i. Without
+// `zeros`, every zero is 8.
+struct Weight {
+  int bits;               // 8 or 4
+  const uint8_t* values;  // [n, row_bytes()]
+  const float* scales;    // [n, groups()]
+  const uint8_t* zeros;   // [n, groups()], or null
+  int64_t n, k;
+  int group_shift;  // logarithm of the values that share a scale; kWholeRow: all of a row
+
+  static constexpr int kWholeRow = 62;
+  int64_t blocks() const { return ceil_div(k, kBlock); }
+  int64_t row_bytes() const { return blocks() * kBlock * bits / 8; }
+  int64_t groups() const { return ((blocks() * kBlock - 1) >> group_shift) + 1; }
+};
+
+// y[t, n] = bias[n] + sum over k of x[t, k] W[n, k], in fp32.
+struct Product {
+  Weight w;
+  const float* x;  // [rows, k]
+  int64_t rows;
+  ptrdiff_t x_stride;  // elements between rows
+  float* y;            // [rows, n]
+  ptrdiff_t y_stride;
+  const float* bias;  // [n], or null
+};
+
+// A gemv of few rows of x.
+struct Gemv {
+  // Packs x: rows * depth in whole blocks, in fp32 or less.
+  void (*pack)(const Product&, void* to);
+  // Multiplies rows [from, to) of each of gemm::kStreams streams of W with packed x; the last piece
+  // also multiplies the rows that no stream has.
+  void (*run)(const Product&, const void* x, int64_t from, int64_t to);
+};
+
+// The kernels of an instruction set.
+struct Kernels {
+  Gemv fp32;   // of weights and x in fp32
+  Gemv pairs;  // of both in bf16; null without products of bf16 pairs
+  int max_gemv_rows;  // of x
+  // Writes rows [from, to) of W to `out` as fp32 or bf16, k values apart.
+  void (*widen[kDtypes])(const Weight&, int64_t from, int64_t to, void* out);
+};
+const Kernels& kernels(runtime::Isa isa);
+
+// dtype: of the products. For bf16, converted weights are rounded to bf16, and so is x where the CPU
+// multiplies pairs of bf16 fast. A single row, which memory limits, is always in fp32.
+void multiply(const Product& product, Dtype dtype, int threads);
+
+}  // namespace vlora::quantized

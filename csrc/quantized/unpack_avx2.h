@@ -1,0 +1,41 @@
+// Int8 and int4 weights to one AVX2 register of fp32.
+#pragma once
+
+#include <immintrin.h>
+
+namespace vlora::quantized::VLORA_ISA {
+
+using namespace vlora::runtime::VLORA_ISA;
+
+VLORA_INLINE R load_bytes(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+
+// A weight is scale value + offset; the offset is -scale zero.
+struct Factors {
+  R scale, offset;
+  static VLORA_INLINE Factors of(float scale, float zero) {
+    return {R::all(scale), R::all(-scale * zero)};
+  }
+};
+
+// The 64 values of a block.
+struct Nibbles {
+  __m256i words[2];
+  static VLORA_INLINE Nibbles load(const uint8_t* p) {
+    const auto* const halves = reinterpret_cast<const __m128i*>(p);
+    return {{_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)),
+             _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))}};
+  }
+  // Returns weights 8 step … 8 step + 7.
+  VLORA_INLINE R weights(const Factors& factors, int step) const {
+    const __m256i shifted = _mm256_srli_epi32(words[step % 2], step / 2 * 4);
+    const __m256i values = _mm256_and_si256(shifted, _mm256_set1_epi32(15));
+    R weights = factors.offset;
+    weights.add_product({_mm256_cvtepi32_ps(values)}, factors.scale);
+    return weights;
+  }
+};
+
+}  // namespace vlora::quantized::VLORA_ISA

@@ -1,0 +1,36 @@
+// Int8 and int4 weights to one SSE2 register of fp32.
+#pragma once
+
+namespace vlora::quantized::VLORA_ISA {
+
+using namespace vlora::runtime::VLORA_ISA;
+
+VLORA_INLINE R load_bytes(const int8_t* p) {
+  float values[R::kWidth];
+  for (int i = 0; i < R::kWidth; ++i) values[i] = p[i];
+  return R::load(values);
+}
+
+struct Factors {
+  float scale, zero;
+  static VLORA_INLINE Factors of(float scale, float zero) { return {scale, zero}; }
+};
+
+// The 64 values of a block.
+struct Nibbles {
+  const uint8_t* words;
+  static VLORA_INLINE Nibbles load(const uint8_t* p) { return {p}; }
+  // Returns weights kWidth step … kWidth step + kWidth - 1.
+  VLORA_INLINE R weights(const Factors& factors, int step) const {
+    constexpr int kSteps = 16 / R::kWidth;
+    const int nibble = step / kSteps, first = step % kSteps * R::kWidth;
+    float values[R::kWidth];
+    for (int i = 0; i < R::kWidth; ++i) {
+      const int byte = words[2 * (first + i) + nibble / 2];
+      values[i] = factors.scale * (float(byte >> nibble % 2 * 4 & 15) - factors.zero);
+    }
+    return R::load(values);
+  }
+};
+
+}  // namespace vlora::quantized::VLORA_ISA

@@ -1,0 +1,18 @@
+"""Tests of the activated benchmark on a small grid."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from benchmarks.activated import ActivatedBenchmark, Cell
+
+
+def test_activated_adapters_share_the_image_and_ordinary_ones_do_not() -> None:
+    with closing(ActivatedBenchmark(quick=True)) as benchmark:
+        benchmark._grid |= {"adapters": [3], "repeats": 1, "image_tokens": 64}
+        benchmark.rows += benchmark.run(Cell(3, 0))
+        activated, ordinary = sorted(benchmark.rows, key=lambda row: str(row["kind"]))
+        assert ordinary["computed_tokens"] > 3 * 64
+        assert activated["computed_tokens"] < ordinary["computed_tokens"] - 64
+        assert benchmark.summarize()["computed_token_ratio"] < 1
+        assert list(benchmark.tables())

@@ -1,0 +1,206 @@
+"""Parity of every vision family with transformers and PEFT, on random weights.
+
+The tests use images of several sizes, several images in a prompt, adapters, merged, mixed and
+unmerged steps, preemption, and reuse of prefixes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.checkpoints import FAMILIES
+from tests.support.families import ADAPTERS, VIDEO_FAMILIES, Family
+from tests.support.modes import drive
+from tests.support.oracle import NEAR_TIE
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.errors import InvalidArgument
+from vlora.ids import BASE
+from vlora.model.decoder_config import load_config
+from vlora.model.inputs import PromptReader
+from vlora.request import ImageFeatures, Request
+from vlora.sampling import SamplingParams
+from vlora.vision.images import DecodedImage
+from vlora.vision.prompts import ChatTemplate, render
+
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Family:
+    return Family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
+
+
+def questions(family: Family) -> list[tuple[str, list[DecodedImage], str | None]]:
+    """Return prompts with their images, of sizes that make different numbers of tokens."""
+    rng = np.random.default_rng(7)
+    template = ChatTemplate.from_checkpoint(family.checkpoint)
+    drawn = []
+    for number in range(9):
+        sizes = rng.integers(9, 90, (1 + number % 3, 2))
+        images = [DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
+        if number >= 6:  # the same first image as an earlier question
+            images[0] = drawn[number - 6][1][0]
+        text = f"{'<image> then ' * len(images)}what is shown in {number}?"
+        prompt = render("vqa", text, len(images), 0, template)
+        drawn.append((prompt, images, (None, *ADAPTERS)[number % 3 if number < 6 else 0]))
+    return drawn
+
+
+@pytest.mark.parametrize("mode", ["unmerged", "mixed", "preempted"])
+def test_answers_equal_those_of_the_stock_model(family: Family, mode: str) -> None:
+    asked = questions(family)
+    features = [
+        ImageFeatures(encoded.features, encoded.layout)
+        for encoded in family.service.run([images for _, images, _ in asked])
+    ]
+    reader = PromptReader(family.checkpoint, load_config(family.checkpoint))
+    longest = max(
+        len(reader.read(prompt, own).ids) for (prompt, *_), own in zip(asked, features, strict=True)
+    )
+    engine = Engine(
+        Options(
+            model=family.checkpoint,
+            adapters=family.adapters,
+            max_num_seqs=6,
+            block_size=4,
+            kv_cache_tokens=longest + 4 * MAX_TOKENS if mode == "preempted" else 4096,
+        )
+    )
+    if mode != "unmerged":
+        slots = (BASE, *range(len(ADAPTERS)))
+        drive(engine, lambda i: s if (s := slots[i % 3]) in engine.adapters.resident else BASE)
+    for number, (prompt, _, adapter) in enumerate(asked):
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        own = features[number]
+        request = Request(str(number), prompt, params, adapter=adapter, images=own)
+        engine.add(engine.prepare(request), arrival=0.0)
+    answers: dict[str, list[int]] = {str(number): [] for number in range(len(asked))}
+    while not engine.idle:
+        for output in engine.step():
+            assert output.error is None
+            answers[output.request_id] += output.token_ids
+    stats = engine.stats()
+    if mode == "preempted":
+        assert stats.preemptions > 0
+    else:
+        assert stats.cached_tokens > 0
+    for number, (prompt, images, adapter) in enumerate(asked):
+        answer = answers[str(number)]
+        assert len(answer) == MAX_TOKENS
+        assert family.gap(prompt, images, adapter, answer) <= NEAR_TIE, number
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl"], indirect=True)
+def test_a_layout_whose_patches_do_not_make_its_rows_is_refused(family: Family) -> None:
+    engine = Engine(Options(model=family.checkpoint))
+    (encoded,) = family.service.run([questions(family)[0][1]])
+    layout = encoded.layout.copy()
+    layout[0, 3] += 2
+    prompt = questions(family)[0][0]
+    request = Request("r", prompt, SamplingParams(), images=ImageFeatures(encoded.features, layout))
+    with pytest.raises(InvalidArgument, match="patches must make one row"):
+        engine.prepare(request)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_features_and_layers_that_do_not_fit_the_levels_are_refused(
+    family: Family, tmp_path: Path
+) -> None:
+    engine = Engine(Options(model=family.checkpoint))
+    prompt, images, _ = questions(family)[0]
+    (encoded,) = family.service.run([images])
+    width = encoded.features.shape[1]
+    narrow = ImageFeatures(encoded.features[:, : width // 3].copy(), encoded.layout)
+    with pytest.raises(InvalidArgument, match=rf"must be \[rows, {width}\]"):
+        engine.prepare(Request("r", prompt, SamplingParams(), images=narrow))
+    config = json.loads((family.checkpoint / "config.json").read_text())
+    config["text_config"] |= {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgument, match="2 levels of image features need more than 2 layers"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", VIDEO_FAMILIES, indirect=True)
+@pytest.mark.parametrize(("stills", "frames"), [(0, 1), (0, 7), (1, 2), (2, 4)])
+def test_a_clip_is_what_the_stock_model_makes_of_a_video(
+    family: Family, stills: int, frames: int
+) -> None:
+    rng = np.random.default_rng(stills + 10 * frames)
+    sizes = [*rng.integers(9, 90, (stills, 2)), *[rng.integers(9, 90, 2)] * frames]
+    images = [
+        DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8), i >= stills)
+        for i, size in enumerate(sizes)
+    ]
+    template = ChatTemplate.from_checkpoint(family.checkpoint)
+    prompt = render("vqa", "what happens?", stills, frames, template)
+    (encoded,) = family.service.run([images])
+    assert int(encoded.layout[:, 5].sum()) == frames
+    engine = Engine(Options(model=family.checkpoint, adapters=family.adapters))
+    for adapter in (None, ADAPTERS[0]):
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        features = ImageFeatures(encoded.features, encoded.layout)
+        request = Request("r", prompt, params, adapter=adapter, images=features)
+        engine.add(engine.prepare(request), arrival=0.0)
+        answer: list[int] = []
+        while not engine.idle:
+            for output in engine.step():
+                assert output.error is None
+                answer += output.token_ids
+        assert family.gap(prompt, images, adapter, answer) <= NEAR_TIE
+
+
+@pytest.mark.parametrize("family", ["llava_onevision"], indirect=True)
+def test_an_image_is_encoded_differently_beside_others(family: Family) -> None:
+    rng = np.random.default_rng(1)
+    image, other, third = (
+        DecodedImage(rng.integers(0, 256, (30, 70, 3), np.uint8)) for _ in range(3)
+    )
+    before = family.service.counters.misses
+    alone, pair, trio = family.service.run([[image], [image, other], [image, other, third]])
+    assert family.service.counters.misses - before == 4
+    assert alone.layout[0, 1] > pair.layout[0, 1]
+    assert pair.digests == trio.digests[:2]
+    assert alone.digests[0] != pair.digests[0]
+
+
+@pytest.mark.parametrize("family", ["llava_onevision"], indirect=True)
+def test_a_large_image_is_scaled_down_to_the_models_limit(family: Family) -> None:
+    """Tiles with 96 tokens exceed the limit of 64."""
+    image = DecodedImage(np.random.default_rng(2).integers(0, 256, (15, 90, 3), np.uint8))
+    (ours,) = family.encoder.encode([image])
+    pixels = family.processor(images=[Image.fromarray(image.rgb)], return_tensors="pt")
+    with torch.inference_mode(), family.model.disable_adapter():
+        (theirs,) = family.model.get_base_model().get_image_features(**pixels).pooler_output
+    assert 16 < len(ours) < 16 + 64
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl"], indirect=True)
+def test_pairs_of_frames_are_cached_and_have_the_size_of_the_first(family: Family) -> None:
+    rng = np.random.default_rng(4)
+    frames = [
+        DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8), is_video=True)
+        for size in ((24, 40), (60, 20), (24, 40), (24, 40), (24, 40))
+    ]
+    before = family.service.counters
+    whole, longer = family.service.run([frames[:4], frames])
+    after = family.service.counters
+    assert after.misses - before.misses == 3
+    assert after.hits - before.hits == 2
+    rows = len(whole.features) // 2
+    assert whole.layout[:, :3].tolist() == [[0, 2 * rows, 2]]
+    assert whole.layout[0, 5] == 4
+    assert longer.layout[:, :3].tolist() == [[0, 3 * rows, 3]]
+    assert longer.layout[0, 5] == 5
+    assert whole.size.tolist() == longer.size.tolist() == [[24, 40]]
+    (last,) = family.service.run([[DecodedImage(frames[4].rgb)]])
+    assert np.array_equal(last.features, longer.features[2 * rows :])

@@ -1,0 +1,268 @@
+"""Parity of quantized decoders with transformers on the dequantized weights in float32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaForConditionalGeneration,
+)
+
+from benchmarks import llava
+from tests.support.logits import SMALL, engine_logits, stock_logits
+from tests.support.quantized_checkpoints import LINEAR, VISION, Layout, quantize_checkpoint
+from tests.support.questions import WORDS
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.errors import InvalidArgument
+from vlora.ids import BASE
+from vlora.kernels.quantized import Format, allocate, dequantize, quantize
+from vlora.model.decoder_config import load_config
+from vlora.model.loader import find_weights
+from vlora.model.runner import Runner, StepResult
+from vlora.request import Request
+from vlora.sampling import SamplingParams
+from vlora.vision.encoder import VisionEncoder
+from vlora.vision.images import DecodedImage
+
+TOLERANCE = 3e-4
+LAYOUTS = {
+    "gptq": Layout("gptq"),
+    "gptq-symmetric": Layout("gptq", symmetric=True, group=64),
+    "gptq-v2-one-group": Layout("gptq", group=-1, version="gptq_v2"),
+    "gptq-reordered": Layout("gptq", reordered=True),
+    "gptq-8-bits": Layout("gptq", bits=8, symmetric=True),
+    "awq": Layout("awq", group=64),
+    "packed": Layout("compressed-tensors"),
+    "packed-symmetric": Layout("compressed-tensors", symmetric=True),
+    "packed-channels": Layout("compressed-tensors", group=-1, symmetric=True),
+    "packed-reordered": Layout("compressed-tensors", reordered=True),
+    "int8-channels": Layout("compressed-tensors", bits=8, group=-1, symmetric=True),
+    "int8-tensor": Layout("compressed-tensors", bits=8, group=-1, symmetric=True, per_tensor=True),
+}
+
+
+def save_decoder(checkpoint: Path, folder: Path) -> LlamaForCausalLM:
+    """Save a random decoder with the demo's tokenizer, and return it."""
+    torch.manual_seed(3)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        attention_bias=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+def logits_gap(model: LlamaForCausalLM, folder: Path, **options: Any) -> float:
+    """Return the largest difference between the engine's logits and those of transformers.
+
+    Prompts of many lengths are prefilled together, then decoded.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engine = Engine(Options(model=folder, **options))
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompts = [" ".join(["<s>", *rng.choice(WORDS, length)]) for length in (1, 5, 9, 60)]
+    rows: list[torch.Tensor] = []
+    forward = Runner.forward
+
+    def recorded(self: Runner, *args: Any) -> StepResult:
+        result = forward(self, *args)
+        rows.append(result.logits.clone())
+        return result
+
+    gap = 0.0
+    for index, prompt in enumerate(prompts):
+        rows.clear()
+        engine.add(engine.prepare(Request(f"q{index}", prompt, params)), arrival=0.0)
+        tokens: list[int] = []
+        with patch.object(Runner, "forward", recorded):
+            while not engine.idle:
+                for output in engine.step():
+                    tokens += output.token_ids
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
+        gap = max(gap, float((torch.cat(rows) - expected).abs().max()))
+    return gap
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_published_layouts_equal_the_dequantized_model(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    model = save_decoder(checkpoint, tmp_path)
+    original = {key: value.clone() for key, value in model.state_dict().items()}
+    exact = quantize_checkpoint(tmp_path, LAYOUTS[name])
+    model.load_state_dict(exact, strict=False)
+    assert any(not torch.equal(original[key], value) for key, value in exact.items())
+    assert logits_gap(model, tmp_path) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        ({"quantization": "int8"}, Format(8, None)),
+        ({"quantization": "int4"}, Format(4, 32)),
+        ({"quantization": "int4", "quantization_group_size": 128}, Format(4, 128)),
+    ],
+)
+def test_quantizing_at_load_equals_the_dequantized_model(
+    options: dict[str, Any], form: Format, checkpoint: Path, tmp_path: Path
+) -> None:
+    model = save_decoder(checkpoint, tmp_path)
+    _dequantize(model, form)
+    assert logits_gap(model, tmp_path, **options) <= TOLERANCE
+
+
+def _dequantize(model: torch.nn.Module, form: Format) -> None:
+    """Replace a model's decoder matrices by what quantizing leaves of them."""
+    for key, parameter in model.named_parameters():
+        if LINEAR.match(key) and VISION not in key:
+            stored = allocate(form, *parameter.shape, torch.float32)
+            quantize(parameter.data, stored)
+            parameter.data.copy_(dequantize(stored))
+
+
+@pytest.mark.parametrize("method", ["int8", "awq"])
+def test_adapters_and_images_on_quantized_weights_equal_peft(method: str, tmp_path: Path) -> None:
+    small = llava.make(SMALL, tmp_path / "small")
+    exact = tmp_path / "exact"
+    shutil.copytree(small.folder, exact)
+    options: dict[str, Any] = {}
+    model = LlavaForConditionalGeneration.from_pretrained(exact, dtype=torch.float32)
+    if method == "int8":
+        options["quantization"] = "int8"
+        _dequantize(model, Format(8, None))
+        model.save_pretrained(exact)
+    else:
+        model.save_pretrained(exact)
+        quantized = tmp_path / "quantized"
+        shutil.copytree(exact, quantized)
+        weights = quantize_checkpoint(quantized, Layout("awq", group=64))
+        save_file(weights, exact / "model.safetensors", {"format": "pt"})
+        small = replace(small, folder=quantized)
+    rng = np.random.default_rng(5)
+    prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(4)]
+    images = [
+        DecodedImage(rng.integers(0, 256, (SMALL.image, SMALL.image, 3), dtype=np.uint8))
+        for _ in prompts
+    ]
+    for name in (None, small.adapter_names[1]):
+        adapter = None if name is None else small.adapters / name
+        expected = stock_logits(exact, "float32", prompts, images, adapter)
+        served = engine_logits(
+            small.folder, "float32", prompts, images, small.adapters, [name] * 4, **options
+        )
+        torch.testing.assert_close(served, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", ["unmerge_only", "predictive", "credit"])
+def test_no_adapter_is_merged_into_quantized_weights(
+    policy: str, checkpoint: Path, adapters_dir: Path
+) -> None:
+    options = Options(model=checkpoint, adapters=adapters_dir, quantization="int4", policy=policy)
+    engine = Engine(options)
+    slot = engine.adapters.slot("all-r8")
+    reason = "quantized to int4 in groups of 32"
+    assert reason in str(engine.switcher.refusal(slot))
+    assert engine.switcher.refusal(BASE) is None
+    with pytest.raises(ValueError, match=reason):
+        engine.switcher.switch(slot)
+    before = engine.slab.digest()
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for index in range(6):
+        request = Request(f"r{index}", "<s> what is in the image", params, adapter="all-r8")
+        engine.add(engine.prepare(request), arrival=0.0)
+    tokens: dict[str, list[int]] = {}
+    while not engine.idle:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        assert engine.switcher.live == BASE
+    assert {len(answer) for answer in tokens.values()} == {8}
+    assert engine.slab.digest() == before
+
+
+def test_the_vision_tower_of_a_quantized_checkpoint_is_the_float_one(tmp_path: Path) -> None:
+    small = llava.make(SMALL, tmp_path / "small").folder
+    quantized = tmp_path / "quantized"
+    shutil.copytree(small, quantized)
+    config = quantized / "config.json"
+    described = json.loads(config.read_text()) | {"quantization_config": Layout("gptq").config}
+    config.write_text(json.dumps(described))
+    assert VisionEncoder(quantized, 1).tower_digest == VisionEncoder(small, 1).tower_digest
+
+
+def change(folder: Path, changes: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "NF4.*'quantization': 'int4'"),
+        ({"quant_method": "fp8"}, "supported: gptq .*awq .*compressed-tensors"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq with 3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "'group_size' 16"),
+        ({"quant_method": "gptq", "bits": 4, "lm_head": True}, "LM head"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
+        (Layout("compressed-tensors").config | {"format": "float-quantized"}, "float-quantized"),
+        (Layout("compressed-tensors").config | {"config_groups": {}}, "one entry"),
+    ],
+)
+def test_other_quantizations_are_refused_by_name(
+    quantization: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    save_decoder(checkpoint, tmp_path)
+    change(tmp_path, {"quantization_config": quantization})
+    with pytest.raises(InvalidArgument, match=message):
+        load_config(tmp_path)
+
+
+def test_a_quantized_checkpoint_is_refused_where_its_floats_are_needed(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    save_decoder(checkpoint, tmp_path)
+    quantize_checkpoint(tmp_path, Layout("awq"))
+    with pytest.raises(InvalidArgument, match="quantized by awq; this needs weights stored as"):
+        find_weights(tmp_path, load_config(tmp_path))
+    with pytest.raises(InvalidArgument, match="stored by awq as int4 in groups of 32; remove"):
+        Engine(Options(model=tmp_path, quantization="int8"))
+
+
+def test_missing_and_misshapen_parts_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    save_decoder(checkpoint, tmp_path)
+    change(tmp_path, {"quantization_config": Layout("awq").config})
+    with pytest.raises(InvalidArgument, match="layer 0, q_proj: 'qweight' is missing"):
+        Engine(Options(model=tmp_path))
+    quantize_checkpoint(tmp_path, Layout("awq"))
+    change(tmp_path, {"quantization_config": Layout("awq", group=64).config})
+    with pytest.raises(InvalidArgument, match="layer 0, q_proj: scales of shape"):
+        Engine(Options(model=tmp_path))

@@ -1,0 +1,193 @@
+"""A checkpoint of one vision family with adapters. Its stock model is the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.variants import calculate_alora_offsets
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from tests.support.checkpoints import make_checkpoint
+from vlora.vision.encoder import VisionEncoder
+from vlora.vision.features import EncoderService, FeatureCache
+from vlora.vision.images import DecodedImage
+
+ADAPTERS = ("first", "second")
+DECODER = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
+TOWER = r".*(vision_tower|visual)\..*(q_proj|out_proj|fc1|qkv|attn\.proj|gate_proj|mlp\.[02])"
+CONNECTOR = r".*(multi_modal_projector\.linear_\d|merger.*\.(mlp\.[02]|linear_fc\d))"
+VISION_ADAPTERS = {"both": f"{DECODER}|{TOWER}|{CONNECTOR}", "tower": TOWER, "connector": CONNECTOR}
+"""Patterns of the modules that each adapter of the vision tower or the connector changes."""
+
+VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl")
+"""Families that take the frames of a clip as a video."""
+
+
+def video_patches(video: torch.Tensor, side: int, merge: int, times: int) -> torch.Tensor:
+    """Return the patches of a video as Qwen2-VL orders them, [patches, colors · times · side²].
+
+    video: [frames, colors, height, width]; the last frame is repeated up to a multiple of `times`.
+    """
+    video = torch.cat([video, video[-1:].expand(-len(video) % times, -1, -1, -1)])
+    block = side * merge
+    corners = [
+        (time, top + dy, left + dx)
+        for time in range(0, len(video), times)
+        for top in range(0, video.shape[2], block)
+        for left in range(0, video.shape[3], block)
+        for dy in range(0, block, side)
+        for dx in range(0, block, side)
+    ]
+    return torch.stack(
+        [
+            video[t : t + times, :, y : y + side, x : x + side].transpose(0, 1).flatten()
+            for t, y, x in corners
+        ]
+    )
+
+
+class Family:
+    """A checkpoint of one family, two adapters, its stock model and its vision encoder."""
+
+    def __init__(self, name: str, tokenizer_of: Path, folder: Path) -> None:
+        self.checkpoint = make_checkpoint(name, tokenizer_of, folder / "model")
+        self.adapters = folder / "adapters"
+        for seed, adapter in enumerate(ADAPTERS):
+            torch.manual_seed(seed)
+            self.make_adapter(self.adapters / adapter, DECODER)
+        self.model: Any = PeftModel.from_pretrained(
+            self._stock(), self.adapters / ADAPTERS[0], ADAPTERS[0]
+        )
+        self.model.load_adapter(self.adapters / ADAPTERS[1], ADAPTERS[1])
+        self.model.eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.checkpoint)
+        self.processor: Any = AutoImageProcessor.from_pretrained(self.checkpoint, backend="pil")
+        self.encoder = VisionEncoder(self.checkpoint, 1)
+        self.service = EncoderService(self.encoder, FeatureCache(1 << 24))
+
+    def make_adapter(self, folder: Path, targets: str) -> None:
+        """Write an adapter of modules that match `targets`, with the weights of torch's seed."""
+        config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        get_peft_model(self._stock(), config).save_pretrained(folder)
+
+    def add_vision_adapters(self) -> None:
+        """Write VISION_ADAPTERS, and load them into the stock model."""
+        for seed, (name, targets) in enumerate(VISION_ADAPTERS.items()):
+            torch.manual_seed(100 + seed)
+            self.make_adapter(self.adapters / name, targets)
+            self.model.load_adapter(self.adapters / name, name)
+        self.model.eval()
+
+    def _stock(self) -> Any:
+        return AutoModelForImageTextToText.from_pretrained(self.checkpoint, dtype=torch.float32)
+
+    def gap(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
+    ) -> float:
+        """Return the largest gap between the stock model's best logit and that of the answer."""
+        logits = self._logits(prompt, images, adapter, answer)[:-1]
+        return max(float(row.max() - row[t]) for row, t in zip(logits, answer, strict=True))
+
+    def greedy(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, count: int
+    ) -> list[int]:
+        """Return the first tokens of the stock model's greedy answer."""
+        answer: list[int] = []
+        for _ in range(count):
+            answer.append(int(self._logits(prompt, images, adapter, answer)[-1].argmax()))
+        return answer
+
+    def _pixels(
+        self, base: Any, images: Sequence[DecodedImage]
+    ) -> tuple[dict[str, Any], Iterator[list[int]]]:
+        """Return the stock model's inputs for images, and the tokens that each one has."""
+        family = base.config.model_type
+        frames = [image for image in images if family in VIDEO_FAMILIES and image.is_video]
+        stills = [Image.fromarray(image.rgb) for image in images if image not in frames]
+        pixels: dict[str, Any] = {}
+        rows: list[list[int]] = []
+        if stills:
+            # In a nested list, these are the images of one prompt.
+            pixels |= self.processor(
+                images=[stills] if family == "llava_onevision" else stills, return_tensors="pt"
+            )
+            features = base.get_image_features(**pixels).pooler_output
+            rows += [[base.config.image_token_id] * len(one) for one in features]
+        if frames:
+            rows += self._add_video(base, pixels, frames)
+        return pixels, iter(rows)
+
+    def _add_video(
+        self, base: Any, pixels: dict[str, Any], frames: Sequence[DecodedImage]
+    ) -> list[list[int]]:
+        """Add the stock model's inputs for a clip to `pixels`, and return its tokens, by
+        placeholder. Without torchvision, transformers has no processor of videos."""
+        config, processor = base.config, self.processor
+        joined = config.model_type != "llava_onevision"
+        height = width = config.vision_config.image_size if not joined else 0
+        if joined:
+            height, width = smart_resize(
+                frames[0].height,
+                frames[0].width,
+                factor=processor.patch_size * processor.merge_size,
+                min_pixels=processor.size["shortest_edge"],
+                max_pixels=processor.size["longest_edge"],
+            )
+        pictures = [
+            np.asarray(Image.fromarray(one.rgb).resize((width, height), Image.Resampling.BICUBIC))
+            for one in frames
+        ]
+        mean, std = map(torch.tensor, (processor.image_mean, processor.image_std))
+        values = (torch.from_numpy(np.stack(pictures)).float() / 255 - mean) / std
+        video = values.permute(0, 3, 1, 2)[None]
+        token = config.video_token_id
+        if not joined:
+            pixels["pixel_values_videos"] = video
+            count = len(base.get_video_features(video).pooler_output[0]) - 1
+            rows = [[token] * (count // len(frames)) for _ in frames]
+            rows[-1].append(token)
+            return rows
+        sizes = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+        patches = video_patches(video[0], *sizes)
+        grid = [-(-len(frames) // sizes[2]), height // sizes[0], width // sizes[0]]
+        pixels |= {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
+        if config.model_type == "qwen2_5_vl":
+            pixels["second_per_grid_ts"] = [processor.temporal_patch_size / 24]
+        return [[token] * (len(patches) // processor.merge_size**2)]
+
+    @torch.inference_mode()
+    def _logits(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
+    ) -> torch.Tensor:
+        """Return the stock model's logits after the prompt and each token, [len(answer) + 1, V]."""
+        base, pixels, rows = self.model.get_base_model(), {}, iter(())
+        if images:
+            pixels, rows = self._pixels(base, images)
+        image_token = base.config.image_token_id
+        ids: list[int] = []
+        for token in self.tokenizer(prompt, add_special_tokens=False)["input_ids"]:
+            ids += next(rows) if token == image_token else [token]
+        tokens = torch.tensor([ids + answer])
+        arguments = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **pixels}
+        if pixels.keys() & {"image_grid_thw", "video_grid_thw"}:
+            is_video = tokens == base.config.video_token_id
+            arguments["mm_token_type_ids"] = (tokens == image_token).int() + 2 * is_video.int()
+        configs = self.model.peft_config
+        if adapter and getattr(configs[adapter], "alora_invocation_tokens", None):
+            # PEFT searches all the tokens it gets, so it must not get those of the answer.
+            (offset,) = calculate_alora_offsets(configs, adapter, torch.tensor([ids]))
+            arguments["alora_offsets"] = [None if offset is None else offset + len(answer)]
+        if adapter is None:
+            with self.model.disable_adapter():
+                logits: torch.Tensor = self.model(**arguments).logits
+        else:
+            self.model.set_adapter(adapter)
+            logits = self.model(**arguments).logits
+        return logits[0, len(ids) - 1 :]

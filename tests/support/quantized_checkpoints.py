@@ -1,0 +1,174 @@
+"""Writer of decoder matrices in the layouts of GPTQ, AWQ and compressed-tensors.
+
+It packs bit by bit, following the descriptions of the layouts, and shares no code with the server's
+reader.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Outputs that AWQ stores in 32 bits, from the lowest four bits on."""
+LINEAR = re.compile(r"(.*layers\.\d+\..*_proj)\.weight$")
+VISION = "vision"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout in which the matrices of a checkpoint are stored.
+
+    group: number of inputs that share a scale, −1 for all. symmetric: whether all zeros are the
+    middle value. reordered: whether the inputs of a group need not be adjacent. version: version of
+    GPTQ's zeros.
+    """
+
+    method: str
+    bits: int = 4
+    group: int = 32
+    symmetric: bool = False
+    reordered: bool = False
+    version: str = "gptq"
+    per_tensor: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Value of `quantization_config`."""
+        if self.method == "gptq":
+            return {
+                "quant_method": "gptq",
+                "bits": self.bits,
+                "group_size": self.group,
+                "sym": self.symmetric,
+                "desc_act": self.reordered,
+                "checkpoint_format": self.version,
+            }
+        if self.method == "awq":
+            return {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": self.group,
+                "zero_point": True,
+                "version": "gemm",
+            }
+        strategy = "tensor" if self.per_tensor else "channel" if self.group < 0 else "group"
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized" if self.bits == 4 else "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "input_activations": None,
+                    "weights": {
+                        "num_bits": self.bits,
+                        "type": "int",
+                        "symmetric": self.symmetric,
+                        "strategy": strategy,
+                        "group_size": self.group if strategy == "group" else None,
+                    },
+                }
+            },
+        }
+
+
+def quantize_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    """Quantize the decoder of a float checkpoint in place. Return its dequantized weights."""
+    file = folder / "model.safetensors"
+    stored, exact = {}, {}
+    rng = np.random.default_rng(7)
+    orders: dict[int, np.ndarray[Any, Any]] = {}
+    for key, weight in load_file(file).items():
+        match = LINEAR.match(key)
+        if match is None or VISION in key:
+            stored[key] = exact[key] = weight
+            continue
+        depth = weight.shape[1]
+        if depth not in orders:  # projections with the same input share its order
+            orders[depth] = rng.permutation(depth) if layout.reordered else np.arange(depth)
+        parts, exact[key] = _quantize(weight.float().numpy(), layout, orders[depth])
+        stored |= {f"{match[1]}.{name}": torch.from_numpy(part) for name, part in parts.items()}
+    save_file(stored, file, {"format": "pt"})
+    config = folder / "config.json"
+    described = json.loads(config.read_text()) | {"quantization_config": layout.config}
+    config.write_text(json.dumps(described))
+    return exact
+
+
+def _quantize(weight: Any, layout: Layout, order: Any) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the stored parts of a matrix, and the matrix that they represent."""
+    rows, depth = weight.shape
+    size = depth if layout.group < 0 else layout.group
+    group_of = np.empty(depth, np.int32)
+    group_of[order] = np.arange(depth) // size
+    levels, middle = 2**layout.bits - 1, 2 ** (layout.bits - 1)
+    values = np.empty((rows, depth), np.int64)
+    scales = np.empty((rows, group_of.max() + 1), np.float16)
+    zeros = np.full(scales.shape, middle, np.int64)
+    for group in range(scales.shape[1]):
+        part = weight[:, group_of == group]
+        low, high = part.min(1, keepdims=True), part.max(1, keepdims=True)
+        if layout.symmetric:
+            scale = np.abs(part).max(None if layout.per_tensor else 1, keepdims=True) / (middle - 1)
+        else:
+            scale = (high - low) / levels
+        scales[:, group] = scale[:, 0]
+        scale = scales[:, group, None].astype(np.float32)
+        if not layout.symmetric:
+            # Version 1 of GPTQ cannot store a zero of 0.
+            zeros[:, group] = np.clip(np.round(-low / scale), 1, levels)[:, 0]
+        rounded = np.round(part / scale) + zeros[:, group, None]
+        values[:, group_of == group] = np.clip(rounded, 0, levels)
+    of_input = (scales.astype(np.float32)[:, group_of], zeros[:, group_of])
+    exact = torch.from_numpy((values - of_input[1]) * of_input[0]).float()
+    return _parts(values, scales, zeros, group_of, layout), exact
+
+
+def _parts(values: Any, scales: Any, zeros: Any, group_of: Any, layout: Layout) -> dict[str, Any]:
+    bits = layout.bits
+    if layout.method == "gptq":
+        offset = 1 if layout.version == "gptq" else 0
+        return {
+            "qweight": _pack(values, bits).T.copy(),
+            "qzeros": _pack(zeros.T - offset, bits),
+            "scales": scales.T.copy(),
+            "g_idx": group_of,
+        }
+    if layout.method == "awq":
+        columns = np.arange(len(values)).reshape(-1, 8)[:, AWQ_OUTPUTS].reshape(-1)
+        return {
+            "qweight": _pack(values.T[:, columns], 4),
+            "qzeros": _pack(zeros.T[:, columns], 4),
+            "scales": scales.T.copy(),
+        }
+    if layout.per_tensor:
+        scales = scales[:1, 0].copy()
+    parts = {"weight_scale": scales.astype(np.float32)}
+    if bits == 8:
+        return parts | {"weight": (values - 128).astype(np.int8)}
+    parts |= {"weight_packed": _pack(values, 4), "weight_shape": np.array(values.shape)}
+    if not layout.symmetric:
+        parts["weight_zero_point"] = _pack(zeros.T, 4).T.copy()
+    if layout.reordered:
+        parts["weight_g_idx"] = group_of
+    return parts
+
+
+def _pack(values: Any, bits: int) -> Any:
+    """Return rows of integers packed into 32 bits, the first integer in the lowest bits."""
+    rows, count = values.shape
+    per_word = 32 // bits
+    packed = np.zeros((rows, -(-count // per_word)), np.uint64)
+    for column in range(count):
+        shifted = values[:, column].astype(np.uint64) << np.uint64(column % per_word * bits)
+        packed[:, column // per_word] |= shifted
+    return packed.astype(np.uint32).view(np.int32)

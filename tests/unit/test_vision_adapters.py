@@ -1,0 +1,238 @@
+"""Tests of adapters of the vision tower: the encoder reads them, or refuses unusable ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.polling import until
+from vlora.engine.checks import admissible
+from vlora.errors import InvalidArgument, Unavailable
+from vlora.generation.base_weights import BaseWeights
+from vlora.generation.convert import Limits, convert
+from vlora.generation.premerge import check_hot
+from vlora.lora.adapter import AdapterFiles, load_adapter
+from vlora.lora.folders import FolderFinder, stamp_of
+from vlora.lora.handle import AdapterHandle, version_of
+from vlora.lora.model_shape import ModelShape
+from vlora.model.decoder_config import load_config
+from vlora.model.loader import adapter_shape
+from vlora.request import ImageFeatures, Request
+from vlora.sampling import SamplingParams
+from vlora.vision.adapters import VisionAdapters
+from vlora.vision.encoder import VisionEncoder
+from vlora.vision.features import EncoderService, FeatureCache
+from vlora.vision.images import DecodedImage
+
+WEIGHTS = "adapter_model.safetensors"
+LAYER = "vision_tower.encoder.layers.0.mlp.fc1"
+CONNECTOR = "multi_modal_projector.linear_2"
+
+
+@pytest.fixture(scope="module")
+def shape(checkpoint: Path) -> ModelShape:
+    return adapter_shape(checkpoint, load_config(checkpoint))
+
+
+def write(folder: Path, shape: ModelShape, seed: int = 0, prefix: str = "model.") -> Path:
+    """Write an adapter of a layer of the tower and one of the connector."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for path in (LAYER, CONNECTOR):
+        d_out, d_in = shape.vision()[path]
+        module = f"base_model.model.{prefix}{path}"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(2, d_in, generator=generator)
+        tensors[f"{module}.lora_B.weight"] = torch.randn(d_out, 2, generator=generator)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["fc1", "linear_2"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change(folder: Path, key: str, value: torch.Tensor) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    (full,) = (name for name in tensors if key in name)
+    save_file(tensors | {full: value}, folder / WEIGHTS)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "adapters"
+
+
+@pytest.fixture
+def adapters(root: Path, shape: ModelShape, adapters_dir: Path) -> Iterator[VisionAdapters]:
+    """Return the vision parts of `seeing`, and of `plain`, which has none."""
+    write(root / "seeing", shape)
+    shutil.copytree(adapters_dir / "attention-r4", root / "plain")
+    made = VisionAdapters(shape, FolderFinder(root, {}), 1 << 30, None)
+    yield made
+    made.close()
+
+
+def test_only_adapters_with_a_vision_part_have_one(adapters: VisionAdapters) -> None:
+    assert [adapters.part(name) for name in (None, "plain", "unknown")] == [None] * 3
+    part = adapters.part("seeing")
+    assert part is not None
+    assert part.pairs.keys() == {LAYER, CONNECTOR}
+    assert adapters.part("seeing") is part
+
+
+def test_a_part_that_exceeds_the_budget_is_used_and_not_kept(root: Path, shape: ModelShape) -> None:
+    write(root / "seeing", shape)
+    adapters = VisionAdapters(shape, FolderFinder(root, {}), 1 << 30, budget=100)
+    first, second = adapters.part("seeing"), adapters.part("seeing")
+    adapters.close()
+    assert first is not None
+    assert second is not None
+    assert first is not second
+    assert first.digest == second.digest
+
+
+def test_folders_are_added_replaced_and_removed(
+    adapters: VisionAdapters, root: Path, tmp_path: Path, shape: ModelShape
+) -> None:
+    before = adapters.part("seeing")
+    assert before is not None
+    write(tmp_path / "new", shape, seed=1).rename(root / "new")
+    assert until(lambda: adapters.part("new")).digest != before.digest  # type: ignore[union-attr]
+    change(root / "seeing", f"{LAYER}.lora_B", torch.zeros(shape.vision()[LAYER][0], 2))
+
+    def replaced() -> bool:
+        part = adapters.part("seeing")
+        return part is not None and part.version != before.version
+
+    until(replaced)
+    shutil.rmtree(root / "seeing")
+    until(lambda: adapters.part("seeing") is None)
+
+
+def test_a_broken_part_is_the_error_of_its_adapter(
+    adapters: VisionAdapters, root: Path, shape: ModelShape
+) -> None:
+    write(root / "bad", shape)
+    change(
+        root / "bad",
+        f"{CONNECTOR}.lora_A",
+        torch.full((2, shape.vision()[CONNECTOR][1]), torch.nan),
+    )
+
+    def error() -> str:
+        try:
+            assert adapters.part("bad") is None
+        except InvalidArgument as found:
+            return str(found)
+        return ""
+
+    assert "adapter 'bad': adapter_model.safetensors has NaN or Inf in" in until(error)
+    assert adapters.part("seeing") is not None
+
+
+def test_features_are_keyed_by_the_content_of_the_part(
+    checkpoint: Path, adapters: VisionAdapters, root: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    """A copy of an adapter under another name shares its features; `plain` shares the base's."""
+    write(tmp_path / "copy", shape, prefix="").rename(root / "copy")
+    until(lambda: adapters.part("copy"))
+    service = EncoderService(VisionEncoder(checkpoint, 1), FeatureCache(1 << 24))
+    image = DecodedImage(np.random.default_rng(0).integers(0, 256, (9, 9, 3), np.uint8))
+    names = (None, "plain", "seeing", "copy")
+    of_base, of_plain, of_seeing, of_copy = service.run(
+        [[image]] * 4, [adapters.part(name) for name in names]
+    )
+    assert service.counters.misses == 2
+    assert of_base.digests == of_plain.digests != of_seeing.digests == of_copy.digests
+    assert not np.allclose(of_base.features, of_seeing.features, atol=0.01)
+    assert np.array_equal(of_seeing.features, of_copy.features)
+    (again,) = service.run([[image]])
+    assert np.array_equal(again.features, of_base.features)
+
+
+@pytest.mark.parametrize(
+    ("key", "shape_of_a", "reason"),
+    [
+        (f"{LAYER}.lora_A", (2, 3), "they must be (2, "),
+        (f"{LAYER}.lora_B", (5, 2), "they must be (2, "),
+    ],
+)
+def test_a_part_of_the_wrong_shape_is_refused(
+    root: Path, shape: ModelShape, key: str, shape_of_a: tuple[int, int], reason: str
+) -> None:
+    change(write(root / "x", shape), key, torch.ones(shape_of_a))
+    with pytest.raises(InvalidArgument, match="adapter 'x'") as caught:
+        AdapterFiles("x", root / "x", shape)
+    assert reason in str(caught.value)
+
+
+def test_what_needs_features_before_the_adapter_is_known_is_refused(
+    root: Path, shape: ModelShape
+) -> None:
+    folder = write(root / "x", shape)
+    configure(folder, alora_invocation_tokens=[1])
+    with pytest.raises(InvalidArgument, match="alora_invocation_tokens, which cannot be used with"):
+        load_adapter("x", folder, shape)
+    configure(folder, alora_invocation_tokens=None)
+    skill = {"name": "s", "task": "vqa", "accuracy": 0.5, "words": ["a"]}
+    (folder / "vlora.json").write_text(json.dumps({"skills": [skill]}))
+    with pytest.raises(InvalidArgument, match=r"vlora\.json has 'skills', which cannot"):
+        load_adapter("x", folder, shape)
+
+
+def test_the_digest_covers_the_vision_part(root: Path, shape: ModelShape) -> None:
+    first = load_adapter("x", write(root / "x", shape), shape)
+    second = load_adapter("y", write(root / "y", shape, seed=1), shape)
+    assert first.info.digest != second.info.digest
+    assert first.pairs == {}
+    assert first.info.vision_ranks == (2,)
+
+
+def test_a_request_whose_images_another_version_encoded_is_refused(
+    root: Path, shape: ModelShape
+) -> None:
+    folder = write(root / "x", shape)
+    stamp = stamp_of(folder)
+    seeing = AdapterHandle("x", folder, stamp, AdapterFiles("x", folder, shape).description)
+    features = ImageFeatures(np.zeros((1, 4), np.float32), np.array([[0, 1, 1, 1, 1, 0]], np.int32))
+    request = Request("r", "p", SamplingParams(), adapter="x", images=features)
+
+    def limit(version: str | None, handle: AdapterHandle | None) -> int:
+        images = replace(features, adapter_version=version)
+        return admissible(replace(request, images=images), handle, context=100, prompt=10)
+
+    assert limit(version_of(stamp), seeing) == limit(None, seeing) == limit("", None)
+    for version, handle in (("", seeing), (version_of(b"older"), seeing), ("some", None)):
+        with pytest.raises(Unavailable, match="was changed while the request's images were"):
+            limit(version, handle)
+
+
+def test_only_plain_parts_are_converted_and_none_is_premerged(
+    checkpoint: Path, root: Path, shape: ModelShape
+) -> None:
+    folder = write(root / "x", shape)
+    config = load_config(checkpoint)
+    with pytest.raises(InvalidArgument, match="changes the vision tower or connector, which pre"):
+        check_hot(load_adapter("x", folder, shape), config)
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    expected = load_adapter("x", folder, shape).info.digest
+    (folder / WEIGHTS).unlink()
+    base = BaseWeights(checkpoint, config)
+    convert(folder, root / "out", shape, base, Limits())
+    assert load_adapter("out", root / "out", shape).info.digest == expected
+    configure(folder, init_lora_weights="pissa")
+    with pytest.raises(InvalidArgument, match="connector by pissa, which is converted for the"):
+        convert(folder, root / "none", shape, base, Limits())
