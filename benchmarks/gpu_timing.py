@@ -1,7 +1,7 @@
-"""Interleaved timing on a GPU: captured graphs, with events around many replays.
+"""Interleaved timing on a GPU, with events around many replays of captured graphs.
 
-On a machine without a GPU (a dry run on the emulated kernels) the host's clock times the calls;
-those figures mean nothing and are marked as such.
+A machine without a GPU can make a dry run on the emulated kernels. The host's clock then times the
+calls. Those figures mean nothing and are marked as such.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from benchmarks.timing import Timing, rotated
 Call = Callable[[], None]
 
 SAMPLE_SECONDS = 2e-3
-"""Duration of a sample. Events tick in half microseconds, and the launch of a graph must not
-count."""
+"""Duration of a sample. It is long against the 0.5 µs resolution of events and the launch of a
+graph."""
 MAX_REPLAYS = 400
 WARM_CALLS = 2
 
@@ -31,9 +31,9 @@ class GpuTiming(Timing):
 
 
 class GpuWork:
-    """Repeatable passes over `calls`, which differ in their data only.
+    """Repeatable passes over `calls`, which do the same work on different data.
 
-    graph: whether a pass is one captured graph instead of single calls.
+    graph: whether a pass is one captured graph instead of separate calls.
     """
 
     def __init__(self, calls: Sequence[Call], *, graph: bool) -> None:
@@ -56,7 +56,7 @@ class GpuWork:
             call()
 
     def sample(self, passes: int) -> float:
-        """Return the seconds per call over this many passes."""
+        """Return the seconds per call, measured over this many passes."""
         if not torch.cuda.is_available():
             started = time.perf_counter()
             for _ in range(passes):
@@ -80,7 +80,7 @@ class GpuWork:
 
 
 def interleaved(candidates: Mapping[str, GpuWork], rounds: int) -> dict[str, GpuTiming]:
-    """Time all candidates, one sample of each per round, in an order that rotates."""
+    """Time all candidates: one sample of each per round, in an order that rotates."""
     passes = {name: work.passes_for(SAMPLE_SECONDS) for name, work in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
@@ -97,10 +97,10 @@ def synchronize() -> None:
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """Rates that this device reaches now.
+    """Rates that this device reaches at present.
 
-    copy: bytes/s of a large copy, counting reads and writes.
-    bf16, fp32: flop/s of a large matrix product; fp32 without TF32.
+    copy: bytes/s of a large copy, where both reads and writes count.
+    bf16, fp32: flop/s of a large matrix product, in fp32 without TF32.
     """
 
     copy: float
@@ -108,7 +108,7 @@ class GpuLimits:
     fp32: float
 
     def seconds(self, moved_bytes: float, flops: float, dtype: str) -> float:
-        """Return the roofline of this work; no implementation runs much faster."""
+        """Return the roofline of this work in seconds; no implementation is much faster."""
         return max(moved_bytes / self.copy, flops / (self.fp32 if dtype == "fp32" else self.bf16))
 
 

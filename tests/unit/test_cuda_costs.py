@@ -1,4 +1,4 @@
-"""Costs of the CUDA kernels, counted while the emulation runs them on the host."""
+"""Tests of the CUDA kernels' costs, counted while the emulation runs them on the host."""
 
 from __future__ import annotations
 

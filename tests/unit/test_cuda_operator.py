@@ -1,7 +1,7 @@
-"""ATMM's CUDA kernels behind `vlora.atmm.op`: every tile, hostile segments and adapters, faults.
+"""Tests of ATMM's CUDA kernels behind `vlora.atmm.op`: tiles, segments, adapters and faults.
 
-Each test runs on the emulation (the same kernels compiled for the host, with tensor cores replaced
-by loops), and on a GPU if there is one and `make cuda` has been run.
+Each test runs on the emulation: the same kernels compiled for the host, with loops in place of
+tensor cores. It also runs on a GPU if there is one and `make cuda` has been run.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def test_a_choice_is_read_back_from_its_name() -> None:
             else Choice(None, None, 1, 8, choice.row_block, choice.row_slices)
         )
     for wrong in ("", "rows", "rows b1", "tiles b1 s1", "a b s1; up to rows b1 s1"):
-        with pytest.raises(ValueError, match="no configuration"):
+        with pytest.raises(ValueError, match="not a configuration"):
             Choice.parse(wrong)
 
 

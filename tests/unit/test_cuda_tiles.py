@@ -1,4 +1,4 @@
-"""CUDA tiles: pruned by arithmetic, compiled where nvcc is available, and their use of a device."""
+"""Tests of CUDA tiles: pruned by arithmetic, compiled where nvcc is available, used on a device."""
 
 from __future__ import annotations
 

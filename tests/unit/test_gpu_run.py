@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: the stage runner, and the benchmarks on emulated kernels."""
+"""Tests of `make gpu` without a GPU: the stage runner, and benchmarks on emulated kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`make gpu` = `python3 -m tools.gpu [--out DIR] [--minutes 9]`, from the root of a source tree.
 
-Each stage writes its results as they come, so a stage that is cut short keeps what it has. The last
-stage writes DIR/figures: a table, the figures as JSON, and the tile table, ready to commit.
+Each stage writes its results as they come, so a stage that is cut short keeps its results so far.
+The last stage writes DIR/figures: a table, the figures as JSON, and the tile table to commit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tools.gpu.stages import Lacking, Runner, Stage, seconds_given, stage_main, 
 ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 9.0
 RESERVE = 8.0
-"""Seconds at the end of a stage's time limit for finishing current work and writing results."""
+"""Seconds at the end of a stage's time limit that are kept for finishing and writing results."""
 INSTANCES = 32
-"""Maximum number of tiles to build; each takes seven seconds of one core."""
+"""Maximum number of tiles to build. Each takes seven seconds of one core."""
 COPY_BYTES, SIDE = 2 << 30, 8192
 DEVICE_TESTS = (
     "tests/unit/test_cuda_operator.py",
@@ -51,13 +51,13 @@ BOXES = {
 
 
 def environment() -> dict[str, str]:
-    """Return environment variables that let Python find package and tests in the source tree."""
+    """Return environment variables with which Python finds the package and tests in the tree."""
     path = [str(ROOT / "backend_src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(p for p in path if p), "PYTHONUNBUFFERED": "1"}
 
 
 def stamp() -> str:
-    """Return a hash of everything that results depend on: sources of the operator and its tools."""
+    """Return a hash of what results depend on: the sources of the operator and its tools."""
     digest = hashlib.sha256(platform.node().encode())
     for folder in ("csrc/atmm", "tools/gpu", "tools/tile_search", "backend_src/vlora/atmm"):
         for file in sorted((ROOT / folder).rglob("*")):
@@ -252,7 +252,7 @@ STAGES: Mapping[str, Callable[[Path], str]] = {
     "report": report,
 }
 ALWAYS = ("machine", "report")
-"""Stages that always run again, because they are cheap and describe this run only."""
+"""Stages that always run again: they are cheap and describe only the current run."""
 
 
 # ---- shared helpers ---------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def _limits(out: Path) -> Any:
 
 
 def _pytest() -> list[str]:
-    """Return pytest's command, which ignores warnings of a different version of torch."""
+    """Return pytest's command with options that ignore warnings of another torch version."""
     return [
         sys.executable,
         "-m",

@@ -1,8 +1,8 @@
 """The `kernels` benchmark on a GPU: ATMM against other LoRA operators, over the committed grid.
 
-Baselines are PEFT's loop, slices, dLoRA's einsum, padded batches, static choices and, if they can
-be imported, the kernels of vLLM and SGLang. Each operator has two times: as a captured graph
-(device time) and call by call (with host time). Every result is compared with float64 first.
+The baselines are PEFT's loop, slices, dLoRA's einsum, padded batches, static choices and, if they
+can be imported, the kernels of vLLM and SGLang. Each operator is timed as a captured graph (device
+time) and call by call (with host time). Before that, every result is compared with float64.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ UNCAPTURED = ("peft_loop",)
 """Baselines that cannot be captured, because each call copies index lists to the device."""
 COLD_BYTES = 256 << 20
 MOST_LAYERS = 128
-"""Bytes that a cold cell rotates through. Small adapters still fit into L2; see `layers_mb`."""
+"""Maximum number of layers in a cold cell, whose layers rotate through up to COLD_BYTES. Small
+adapters therefore still fit into L2; see `layers_mb`."""
 ROUNDS = 5
 TOLERANCE = 3e-2
-"""Tolerance relative to the largest true value in bf16, which rounds intermediates to 8 bits."""
+"""Tolerance relative to the largest true value. bf16 rounds intermediates to 8 bits."""
 
 
 class Drawn(KernelCell):
-    """A cell with adapters drawn once, because a second draw would use the default device."""
+    """A cell that draws its slots only once: a second draw would use the default device."""
 
     @cached_property
     def slots(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -48,7 +49,7 @@ class Drawn(KernelCell):
 
 
 class Atmm(LoraOperator):
-    """The operator under test, with the table's choice or one choice for every shape."""
+    """The operator under test, with the table's choices or one choice for every shape."""
 
     def __init__(self, operator: Operator, choice: Choice | None = None, name: str = ATMM) -> None:
         self.name = name  # type: ignore[misc]
@@ -189,7 +190,7 @@ def run(
     limits: GpuLimits,
     seconds: float,
 ) -> Iterator[GpuKernelResult]:
-    """Yield results, and stop when the next cell would not be finished in time."""
+    """Yield results until the next cell would not be finished in time."""
     end, longest = time.monotonic() + seconds, 0.0
     for cell in cells:
         started = time.monotonic()
@@ -200,9 +201,9 @@ def run(
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return geometric means of speed-ups by regime; names with `_eager` are call by call.
+    """Return geometric means of speed-ups by regime. Names with `_eager` are call by call.
 
-    PEFT's loop is measured call by call only. `limit` is the limit over the measured time.
+    PEFT's loop is measured call by call only. `limit` is the roofline over the measured time.
     """
     summary: dict[str, Any] = {"cells": len(rows)}
     for regime, chosen in (

@@ -1,7 +1,7 @@
 """LoRA kernels of vLLM and SGLang as baselines of `kernels`, if they can be imported.
 
-Their interfaces change between versions. A kernel whose interface does not fit is left out with the
-reason, and every result is compared with float64 before it is timed.
+Their interfaces change between versions. A kernel with an unknown interface is left out, with the
+reason. Every result is compared with float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vlora.atmm.types import LoraPair
 
 
 class Vllm(LoraOperator):
-    """vllm.lora.ops.triton_ops: sorts rows by adapter on the device, then shrinks and expands."""
+    """vllm.lora.ops.triton_ops, which sorts rows by adapter on the GPU, shrinks and expands."""
 
     name: ClassVar[str] = "vllm"
 

@@ -1,4 +1,4 @@
-"""Report of a run: a folder of figures from the results that its stages wrote."""
+"""Report of a run: figures from the results of its stages, in one folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def report(out: Path) -> str:
     """Write the results of all stages and a summary to `out`/figures, and print the summary.
 
-    Returns a line for the log: the number of files and their folder.
+    Return a line for the log with the number of files and their folder.
     """
     figures = out / "figures"
     figures.mkdir(exist_ok=True)

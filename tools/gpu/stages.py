@@ -1,7 +1,7 @@
 """Run stages in sequence, each as a process with a time limit, and record how each ended.
 
-A stage that fails, hangs or lacks a program does not stop the others. A stage that was completed is
-not run again. This module does not depend on a GPU and uses the standard library only.
+A stage that fails, hangs or lacks a program does not stop the others. Completed stages do not run
+again. This module does not depend on a GPU and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import Literal
 
 LACKING = 3
-"""Exit status of a stage that lacks something; its last output line names it."""
+"""Exit status of a stage that lacks a program or a device. Its last output line names it."""
 FEWEST_SECONDS = 2.0
-"""Minimum number of seconds left to start another stage."""
+"""Minimum time left to start another stage."""
 
 Ending = Literal["done", "failed", "out of time", "lacking", "not started"]
 
 
 class Lacking(Exception):
-    """Error of a stage that lacks something; the message says how to get it."""
+    """Raised by a stage that lacks something. The message says how to get it."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A process to run. seconds: its time limit. always: run it even if it was completed before."""
+    """A process to run. seconds: its time limit. always: whether a completed stage runs again."""
 
     name: str
     command: tuple[str, ...]
@@ -42,7 +42,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a stage: how it ended, after how many seconds, and its last output line."""
+    """Result of a stage: how it ended, its duration in seconds, and its last output line."""
 
     ending: Ending
     seconds: float
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs stages. Their state is in `folder`/stages.json, their output in `folder`/NAME.log.
+    """Runner of stages. Their state is in `folder`/stages.json, their output in `folder`/NAME.log.
 
     stamp: hash of what the results depend on. If it differs from the stored one, all stages run.
     """
@@ -146,7 +146,7 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def stage_main(work: Callable[[], str]) -> None:
-    """Run a stage's work and exit with the status that the runner expects, after a result line."""
+    """Run a stage's work, print its result line, and exit with the status the runner expects."""
     try:
         print(work(), flush=True)
     except Lacking as missing:

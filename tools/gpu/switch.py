@@ -45,8 +45,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure a merge out of place and in place, addmm per matrix, and a plain copy.
 
-    The limit reads W and writes M once and computes the products in fp32, which a single rounding
-    needs without tensor cores.
+    For the limit, W is read and M written once. The products are computed in fp32 without tensor
+    cores, since the result must be rounded only once.
     """
     device = operator.device
     base = torch.randn(model.elements, device=device).to(dtype)
@@ -105,7 +105,7 @@ def _error(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]
     for offset, (a, b) in (updates[0], updates[-1]):
         place = slice(offset, offset + b.shape[0] * a.shape[1])
         want = base[place].double() + (b.double() @ a.double()).flatten()
-        # Near zero the rounding of the fp32 sum dominates, not the rounding to the storage type.
+        # Near zero the rounding of the fp32 sum dominates that to the storage type.
         error = (out[place].double() - want).abs() / (want.abs() + 1e-4)
         worst = max(worst, float(error.max()))
     return worst

@@ -1,11 +1,11 @@
-"""Compile ATMM for CUDA: generate one source per tile instance, run nvcc, and link one library.
+"""Compile ATMM for CUDA: generate one source per tile instance, run nvcc, and link a library.
 
 `python -m tools.tile_search.cuda_build [--limit N]` (`make cuda`) needs nvcc and the CUTLASS
-headers (PyPI `nvidia-cutlass`, downloaded into the build directory), but no GPU. vlora installs and
-runs on a CPU without the result. The file RESOURCES next to the library holds the registers and
-shared memory of each kernel as ptxas reports them. With `--emulate` a C++ compiler builds the
-emulation instead: the same kernels on the host (csrc/atmm/cuda/host). The script uses the standard
-library only.
+headers (PyPI `nvidia-cutlass`, downloaded into the build directory), but no GPU. On a CPU, vlora
+does not need the library. The file RESOURCES next to the library holds the registers and shared
+memory of each kernel as reported by ptxas. With `--emulate` a C++ compiler builds the emulation
+instead: the same kernels on the host (csrc/atmm/cuda/host). The script uses only the standard
+library.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BuildError(RuntimeError):
 
 
 class NoToolchain(BuildError):
-    """Error for a compiler or headers that this machine lacks."""
+    """Raised if this machine lacks a compiler or headers."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Instance:
 
 
 def instances(limit: int | None = None, dtypes: tuple[str, ...] = tuple(TYPES)) -> list[Instance]:
-    """Return all instances, or `limit` of them, divided evenly among kinds and types."""
+    """Return all instances, or `limit` of them, spread evenly over kinds and types."""
     known = {kind: tiles(kind) for kind in KINDS}
     found = [
         Instance(known[kind][i], kind, dtype)
@@ -119,7 +119,7 @@ def find_nvcc() -> str:
 def find_headers(folder: Path = BUILD, *, fetch: bool = True) -> Path:
     """Return CUTLASS's include folder.
 
-    It is $VLORA_CUTLASS, the folder of `--headers`, or a download from PyPI in the build directory.
+    It is $VLORA_CUTLASS, the folder of `--headers`, or a download from PyPI.
     """
     given = os.environ.get("VLORA_CUTLASS")
     places = [Path(given)] if given else [CARRIED, folder / "cutlass" / HEADERS]
@@ -136,7 +136,7 @@ def find_headers(folder: Path = BUILD, *, fetch: bool = True) -> Path:
 
 
 def gencode(architectures: tuple[int, ...]) -> list[str]:
-    """Return flags for machine code of each architecture and PTX of the newest one."""
+    """Return nvcc's flags for machine code of each architecture, and PTX of the newest one."""
     *older, newest = sorted(architectures)
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in older]
     return [*codes, f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"]
@@ -203,7 +203,7 @@ def resources(unit: str, text: str) -> list[dict[str, int | str]]:
 
 
 def emulate(target: Path = EMULATED) -> Path:
-    """Compile the emulation if a source changed. Raises NoToolchain without a C++ compiler."""
+    """Compile the emulation if a source changed. Raise NoToolchain without a C++ compiler."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NoToolchain("the emulation needs a C++ compiler; install g++")
@@ -223,7 +223,7 @@ def emulate(target: Path = EMULATED) -> Path:
 
 
 def carry_headers(folder: Path) -> int:
-    """Copy the CUTLASS headers that an instance includes. Return their number."""
+    """Copy the CUTLASS headers that an instance includes. Return the number of headers."""
     headers = find_headers()
     unit = _write(BUILD / "generated" / f"{instances(1)[0].name}.cu", instances(1)[0].source)
     said = _run([*_common(headers), *gencode(ARCHITECTURES[-1:]), "-M", str(unit)])
@@ -246,7 +246,7 @@ def _stale(target: Path, sources: list[Path]) -> bool:
 
 
 def _link(command: list[str], objects: list[Path], library: Path) -> None:
-    """Link to a temporary name and rename it, because a process may have the library open."""
+    """Link under a temporary name and rename, because a process may have the library open."""
     draft = library.with_suffix(f".{os.getpid()}")
     if not library.exists() or any(o.stat().st_mtime > library.stat().st_mtime for o in objects):
         _run([*command, *map(str, objects), "-o", str(draft)])

@@ -1,9 +1,10 @@
-"""CUDA backend of the search: select candidates and time them.
+"""CUDA backend of the search: selects candidates and times them.
 
-Candidates come from the tiles in the compiled library, ordered by the cost formula that also
-chooses without a table. Adapters are profiled hot and cold, as on the CPU. Last, the winner and the
-built-in choice run alternately, and the winner must be faster by more than the noise. This module
-imports only torch, `vlora.atmm`, `benchmarks.gpu_timing` and `tools.gpu`.
+Candidates are tiles of the compiled library, ordered by the cost formula that also chooses without
+a table. Adapters are profiled hot and cold, as on the CPU. Finally the best candidate and the
+built-in choice run alternately. The candidate replaces the built-in choice only if it is faster by
+more than the noise. This module imports only torch, `vlora.atmm`, `benchmarks.gpu_timing` and
+`tools.gpu`.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ RANKS = (64, 16, 128)
 SEGMENTS = (8, 1, 32)
 ROWS = (1, 4, 16, 64, 256, 1024)
 MAX_ROWS = 8192
-"""Maximum rows of a call; larger calls repeat the same blocks."""
+"""Maximum number of rows of a call. Larger calls repeat the same blocks."""
 ROWS_WORTH_ROW_KERNELS = 32
 MAX_SHRINK_TILES = 6
-"""Number of cheapest shrink tiles to try; two fewer expand tiles are tried."""
+"""Number of shrink tiles to try, the cheapest first. Two fewer expand tiles are tried."""
 COLD_BYTES = 256 << 20
 """Bytes of adapters that a cold profile rotates through: several times any L2."""
 MAX_LAYERS = 128
@@ -64,7 +65,7 @@ def shapes(dtypes: Sequence[str] = ("bf16", "fp16")) -> list[Shape]:
 
 @dataclass
 class Data:
-    """Data of one shape: adapters of one layer (hot) or of more layers than caches hold (cold)."""
+    """Data of one shape: adapters of one layer (hot), or of more layers than L2 holds (cold)."""
 
     y: torch.Tensor
     x: torch.Tensor
@@ -141,8 +142,8 @@ class CudaSearch:
     def best(self, shape: Shape) -> dict[str, Any]:
         """Return the table entry of one shape.
 
-        It is the choice with the smallest product of hot and cold time, if it beats the built-in
-        choice by more than the noise of both.
+        It is the choice with the smallest product of hot and cold time if that beats the built-in
+        choice by more than the noise of both. Otherwise it is the built-in choice.
         """
         hot, cold = self.data(shape, cold=False), self.data(shape, cold=True)
         choices = self.candidates(shape)
@@ -176,7 +177,7 @@ class CudaSearch:
     ) -> Iterator[dict[str, Any]]:
         """Yield entries: first those stored in `file`, then new ones, which are added to it.
 
-        Stops when the next shape would not be finished in time.
+        It stops when the next shape would not be finished in time.
         """
         end, longest = time.monotonic() + seconds, 0.0
         done = _entries(file, f"{self._operator.name} {_digest(self._operator)}")
@@ -211,7 +212,7 @@ def _digest(operator: Operator) -> str:
 
 
 def _entries(file: Path, stamp: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of an earlier search with the same stamp; otherwise empty the file."""
+    """Return the entries of an earlier search with the same stamp. Otherwise empty the file."""
     lines = file.read_text().splitlines() if file.exists() else []
     if not lines or json.loads(lines[0]) != {"stamp": stamp}:
         file.parent.mkdir(parents=True, exist_ok=True)

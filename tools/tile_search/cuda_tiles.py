@@ -1,6 +1,6 @@
-"""CUDA tile configurations to compile: enumerated, then pruned without a GPU.
+"""CUDA tile configurations to compile, enumerated and pruned without a GPU.
 
-The rules are hardware limits and CUTLASS's constraints. Nothing is compiled or measured here.
+The rules are hardware limits and constraints of CUTLASS. Nothing is compiled or measured here.
 """
 
 from __future__ import annotations
@@ -14,37 +14,40 @@ SIDES = (16, 32, 64, 128, 256)
 
 WARP = 32
 MAX_WARPS = 8
-"""Maximum threads of a block: more leave under 255 registers per thread with two blocks per SM."""
+"""Maximum number of warps of a block. A thread of a larger block has fewer than 255 registers."""
 
 SHARED_BYTES = 163 * 1024
 """Shared memory in bytes that a block may use on sm_80; sm_90 has more (227 KiB)."""
 
 ACCUMULATORS_PER_THREAD = 128
-"""Maximum accumulator registers of 255; double-buffered fragments and addresses use the rest
-(appendix A)."""
+"""Maximum number of a thread's 255 registers that are accumulators. The others hold double-buffered
+fragments and addresses (appendix A)."""
 
 ELEMENT_BYTES = 2
 ACCESS_ELEMENTS = 8
-"""Bytes that cp.async moves per thread."""
+"""Number of elements that a thread moves with one cp.async, 16 bytes."""
 
 DEPTHS = (32, 64)
 """Depths that CUTLASS's swizzled shared-memory layouts support for 16-bit operands."""
 
 NARROWEST_WARP = (16, 32)
-"""Minimum rows and columns of a warp; 16 columns have no valid 16-bit epilogue (16×16×64 warp)."""
+"""Minimum numbers of rows and columns of a warp tile. With 16 columns there is no valid 16-bit
+epilogue."""
 
 STAGES = {"shrink": (3, 4), "expand": (2, 3)}
-"""Pipeline stages. Shrink runs over d_in (thousands), so deep pipelines are faster. Expand's depth
-is the rank, one to four steps, so more than three stages would never fill."""
+"""Numbers of pipeline stages. Shrink runs over d_in (thousands), so deep pipelines are faster.
+Expand runs over the rank in one to four iterations, which more than three stages would never
+fill."""
 
 WIDEST_SHRINK = 128
-"""Maximum columns of a shrink tile. They are the rank; ranks above 128 use two tiles."""
+"""Maximum number of columns of a shrink tile. The columns are ranks; above 128, two tiles are
+used."""
 
 LARGEST_RATIO = 4
-"""Maximum ratio of the sides of a block or warp; beyond it, loads per multiply-add grow."""
+"""Maximum ratio of the sides of a block or warp tile. Beyond it, loads per multiply-add grow."""
 
 WIDEST_WARP = 64
-"""Maximum side of a warp tile; 64×64 already uses each loaded element for 64 multiply-adds."""
+"""Maximum side of a warp tile. A 64×64 tile uses each loaded element for 64 multiply-adds."""
 
 KINDS = ("shrink", "expand")
 
@@ -113,8 +116,8 @@ def why_not(tile: CudaTile, kind: str) -> str | None:
 def tiles(kind: str) -> list[CudaTile]:
     """Return the tiles to compile for "shrink" or "expand".
 
-    They are ordered so that any prefix covers small, medium and large blocks, which keeps a build
-    of few instances useful.
+    Any prefix of the list covers small, medium and large blocks, so that a build of few instances
+    is useful.
     """
     kept = [tile for tile in _all(kind) if why_not(tile, kind) is None]
     kept = _one_warp_shape_per_block(kept)
@@ -136,7 +139,8 @@ def _ratio(a: int, b: int) -> float:
 def _one_warp_shape_per_block(found: list[CudaTile]) -> list[CudaTile]:
     """Keep, for each block, the warp shape that loads least from shared memory.
 
-    It has the most stages that its depth allows: 64 deep fills with one stage less than 32 deep.
+    Of its tiles, keep the one with most stages at depth 32 and with fewest at depth 64, because a
+    deeper tile fills its pipeline with fewer stages.
     """
     best: dict[tuple[int, int, int], list[CudaTile]] = {}
     for tile in found:
@@ -155,13 +159,13 @@ def _one_warp_shape_per_block(found: list[CudaTile]) -> list[CudaTile]:
 
 
 def _operand_loads(tile: CudaTile) -> float:
-    """Return elements read from shared memory per multiply-add, with a penalty for few warps."""
+    """Return the loads from shared memory per multiply-add, with a penalty for few warps."""
     loads = 1 / tile.warp[0] + 1 / tile.warp[1]
     return loads * (1.5 if tile.warps < 2 else 1.0)
 
 
 def _spread(ordered: list[CudaTile]) -> list[CudaTile]:
-    """Reorder: smallest, largest, middle, then the middles of the remaining intervals."""
+    """Reorder a list: smallest, largest, middle, then the middles of the remaining intervals."""
     picked: list[int] = []
     spans = [(0, len(ordered) - 1)]
     if ordered:

@@ -1,4 +1,4 @@
-// The C interface: checks everything that the host can see, then launches.
+// The C interface: checks everything that the host can read, then launches.
 #include <algorithm>
 #include <mutex>
 #include <string>
@@ -22,7 +22,7 @@ int32_t status_of(cudaError_t error) {
   return fail(VLORA_CUDA_ERROR, cudaGetErrorString(error));
 }
 
-// Number of blocks of each kernel that a device can hold; known once its kernels are loaded.
+// Maximum numbers of resident blocks of each kernel on a device, known once kernels are loaded.
 struct Device {
   bool warm = false;
   int plan = 0, rows = 0, merge = 0;
@@ -81,7 +81,8 @@ int32_t check(const VloraCall &call) {
   return VLORA_OK;
 }
 
-// Returns what 16-byte loads and stores cannot access, or null. The loader pads ranks to 8.
+// Returns the names of arguments that 16-byte loads and stores cannot access, or null. The loader
+// pads ranks to 8.
 const char *misaligned(const VloraCall &call) {
   if (!aligned16(call.x) || call.ldx % 8 || call.d_in % 8) return "x, ldx or d_in";
   if (call.max_rank % kRankStep) return "max_rank";
@@ -121,7 +122,7 @@ int32_t check(const VloraCall &call, const VloraTiles &tiles) {
   return VLORA_OK;
 }
 
-// The grouped products, which compute segments longer than rows_up_to.
+// The grouped products. They compute segments longer than rows_up_to.
 class GroupedProducts {
  public:
   GroupedProducts(const VloraCall &call, Workspace *w, const VloraTiles &tiles,
@@ -186,7 +187,7 @@ cudaError_t launch_all(const VloraCall &call, Workspace w, const VloraTiles &til
   return error;
 }
 
-// Texts of the fault codes; % is replaced by the value.
+// Texts of the fault codes. The value replaces %.
 const char *const kFaults[] = {
     "no fault",
     "starts at row %, outside the call's rows",

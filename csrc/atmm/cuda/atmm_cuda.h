@@ -1,17 +1,17 @@
 // ATMM on CUDA: a C interface of raw pointers and one stream.
 //
-// Semantics of vlora_cuda_apply: for every segment (start, length, slot, sign), with rows
+// Semantics of vlora_cuda_apply: for every segment (start, length, slot, sign) with rows
 // R = start ... start+length-1, and every projection with (A, B, rank) = adapters[slot]:
-//     y[R] += sign * (x[R] A^T) B^T          (scale already folded into B)
+//     y[R] += sign * (x[R] A^T) B^T          (B contains the scale)
 // With `heads` (vision task heads), y in fp32 and B the bias in fp32:
 //     y[R, :rank] = x[R] A^T + bias
 // vlora_cuda_merge: out = base + sign * B A for every matrix, summed in fp32 and rounded once.
 //
 // After vlora_cuda_warm_up, apply and merge do not allocate, synchronise, load code or copy to the
-// host, and they read segments and adapter tables on the device only: a captured graph can be
-// replayed with other segments of the same capacity. The device skips what it finds invalid and
-// records the first fault in the workspace's first 8 bytes (vlora_cuda_fault): the caller zeroes
-// them once and reads them when it next synchronises.
+// host. Only the device reads segments and adapter tables, so a captured graph can be replayed with
+// other segments of the same capacity. The device skips invalid segments and adapters, and records
+// the first fault in the first 8 bytes of the workspace (vlora_cuda_fault). The caller zeroes these
+// bytes once, and reads them when it next synchronises.
 //
 // Ownership: every pointer belongs to the caller and must stay valid until the stream has executed
 // the call. A workspace can be used by one stream at a time.
@@ -25,20 +25,20 @@ extern "C" {
 
 enum { VLORA_FP16 = 0, VLORA_BF16 = 1, VLORA_FP32 = 2 };
 enum { VLORA_MAX_PROJECTIONS = 8, VLORA_MAX_WAVES = 8, VLORA_MAX_SLICES = 32 };
-// As a tile index: the row kernels compute every segment, of any type.
+// As a tile index: the row kernels compute every segment. They accept all types.
 enum { VLORA_ROWS = -1 };
 
 enum {
   VLORA_OK = 0,
   VLORA_BAD_ARGUMENT = 1,   // a null pointer, a negative size, an unknown type
   VLORA_BAD_TILE = 2,       // an unknown tile for this type and product
-  VLORA_MISALIGNED = 3,     // tensor cores need 16-byte rows; the row kernels take any
+  VLORA_MISALIGNED = 3,     // tensor cores need rows aligned to 16 bytes; the row kernels do not
   VLORA_NO_WORKSPACE = 4,   // null, unaligned, or smaller than vlora_cuda_workspace returns
   VLORA_CUDA_ERROR = 5,     // see vlora_cuda_last_error
   VLORA_COLD = 6            // vlora_cuda_warm_up was not called for this device
 };
 
-// The first fault that the device found; it skipped that segment or adapter.
+// The first fault that the device found. It skipped that segment or adapter.
 enum {
   VLORA_FAULT_ROWS = 1,      // a segment outside 0 ... rows-1
   VLORA_FAULT_LENGTH = 2,    // a length outside the call's shortest ... longest
@@ -69,9 +69,9 @@ typedef struct {
   int64_t d_out;
 } VloraProjection;
 
-// Segments of one wave share no rows and ascend; segments of length 0 come last and pad the wave to
-// its capacity. Waves run one after another, so that a row's own and its -live segment are added in
-// order. vlora_cuda_arrange divides any list into waves.
+// The segments of a wave share no rows and ascend. Segments of length 0 come last and fill the wave
+// up to its capacity. Waves run one after another, so that a row's own segment and its -live
+// segment are added in order. vlora_cuda_arrange divides any list into waves.
 typedef struct {
   const void *x;  // device, [rows, d_in], rows ldx elements apart
   int64_t ldx;
@@ -80,16 +80,16 @@ typedef struct {
   int64_t workspace_bytes;
   int32_t rows, d_in, slots, max_rank;
   int32_t type, heads;
-  int32_t shortest, longest;  // bounds of the lengths above 0; they decide which kernels run
+  int32_t shortest, longest;  // bounds of the nonzero lengths; they decide which kernels run
   int32_t waves;
   int32_t wave_end[VLORA_MAX_WAVES];
   int32_t projection_count;  // projections that share x: q, k, v; gate, up
   VloraProjection projections[VLORA_MAX_PROJECTIONS];
 } VloraCall;
 
-// shrink, expand: tile indices, or VLORA_ROWS for both. slices: depth slices of the shrink, summed
-// in a fixed order. Row kernels compute segments of at most rows_up_to rows whatever the tiles,
-// row_block (1 or 4) rows at a time and with row_slices depth slices.
+// shrink, expand: tile indices, or VLORA_ROWS for both. slices: depth slices of the shrink, which
+// are summed in a fixed order. With any tiles, row kernels compute the segments of at most
+// rows_up_to rows, row_block (1 or 4) rows at a time and with row_slices depth slices.
 typedef struct {
   int32_t shrink, expand, slices;
   int32_t rows_up_to, row_block, row_slices;
@@ -104,7 +104,8 @@ typedef struct {
 } VloraTile;
 
 // One matrix [d_out, d_in], `offset` elements after the start of its slab. a: [rank, d_in] and
-// b: [d_out, rank], row-major fp32. first: its first block, set by vlora_cuda_merge_blocks.
+// b: [d_out, rank], row-major fp32. first: index of its first block, set by
+// vlora_cuda_merge_blocks.
 typedef struct {
   int64_t offset, d_out, d_in, rank;
   const float *a, *b;
@@ -126,12 +127,12 @@ int32_t vlora_cuda_size_of(int32_t which);
 int32_t vlora_cuda_tiles(void);  // number of tile instances in this build
 int32_t vlora_cuda_tile(int32_t index, VloraTile *tile);
 
-// Loads every kernel of the current device and sizes its grids; once per device.
+// Loads every kernel of the current device and sizes its grids. Call it once per device.
 int32_t vlora_cuda_warm_up(void);
 
-// Writes the segments that are not empty to `out`, wave by wave in ascending order, and the end of
-// each wave to wave_end [count]. All pointers are host memory. Returns the number of waves (0 ...
-// count), or a negative error code.
+// Writes all segments that are not empty to `out`, wave by wave and ascending within a wave, and
+// the end of each wave to wave_end [count]. All pointers are host memory. Returns the number of
+// waves (0 ... count), or a negative error code.
 int32_t vlora_cuda_arrange(const VloraSegment *segments, int32_t count, VloraSegment *out,
                            int32_t *wave_end);
 
@@ -139,7 +140,7 @@ int32_t vlora_cuda_arrange(const VloraSegment *segments, int32_t count, VloraSeg
 int64_t vlora_cuda_workspace(const VloraCall *call, const VloraTiles *tiles);
 int32_t vlora_cuda_apply(const VloraCall *call, const VloraTiles *tiles, void *stream);
 
-// Sets `first` of each merge (host memory) and returns the number of blocks of all.
+// Sets `first` of each merge (host memory) and returns the total number of blocks.
 int64_t vlora_cuda_merge_blocks(VloraMerge *merges, int32_t count);
 int32_t vlora_cuda_merge(const VloraMergeCall *call, void *stream);
 

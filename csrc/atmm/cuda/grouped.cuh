@@ -1,7 +1,7 @@
-// One tile configuration of the grouped product: CUTLASS's multistage mainloop (appendix A: while
-// one tile is computed, the next ones are loaded to shared memory and registers), CUTLASS's
-// epilogue, and our own loop over tiles, because CUTLASS's would scan the empty problems in every
-// block.
+// One tile configuration of the grouped product. The mainloop is CUTLASS's multistage one, which
+// loads the next tiles to shared memory and registers while a tile is computed (appendix A). The
+// epilogue is CUTLASS's as well. The loop over tiles is our own, because in CUTLASS's each block
+// would scan the empty problems.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(G::kThreads) grouped_kernel(Group group, int b
                                       thread, {0, t.column});
     typename Mma::FragmentC sums;
     sums.clear();
-    __syncthreads();  // the previous tile's epilogue has finished with shared memory
+    __syncthreads();  // the previous tile's epilogue no longer uses shared memory
     Mma mma(shared->mainloop, thread, warp, lane);
     mma((t.depth + Mma::Shape::kK - 1) / Mma::Shape::kK, sums, rows_of_a, rows_of_b, sums);
 

@@ -23,7 +23,7 @@ struct Instance {
 extern const Instance *const kInstances;
 extern const int kInstanceCount;
 
-// warm_... loads kernels and sets `resident` to the number of blocks that the device can hold.
+// warm_... loads kernels, and sets `resident` to the number of blocks that fit on the device.
 cudaError_t warm_plan(int *resident);
 cudaError_t plan(const VloraCall &, const Workspace &, int rows_up_to, cudaStream_t);
 cudaError_t reduce(const VloraCall &, const Workspace &, int resident, cudaStream_t);

@@ -1,7 +1,6 @@
 // out = base + sign * B A for all matrices of a switch, in one launch, with fp32 products and sums
-// and one rounding. A block computes 128 x 128 elements and a thread 8 x 8 of them, as 4 x 4
-// elements in each quarter of the block, so that neighbouring lanes always access neighbouring
-// addresses.
+// and one rounding. A block computes 128 x 128 elements. A thread computes 8 x 8 of them, as 4 x 4
+// elements in each quarter of the block, so that neighbouring lanes access neighbouring addresses.
 #include "kernels.cuh"
 
 namespace vlora {
@@ -10,8 +9,8 @@ namespace {
 constexpr int kSide = 128, kDepth = 16, kThreads = 256, kHalf = kSide / 2, kQuad = 4;
 
 // The transposed part of B in shared memory is [kDepth][kStride]. A warp stores 8 steps of depth of
-// 4 rows, which it reads as 4 pieces of 32 bytes; with this stride they fall on 32 banks. The
-// stride keeps rows aligned to 16 bytes.
+// 4 rows, which it reads as 4 pieces of 32 bytes. With this stride the stores use 32 different
+// banks, and rows stay aligned to 16 bytes.
 constexpr int kStride = kSide + 4, kSteps = 8;
 // Returns the step of depth, and the row of B, of the i-th element that a block stores.
 VLORA_HD constexpr int step_of(int i) { return i / (kSteps * kSide) * kSteps + i % kSteps; }

@@ -6,9 +6,9 @@ namespace {
 
 constexpr int kPlanThreads = 512;
 constexpr int kSumThreads = 256;
-constexpr int kSumVector = 4;  // elements a thread sums at a time; ranks are padded to 8
+constexpr int kSumVector = 4;  // elements that a thread sums together; ranks are padded to 8
 
-// Runs as one block, which takes one problem per thread at a time; a scan counts the tiles before
+// Runs as one block. Each thread takes one problem at a time, and a scan counts the tiles before
 // each problem. The lower half of a 64-bit number counts shrink tiles, the upper half expand tiles.
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(VloraCall call, Workspace w,
                                                             int rows_up_to) {
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(VloraCall call, Work
   }
 }
 
-// Sums the slices of every element of the intermediate, in their order. Rows of no segment hold
-// what the workspace held before, and no kernel reads them.
+// Sums the slices of every element of the intermediate, in their order. Rows that belong to no
+// segment keep earlier contents of the workspace, and no kernel reads them.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads) reduce_kernel(Workspace w) {
   const int64_t step = int64_t(gridDim.x) * kSumThreads * kSumVector;

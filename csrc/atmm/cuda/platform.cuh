@@ -1,6 +1,6 @@
-// What the kernels need from their compiler: nvcc, or any C++17 compiler with the emulation, which
-// runs the same kernels on the host, thread by thread (host/emulation.cuh). Nothing here is
-// specific to ATMM.
+// The functions that the kernels need from their compiler: nvcc, or any C++17 compiler with the
+// emulation, which runs the kernels on the host, thread by thread (host/emulation.cuh). Nothing
+// here is specific to ATMM.
 #pragma once
 
 #include <cstddef>
@@ -43,9 +43,9 @@ VLORA_HD Half from_float<Half>(float v) { return __float2half_rn(v); }
 template <>
 VLORA_HD Bfloat from_float<Bfloat>(float v) { return __float2bfloat16_rn(v); }
 
-// Launches a kernel and returns the error of this launch alone. The error is cleared from the
-// thread's record, so that later callers of cudaGetLastError do not see it; earlier errors stay
-// there.
+// Launches a kernel and returns the error of this launch only. That error is cleared from the
+// thread's record, so that later callers of cudaGetLastError do not see it. Earlier errors stay in
+// the record.
 template <typename... P>
 cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared,
                    cudaStream_t stream, typename Same<P>::Type... args) {
@@ -56,7 +56,7 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared,
   return error;
 }
 
-// Loads a kernel; `resident` is set to the number of its blocks that the device can hold.
+// Loads a kernel, and sets `resident` to the number of its blocks that fit on the device.
 template <typename... P>
 cudaError_t warm(void (*kernel)(P...), int threads, int shared, int *resident) {
   const void *function = reinterpret_cast<const void *>(kernel);

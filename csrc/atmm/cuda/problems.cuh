@@ -1,10 +1,8 @@
-// The arithmetic between segments and what the kernels compute: the layout of the workspace, which
-// segments and adapters are valid, and which tile of which problem a block computes. Host and
-// device share it.
+// The arithmetic that relates segments to the work of the kernels: the layout of the workspace, the
+// validity of segments and adapters, and the tile that a block computes. Host and device share it.
 //
-// "low" is the low-rank intermediate. The intermediate of (wave, row) is row wave * rows + row of
-// it: segments of one wave share no rows, so each row of each segment has its own, however segments
-// overlap.
+// "low" is the low-rank intermediate. Its row for (wave, row) is wave * rows + row. The segments of
+// a wave share no rows, so each row of each segment has its own, even if segments overlap.
 #pragma once
 
 #include "atmm_cuda.h"
@@ -46,7 +44,7 @@ struct Group {
   int64_t slice_stride;  // elements of C between slices
 };
 
-// The part of a problem that one block computes at a time.
+// The part of a problem that a block computes at a time.
 struct Tile {
   int32_t problem, row, column;
   int32_t from, depth;  // its slice of the depth
@@ -59,7 +57,7 @@ VLORA_HD int64_t tiles_of(const Problem &p, int block_rows, int block_columns, i
 }
 
 // Returns the problem that contains a tile: the last one with first <= tile, which is never empty.
-// The lanes of a warp search together, so that 1024 problems take two reads one after the other.
+// The lanes of a warp search together, so that 1024 problems take two dependent reads.
 __device__ inline int problem_of(const int32_t *first, int begin, int end, int tile) {
   const int lane = int(threadIdx.x) % kWarp;
   while (end - begin > 1) {
@@ -162,8 +160,8 @@ VLORA_HD uint64_t fault_of(const VloraCall &call, const VloraSegment &s, int ind
   return s.sign == 1 || s.sign == -1 ? 0 : fault_word(VLORA_FAULT_SIGN, 0, index, s.sign);
 }
 
-// A segment as the kernels use it: length 0 if it is empty or invalid; an invalid one has a fault
-// word for the workspace.
+// A segment as the kernels use it, with length 0 if it is empty or invalid. An invalid segment has
+// a fault word for the workspace.
 struct CheckedSegment {
   VloraSegment segment;
   uint64_t fault;
@@ -174,7 +172,7 @@ VLORA_HD CheckedSegment segment_at(const VloraCall &call, int wave, int index) {
   if (s.length == 0) return {s, 0};
   uint64_t fault = fault_of(call, s, index);
   if (fault == 0) {
-    // Compare with the nearest segment before it that is not itself skipped.
+    // Compare it with the nearest earlier segment that is not skipped.
     int before = index - 1;
     while (before >= wave_begin(call, wave) && fault_of(call, call.segments[before], before))
       --before;
@@ -188,14 +186,14 @@ VLORA_HD CheckedSegment segment_at(const VloraCall &call, int wave, int index) {
   return {s, fault};
 }
 
-// An adapter as the kernels use it: rank 0 if the projection is not targeted or the adapter is
-// invalid; an invalid one has a fault word for the workspace.
+// An adapter as the kernels use it, with rank 0 if the projection is not targeted or the adapter is
+// invalid. An invalid adapter has a fault word for the workspace.
 struct CheckedAdapter {
   VloraAdapter adapter;
   uint64_t fault;
 };
 
-// tiles: whether tensor cores will read it.
+// tiles: whether tensor cores will read the adapter.
 VLORA_HD CheckedAdapter adapter_at(const VloraCall &call, int projection, int index, int slot,
                                    bool tiles) {
   VloraAdapter adapter = call.projections[projection].adapters[slot];
@@ -259,8 +257,8 @@ VLORA_HD ProblemPair problems_at(const VloraCall &call, const Workspace &w, int 
   return pair;
 }
 
-// Returns an upper bound of the number of tiles, from which the host sizes a grid without reading
-// the segments.
+// Returns an upper bound of the number of tiles. With it the host sizes a grid without reading the
+// segments.
 inline int64_t max_tiles(const VloraCall &call, int block_rows, int block_columns, int64_t columns,
                           int slices, int segments) {
   const int64_t rows = min64(int64_t(call.rows), int64_t(segments) * call.longest);
@@ -268,8 +266,9 @@ inline int64_t max_tiles(const VloraCall &call, int block_rows, int block_column
   return row_blocks * div_up(columns, block_columns) * slices * call.projection_count;
 }
 
-// How the row kernels divide a call. An item of the shrink is a (segment, slice, projection, rank
-// block), one of the expand a (segment, projection, column block); segments vary slowest.
+// The division of a call among the row kernels. An item of the shrink is a (segment, slice,
+// projection, rank block), an item of the expand a (segment, projection, column block). Segments
+// vary slowest.
 struct RowWork {
   Slices slices;
   int up_to;  // maximum rows of a segment; tiles compute longer ones
@@ -303,8 +302,8 @@ inline RowWork row_work(const VloraCall &call, const VloraTiles &tiles) {
   return work;
 }
 
-// Returns the next item of a block after one with an empty segment. Empty segments come last in
-// their wave, so the rest of the wave is skipped.
+// Returns the item after the rest of the wave, given an item with an empty segment. Empty segments
+// come last in their wave.
 VLORA_HD int64_t first_after_wave(int64_t item, int64_t step, int64_t end) {
   return item + div_up(end - item, step) * step;
 }

@@ -1,16 +1,16 @@
-// The row kernels: for decode, and for what tensor cores do not take (fp32, odd or unaligned
-// sizes).
+// The row kernels: for decode, and for problems that tensor cores do not accept (fp32, odd or
+// unaligned sizes).
 //
 // With few rows per segment, a tile of 16 rows would be mostly padding, and bandwidth is the limit.
-// Both kernels read an adapter once for every R rows, in coalesced loads of 16 bytes.
-// The depth of the shrink is divided into slices, so that few segments still fill the device; the
-// expand sums the slices, in order, when it reads them.
+// Both kernels read an adapter once for every R rows, in coalesced loads of 16 bytes. The depth of
+// the shrink is divided into slices, so that few segments still fill the device. The expand sums
+// the slices, in order, when it reads them.
 #include "kernels.cuh"
 
 namespace vlora {
 namespace {
 
-// Computes low[slice, row, j] = x[row] · A[j] over the slice's depth; each warp takes two ranks.
+// Computes low[slice, row, j] = x[row] · A[j] over the slice's depth. Each warp takes two ranks.
 // For heads it computes y[row, j] = x[row] · A[j] + bias[j].
 template <typename T, int R>
 __global__ void __launch_bounds__(kRowThreads) shrink_kernel(VloraCall call, Workspace w,
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kRowThreads) shrink_kernel(VloraCall call, Wor
 
 // Computes y[row, c] += sign * low[row] · B[c] for the rows of one wave. A warp takes 32
 // neighbouring columns. Groups of `lanes` of its lanes compute one column at a time, so that they
-// read consecutive pieces of 16 bytes of B. Each lane multiplies the same piece of all columns, and
-// keeps the sum of the column that it writes.
+// read adjacent 16-byte pieces of B. Each lane multiplies the same piece of all columns, and keeps
+// the sum of the column that it writes.
 template <typename T, int R>
 __global__ void __launch_bounds__(kRowThreads) expand_kernel(VloraCall call, Workspace w,
                                                              RowWork work, int wave) {
@@ -221,7 +221,7 @@ Expand expand_of(int type) {
 
 // Returns a grid with the items along x and the row blocks of a segment along y.
 dim3 grid_of(const VloraCall &call, int64_t items, int row_block, int up_to, int resident) {
-  // More blocks than the device can hold, since they do not all have the same work.
+  // There are more blocks than fit on the device, because their work is not equal.
   constexpr int kBlocksPerResident = 4;
   const int64_t rows = div_up(min64(call.longest, up_to), row_block);
   const int64_t x = min64(items, int64_t(kBlocksPerResident) * resident);

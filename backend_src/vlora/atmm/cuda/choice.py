@@ -1,7 +1,13 @@
-"""Choice of the kernels of a shape: from a table, or by a cost estimate.
+"""Choice of the kernels for a shape, from a table or by a cost estimate.
 
-This is Algorithm 2's hash table (§4.3.2) for CUDA. Its keys are text, since the compiled CPU core
-that packs the CPU's keys may be missing here. This module knows tiles and shapes, but no torch.
+This is the hash table of the paper's Algorithm 2 (§4.3.2) for CUDA. Its keys are text, because the
+compiled CPU core, which makes the CPU's keys, may be missing. This module knows tiles and shapes,
+but not torch.
+
+There are two kinds of kernels. Tile kernels use tensor cores on tiles of at least 16 rows. Row
+kernels compute a few rows each. Both compute x Aᵀ first ("shrink") and multiply it by Bᵀ afterwards
+("expand"). The shrink can be split over the depth into slices, which different multiprocessors
+compute.
 """
 
 from __future__ import annotations
@@ -15,30 +21,33 @@ from vlora.atmm.cuda.library import MAX_SLICES, ROWS, Library, LoadedTile, Tiles
 
 TABLE_VERSION = 2
 FEW_ROWS = 8
-"""Number of rows up to which the row kernels are used: a tile of 16 rows would be half padding
-or more, and bytes decide."""
+"""Maximum number of rows for the row kernels. With so few rows, at least half of a tile of 16 rows
+would be padding, and memory traffic decides the time.
+"""
 RANKS_PER_BLOCK = 16
-"""Ranks per block of the row kernels' shrink (kRanksPerBlock)."""
+"""Number of ranks per block in the shrink of the row kernels (kRanksPerBlock)."""
 MIN_DEPTH = 512
-"""Minimum depth of a slice, for 16-byte loads of a warp two deep; thinner slices are mostly
-start and end."""
+"""Minimum depth of a slice, so that each thread of a warp makes two loads of 16 bytes. Thinner
+slices spend most of their time on starting and ending.
+"""
 BLOCKS_PER_SM = 2
 SLICES = (1, 2, 4, 8, 16, 32)
 
-# These two rank tiles; they are those of one multiprocessor of an A100 or H100.
+# The next two numbers rank tiles. They hold for one multiprocessor of an A100 or H100.
 MULTIPLY_ADDS_PER_BYTE = 32.0
-"""16-bit multiply-adds done in the time in which a byte arrives from memory or L2."""
+"""Number of 16-bit multiply-adds in the time in which one byte arrives from memory or L2."""
 STEPS_TO_FILL = 3.0
-"""Cost of a block before its first result, in steps of its loop over the depth."""
+"""Time until a block's first result, in steps of its loop over the depth."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """Shape of a call.
 
-    rows: of its longest segment.
-    d_out: of all its projections together.
-    rank: the largest one.
+    rows: number of rows of the longest segment.
+    d_out: sum over all projections.
+    rank: largest rank of an adapter.
+    segments, projections: their numbers.
     """
 
     dtype: str
@@ -51,8 +60,9 @@ class Shape:
 
     @property
     def key(self) -> str:
-        """Key of the shape's bucket. Buckets are powers of two, named by their upper ends, as
-        for the CPU."""
+        """Key of the shape's bucket. Buckets are powers of two, named by their upper ends, as on
+        the CPU.
+        """
         rows, rank = _bucket(self.rows, 1, 8192), _bucket(self.rank, 8, 1024)
         segments = _bucket(self.segments, 1, 256)
         return f"{self.dtype} n{rows} i{self.d_in} o{self.d_out} r{rank} s{segments}"
@@ -60,7 +70,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Choice:
-    """Tiles by name (None for the row kernels), and how both kinds are sliced."""
+    """Kernels of a call. A call may use tile kernels for long segments and row kernels for short
+    ones.
+
+    shrink, expand: names of the tiles; None to use only row kernels.
+    slices: number of depth slices of the tile kernels' shrink.
+    rows_up_to: maximum number of rows of a segment for which row kernels are used.
+    row_block, row_slices: rows per block, and depth slices of the row kernels' shrink.
+    """
 
     shrink: str | None = None
     expand: str | None = None
@@ -78,7 +95,7 @@ class Choice:
 
     @classmethod
     def parse(cls, name: str) -> Choice:
-        """Return the choice with this name. Raise ValueError for an invalid name."""
+        """Return the choice with this name. Raise ValueError if the name is not valid."""
         tiles, _, rows = name.rpartition("; up to ")
         try:
             *up_to, word, block, row_slices = rows.split()
@@ -96,11 +113,12 @@ class Choice:
                 rows_up_to=int(up_to[0]),
             )
         except (ValueError, IndexError):
-            raise ValueError(f"{name!r} is no configuration of ATMM for CUDA") from None
+            raise ValueError(f"{name!r} is not a configuration of ATMM for CUDA") from None
 
     def on(self, library: Library, dtype: str) -> TilesStruct:
-        """Return the library's structure for this choice. Raise ValueError for a tile that it
-        lacks."""
+        """Return the library's structure for this choice. Raise ValueError if the library lacks a
+        tile.
+        """
         return TilesStruct(
             _index(library, "shrink", dtype, self.shrink),
             _index(library, "expand", dtype, self.expand),
@@ -121,8 +139,7 @@ def _index(library: Library, kind: str, dtype: str, name: str | None) -> int:
 
 
 def by_rows(shape: Shape, multiprocessors: int) -> Choice:
-    """Return the row kernels, with as many depth slices as leave no multiprocessor without
-    blocks."""
+    """Return the row kernels, with enough depth slices to give every multiprocessor blocks."""
     blocks = shape.segments * shape.projections * -(-shape.rank // RANKS_PER_BLOCK)
     wanted = BLOCKS_PER_SM * multiprocessors / blocks
     max_slices = max(1, shape.d_in // MIN_DEPTH)
@@ -131,8 +148,11 @@ def by_rows(shape: Shape, multiprocessors: int) -> Choice:
 
 
 def built_in(shape: Shape, library: Library, multiprocessors: int, *, tensor_cores: bool) -> Choice:
-    """Return the choice without a table. tensor_cores: whether they can be used, with 16-bit
-    types and all rows 16-byte aligned."""
+    """Return the choice for a shape that no table contains.
+
+    tensor_cores: whether tensor cores can be used, which needs a 16-bit type and rows aligned to 16
+        bytes.
+    """
     rows = by_rows(shape, multiprocessors)
     if not tensor_cores or shape.rows <= FEW_ROWS:
         return rows
@@ -151,10 +171,10 @@ def built_in(shape: Shape, library: Library, multiprocessors: int, *, tensor_cor
 
 
 def shrink_cost(shape: Shape, tile: LoadedTile, slices: int, multiprocessors: int) -> float:
-    """Return the cost in multiply-adds of one multiprocessor's tensor cores."""
+    """Return the cost of a shrink, in multiply-adds of one multiprocessor's tensor cores."""
     depth = -(-shape.d_in // slices)
     blocks = _blocks(shape.rows, shape.rank, tile) * slices * shape.projections
-    # Each slice is written and read again in fp32.
+    # The result of each slice is written to memory and read again, in fp32.
     reduced = slices * shape.rows * shape.rank * shape.segments * shape.projections * 8
     return (
         _waves(blocks * shape.segments, multiprocessors) * _block_cost(tile, depth)
@@ -184,7 +204,7 @@ def _block_cost(tile: LoadedTile, depth: int) -> float:
 
 
 class Table:
-    """Choices of one device by key. An entry whose tiles this build lacks is skipped."""
+    """Choices for one device by key. Entries whose tiles this build lacks are skipped."""
 
     def __init__(self, entries: Mapping[str, Choice]) -> None:
         self._entries = dict(entries)
@@ -197,7 +217,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, library: Library) -> Table:
-        """Read a table. Raise ValueError for another version."""
+        """Read a table. Raise ValueError for an unsupported version."""
         table = json.loads(path.read_text())
         if table.get("version") != TABLE_VERSION:
             raise ValueError(f"{path} has version {table.get('version')}, not {TABLE_VERSION}")

@@ -1,8 +1,8 @@
-"""The CUDA library through ctypes: raw pointers, no torch.
+"""The CUDA library through ctypes, with raw pointers and without torch.
 
-It mirrors csrc/atmm/cuda/atmm_cuda.h. It can be loaded on a machine without a GPU (the CUDA runtime
-is linked in); calling a function that launches kernels needs one, unless the library is the
-emulation, whose kernels run on the host.
+The structures mirror csrc/atmm/cuda/atmm_cuda.h. The library can be loaded on a machine without a
+GPU, because the CUDA runtime is linked statically. Launching a kernel needs a GPU. The exception is
+the emulation, a build whose kernels run on the host.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ MAX_PROJECTIONS = 8
 MAX_WAVES = 8
 MAX_SLICES = 32
 RANK_STEP = 8
-"""Multiple to which ranks are padded with zero rows: tensor cores read 16 bytes at a time."""
+"""Ranks are padded with zero rows to a multiple of this, because tensor cores read 16 bytes at a
+time.
+"""
 ALIGNMENT = 16
 ROW_BLOCKS = (1, 4)
 
 NAME = "libvlora_atmm_cuda.so"
 EMULATED = "libvlora_atmm_emulated.so"
 VARIABLE = "VLORA_ATMM_CUDA"
-"""Environment variable with the library's path."""
+"""Environment variable with the path of the library."""
 
 
 class SegmentStruct(ctypes.Structure):
@@ -123,7 +125,7 @@ STRUCTURES = (
 
 @dataclass(frozen=True)
 class LoadedTile:
-    """Tile instance of the built library."""
+    """A tile that the loaded library contains."""
 
     index: int
     kind: str
@@ -141,12 +143,14 @@ class LoadedTile:
 
 
 class CudaError(RuntimeError):
-    """A call that the library rejected, or a failure of CUDA, in the library's words."""
+    """A call that the library rejected, or a failure of CUDA. The message is the library's."""
 
 
 class Library:
-    """Loaded library. Raises OSError if it cannot be loaded, and CudaError if its version is
-    another."""
+    """The loaded library.
+
+    Raises OSError if it cannot be loaded, and CudaError if its interface has another version.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -190,14 +194,19 @@ class Library:
         return {t.name: t for t in self.tiles if (t.kind, t.dtype) == (kind, dtype)}
 
     def warm_up(self) -> None:
-        """Load all kernels of the current device; once per device, before a capture."""
+        """Load all kernels on the current device. Call it once per device, before a graph is
+        captured.
+        """
         self._check(self._lib.vlora_cuda_warm_up())
 
     def arrange(
         self, segments: Sequence[tuple[int, int, int, int]]
     ) -> tuple[ctypes.Array[SegmentStruct], list[int]]:
-        """Arrange segments (start, length, slot, sign) in waves. Return those that are not
-        empty, and the end of each wave among them."""
+        """Arrange segments (start, length, slot, sign) in waves, in each of which no two rows
+        overlap.
+
+        Returns the segments that are not empty, wave by wave, and the end of each wave among them.
+        """
         count = len(segments)
         structs = (SegmentStruct * count)(*(SegmentStruct(*segment) for segment in segments))
         out, ends = (SegmentStruct * count)(), (ctypes.c_int32 * count)()
@@ -207,8 +216,10 @@ class Library:
         return out, list(ends[:waves])
 
     def workspace_bytes(self, call: CallStruct, tiles: TilesStruct) -> int:
-        """Return the size of the workspace that a call needs. Raise CudaError for a call that
-        `apply` would reject."""
+        """Return the size in bytes of the workspace that a call needs.
+
+        Raises CudaError for a call that `apply` would reject.
+        """
         size = int(self._lib.vlora_cuda_workspace(ctypes.byref(call), ctypes.byref(tiles)))
         if size == 0:
             raise CudaError(f"ATMM for CUDA: {self.last_error}")
@@ -221,14 +232,14 @@ class Library:
         )
 
     def merge_blocks(self, merges: ctypes.Array[MergeStruct]) -> int:
-        """Assign numbers to the blocks of all merges and return how many there are."""
+        """Assign numbers to the blocks of all merges, and return the number of blocks."""
         return int(self._lib.vlora_cuda_merge_blocks(merges, len(merges)))
 
     def merge(self, call: MergeCallStruct, stream: int) -> None:
         self._check(self._lib.vlora_cuda_merge(ctypes.byref(call), ctypes.c_void_p(stream)))
 
     def fault(self, word: int) -> str:
-        """Return the fault that a workspace's first word encodes; "" for 0."""
+        """Return the fault that the first word of a workspace encodes; "" if the word is 0."""
         return str(self._lib.vlora_cuda_fault(word & (1 << 64) - 1).decode())
 
     @property
@@ -241,10 +252,10 @@ class Library:
 
 
 def find_library() -> Path:
-    """Return the path of the library: $VLORA_ATMM_CUDA, or else next to the package or in the
-    source tree's build folder (`make cuda`).
+    """Return the path of the library.
 
-    Raises ImportError, which names the searched paths.
+    It is the value of $VLORA_ATMM_CUDA if set, else next to the package or in the build folder of
+    the source tree (`make cuda`). Raises ImportError, which names the searched paths.
     """
     package = Path(__file__).resolve().parents[1]
     paths = [package / NAME, package.parents[2] / "build" / "cuda" / NAME]

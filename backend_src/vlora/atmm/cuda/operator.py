@@ -1,9 +1,9 @@
-"""ATMM on one device: adapters' tables, workspaces, and the three calls of `vlora.atmm.op`.
+"""ATMM on one device: the three calls of `vlora.atmm.op`.
 
 Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first. fp32
-uses the row kernels (no tensor cores, so no TF32 either); fp16 and bf16 use tiles where all
-operands are 16-byte aligned, and the row kernels elsewhere. This module knows devices and streams,
-but no names, files or pools.
+uses the row kernels, without tensor cores and so without TF32. fp16 and bf16 use tile kernels
+if all operands are aligned to 16 bytes, else the row kernels. This module knows devices and
+streams, but no names, files or pools.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ EMULATED_MULTIPROCESSORS = 4
 
 
 class DeviceFault(RuntimeError):
-    """Invalid segment or adapter that the device found and skipped. Raised at the next
-    synchronisation of the host, not by the call that found it."""
+    """An invalid segment or adapter that the device found and skipped.
+
+    It is raised when the host next synchronizes with the device, not by the call that caused it.
+    """
 
 
 class Operator:
-    """Operator of one library on one device (for the emulation: the host's memory). It warms up the
-    kernels.
+    """The operator of one library on one device, or in host memory for the emulation.
 
-    All calls share one workspace, so streams that run concurrently need an operator each.
+    Construction warms up the kernels. All calls share one workspace, so streams that run
+    concurrently need one operator each.
     """
 
     def __init__(self, library: Library, device: torch.device) -> None:
@@ -57,14 +59,17 @@ class Operator:
             library.warm_up()
         self.table = Table({})
         self.workspaces = [torch.zeros(16, dtype=torch.uint8, device=device)]
-        """Workspaces; the last one is in use, and smaller ones are kept for graphs captured with
-        them."""
+        """Workspaces. The last one is in use. Graphs that were captured with a smaller one still
+        need it.
+        """
         self._groups: WeakKeyDictionary[LoraGroup | HeadGroup, DeviceGroup] = WeakKeyDictionary()
 
     # ---- preparing ------------------------------------------------------------------------------
 
     def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments in waves on the device; a `Segments` is arranged and copied once."""
+        """Return the segments on the device, arranged in waves. A `Segments` is copied only
+        once.
+        """
         prepared = Segments.of(segments).prepared
         if (arranged := prepared.get(self)) is None:
             arranged = prepared[self] = self._segments(segments)
@@ -80,8 +85,9 @@ class Operator:
         return DeviceSegments(tensor, tuple(ends), min(lengths), max(lengths))
 
     def group(self, group: LoraGroup | HeadGroup) -> DeviceGroup:
-        """Return the group's adapters on this device, with slots that were added since the last
-        call."""
+        """Return the group's adapters on this device, including slots that were added or filled
+        again since the last call.
+        """
         on_device = self._groups.get(group)
         if on_device is None:
             on_device = DeviceGroup(
@@ -91,11 +97,14 @@ class Operator:
                 self.device,
             )
             self._groups[group] = on_device
-        for slot in range(on_device.slots, len(group)):
+        for slot, version in enumerate(list(group.versions)):
+            if on_device.versions.get(slot) == version:
+                continue
             if isinstance(group, HeadGroup):
-                on_device.append_head(group.heads[slot])
+                on_device.put_head(slot, group.heads[slot])
             else:
-                on_device.append([group.rounded(column[slot]) for column in group.pairs])
+                on_device.put(slot, [group.rounded(column[slot]) for column in group.pairs])
+            on_device.versions[slot] = version
         on_device.ready()
         return on_device
 
@@ -129,14 +138,16 @@ class Operator:
         *,
         heads: bool = False,
     ) -> None:
-        """Launch `op.apply` or `op.heads` on the current stream. Raise CudaError if the library
-        rejects it."""
+        """Launch `op.apply` or `op.heads` on the current stream.
+
+        Raises CudaError if the library rejects the call.
+        """
         self._check_device(y, x)
         if len(segments) == 0 or x.shape[0] == 0:
             return
         tiles = (choice or self.choose(y, x, segments, group)).on(self.library, DTYPES[group.dtype])
         first = 0
-        # Waves beyond a call's maximum go into later calls, which the stream keeps in order.
+        # A call has a maximum number of waves. The stream runs the further calls in order.
         max_waves = 1 if heads else c.MAX_WAVES
         for wave in range(0, len(segments.ends), max_waves):
             ends = segments.ends[wave : wave + max_waves]
@@ -194,8 +205,9 @@ class Operator:
     # ---- faults and memory -----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Wait for the device, and raise DeviceFault if it has skipped something since the last
-        check."""
+        """Wait for the device. Raise DeviceFault if it has skipped something since the last
+        check.
+        """
         self.synchronize()
         for workspace in self.workspaces:
             word = workspace[:8].view(torch.int64)
@@ -233,7 +245,7 @@ class Operator:
 
 
 class MergedParts:
-    """Prepared merge of an adapter. Its table of matrices is copied to the device only once."""
+    """Prepared merge of an adapter, whose table of matrices is copied to the device only once."""
 
     def __init__(self, operator: Operator, updates: Sequence[MergeUpdate]) -> None:
         self._operator = operator
@@ -248,7 +260,7 @@ class MergedParts:
         self._table = None if table is None else table.to(operator.device)
 
     def __call__(self, out: torch.Tensor, base: torch.Tensor, sign: int = 1) -> None:
-        """Compute out = base + sign · B A at every update, on the current stream."""
+        """Compute out = base + sign · B A for every update, on the current stream."""
         if self._table is None:
             return
         operator = self._operator
@@ -282,7 +294,7 @@ _using: list[Operator] = []
 
 @contextmanager
 def using(operator: Operator) -> Iterator[Operator]:
-    """Serve the backend "cuda" by this operator in this context."""
+    """Use this operator for the backend "cuda" within the context."""
     _using.append(operator)
     try:
         yield operator
@@ -291,9 +303,9 @@ def using(operator: Operator) -> Iterator[Operator]:
 
 
 def current() -> Operator:
-    """Return the operator that serves the backend "cuda" on torch's current device.
+    """Return the operator of the backend "cuda" on torch's current device.
 
-    Raises ImportError, with the reason, without a library or a device.
+    Raises ImportError, with the reason, if there is no library or no device.
     """
     if _using:
         return _using[-1]
@@ -318,6 +330,6 @@ def _on_device(index: int) -> Operator:
 
 
 def table_path(device: str, folder: Path = TABLES) -> Path:
-    """Return the path of a device's tile table, which holds all types."""
+    """Return the path of a device's tile table, which contains all types."""
     words = device.lower().replace("-", " ").split()
     return folder / f"cuda-{'-'.join(words)}.json"

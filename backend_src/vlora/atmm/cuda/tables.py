@@ -1,5 +1,4 @@
-"""Operands that the kernels read from device memory: segments in waves, and each adapter's
-addresses.
+"""Operands that the kernels read from device memory: segments, and the addresses of adapters.
 
 This module knows addresses and padding, but no libraries or streams.
 """
@@ -17,7 +16,7 @@ from vlora.atmm.types import HeadMatrix, LoraPair
 
 @dataclass(frozen=True)
 class DeviceSegments:
-    """Segments in waves, on the device. ends: the end of each wave among them."""
+    """Segments on the device, arranged in waves. ends: end of each wave among the segments."""
 
     tensor: torch.Tensor
     ends: tuple[int, ...]
@@ -29,11 +28,11 @@ class DeviceSegments:
 
 
 class DeviceGroup:
-    """Adapters of the projections that share an input, as the kernels read them.
+    """Adapters of projections that share an input, as the kernels read them.
 
-    `tables[output]` is [slots, 3] int64 of (address of A, address of B, rank). Ranks are padded to
-    a multiple of RANK_STEP with zero rows. Matrices that are padded, not contiguous or on another
-    device are copied; the others are used in place.
+    `tables[output]` is [slots, 3] int64: address of A, address of B, rank. Ranks are padded with
+    zero rows to a multiple of RANK_STEP. Matrices that need padding, are not contiguous or are
+    on another device are copied. All others are used in place.
     """
 
     def __init__(
@@ -42,34 +41,61 @@ class DeviceGroup:
         self.d_in, self.d_outs, self.dtype, self.device = d_in, tuple(d_outs), dtype, device
         self.max_rank = RANK_STEP
         self.slots = 0
+        self.versions: dict[int, int] = {}
+        """Number of each slot's content in the group that it was copied from."""
         self.tables: list[torch.Tensor] = []
         self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
-        self._keep: list[torch.Tensor] = []
+        self._keep: dict[int, list[torch.Tensor]] = {}
+        """Matrices of each slot."""
+        self._old_tables: list[torch.Tensor] = []
+        self._changed: set[int] = set()
+        """Slots that the tables on the device do not show yet."""
 
     def append(self, pairs: Sequence[LoraPair | None]) -> None:
-        for rows, pair in zip(self._rows, pairs, strict=True):
-            rows.append((0, 0, 0) if pair is None else self._store(*_padded(pair)))
-        self.slots += 1
+        self.put(self.slots, pairs)
 
-    def append_head(self, head: HeadMatrix | None) -> None:
-        """Add a head: its weight takes the part of A and its bias that of B; classes are not
-        padded."""
-        self._rows[0].append((0, 0, 0) if head is None else self._store(*head))
-        self.slots += 1
+    def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
+        """Set the pairs of an existing slot or the next one.
+
+        Launches before the next `ready` on the same stream still read the previous pairs.
+        """
+        self._begin(slot)
+        for rows, pair in zip(self._rows, pairs, strict=True):
+            row = (0, 0, 0) if pair is None else self._store(slot, *_padded(pair))
+            rows[slot : slot + 1] = [row]
+
+    def put_head(self, slot: int, head: HeadMatrix | None) -> None:
+        """Set a head, with its weight in place of A and its bias in place of B. Classes are not
+        padded.
+        """
+        self._begin(slot)
+        row = (0, 0, 0) if head is None else self._store(slot, *head)
+        self._rows[0][slot : slot + 1] = [row]
+
+    def _begin(self, slot: int) -> None:
+        self._keep[slot] = []
+        self._changed.add(slot)
+        self.slots = max(self.slots, slot + 1)
 
     def ready(self) -> None:
-        """Bring the tables up to date, before a call or a capture."""
+        """Update the tables on the device. Call this before a call of the library or a capture."""
         if self.tables and self.tables[0].shape[0] == self.slots:
+            # In place, since a captured graph reads these tables.
+            for slot in sorted(self._changed):
+                for table, rows in zip(self.tables, self._rows, strict=True):
+                    table[slot].copy_(torch.tensor(rows[slot], dtype=torch.int64))
+            self._changed.clear()
             return
-        self._keep += self.tables  # A captured graph may still read the old ones.
+        self._changed.clear()
+        self._old_tables += self.tables  # A captured graph may still read the old tables.
         self.tables = [
             torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, 3)
             for rows in self._rows
         ]
 
-    def _store(self, a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int]:
+    def _store(self, slot: int, a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int]:
         a, b = a.to(self.device).contiguous(), b.to(self.device).contiguous()
-        self._keep += [a, b]
+        self._keep[slot] += [a, b]
         self.max_rank = max(self.max_rank, -(-a.shape[0] // RANK_STEP) * RANK_STEP)
         return a.data_ptr(), b.data_ptr(), a.shape[0]
 

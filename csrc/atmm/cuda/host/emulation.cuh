@@ -1,8 +1,8 @@
 // Runs CUDA kernels on the host, one block after another in a shuffled order, with a separate stack
 // for each thread of a block. A thread runs until it waits for its warp (sum_lanes) or for its
-// block (__syncthreads). Code that would hang or be undefined on a device stops the program: lanes
-// that do not all reach their warp's sum, or threads that wait for their block while others wait
-// for a warp.
+// block (__syncthreads). Code that would hang or be undefined on a device stops the program. Such
+// code has a warp of which not all lanes reach the sum, or threads that wait for their block while
+// others wait for a warp.
 //
 // Not emulated: concurrent threads of different blocks, memory ordering, tensor cores, and streams
 // (a launch is complete when it returns). Nothing here is specific to ATMM.
@@ -78,7 +78,7 @@ inline Bfloat from_float<Bfloat>(float v) {
   return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-// What the kernels did since the library was loaded, for tests that compare costs.
+// Work of the kernels since the library was loaded, for tests that compare costs.
 struct Counts {
   uint64_t blocks;           // launched
   uint64_t shared_accesses;  // to dynamic shared memory
@@ -131,7 +131,7 @@ class Block {
     }
   }
 
-  // Called by the running thread: runs the other threads until what it waits for has happened.
+  // Called by the running thread: runs the other threads until its wait is over.
   void wait(State what) {
     Thread &thread = *current_;
     thread.state = what;
@@ -258,7 +258,7 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_b
 
 template <typename... P>
 cudaError_t warm(void (*)(P...), int, int, int *resident) {
-  *resident = 5;  // so few that each block computes several items
+  *resident = 5;  // a small number, so that each block computes several items
   return cudaSuccess;
 }
 

@@ -1,5 +1,5 @@
-// Replaces the compiled tiles in the emulation: the same loop over the same problem arrays, with one
-// warp per block and the product as plain loops. Also returns the emulation's counts.
+// Replaces the compiled tiles in the emulation: the same loop over the same problem arrays, with
+// one warp per block and plain loops for the product. It also returns the emulation's counts.
 #include "../kernels.cuh"
 
 namespace vlora {

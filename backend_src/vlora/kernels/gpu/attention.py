@@ -1,0 +1,238 @@
+"""GPU kernels of paged attention, for decode rows and for tiles of prefill rows.
+
+Keys and values of a layer are [pages, kv heads, PAGE, ≥ DIM]: the tokens of a page and head are
+contiguous rows. Scores and sums are fp32. Exponentials are powers of two, so `scale` includes
+log2(e). A position that a row does not see never affects the row. If a row sees a value that is not
+finite, its attention is not finite either.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _offsets(positions, seen, table, page_stride, token_stride, PAGE: tl.constexpr):
+    """Return the offsets of positions in one head's keys or values of a layer."""
+    pages = tl.load(table + positions // PAGE, mask=seen, other=0).to(tl.int64)
+    return pages * page_stride + (positions % PAGE) * token_stride
+
+
+@triton.jit
+def _scores(q, k, scale):
+    """Return the scaled products of queries and keys, fp32."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    # Otherwise a score of minus infinity, from a key that is not finite, would weigh nothing.
+    return tl.where(scores == float("-inf"), float("nan"), scores)
+
+
+@triton.jit
+def _softmax_step(largest, total, scores):
+    """Return the largest score and the sum of exponentials with a tile's scores added.
+
+    Also return the factor of the sums so far, and the weights of the tile's values.
+    """
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    decay = tl.exp2(largest - new_largest)
+    weights = tl.exp2(scores - new_largest[:, None])
+    return new_largest, total * decay + tl.sum(weights, 1), decay, weights
+
+
+@triton.jit
+def decode_kernel(
+    out,
+    partial,
+    log_sums,
+    query,
+    keys,
+    values,
+    rows,
+    ends,
+    tables,
+    scale,
+    out_stride,
+    query_stride,
+    table_stride,
+    page_stride,
+    head_stride,
+    token_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Attend the query heads of one row that share a key head, over one part of the row's context.
+
+    The parts of a context have equal lengths, which are multiples of TILE; only the last may be
+    shorter. With one part, the result is written to `out`. With several, each normalized result is
+    written to `partial`, and the base-2 logarithm of its sum of exponentials to `log_sums`. A row
+    whose `end` is 0 has no context.
+    """
+    number = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tl.load(rows + number).to(tl.int64)
+    end = tl.load(ends + number)
+    part = tl.cdiv(tl.cdiv(end, SPLITS), TILE) * TILE
+    first = split * part
+    last = tl.minimum(first + part, end)
+
+    heads = tl.arange(0, GROUP_PADDED)
+    columns = tl.arange(0, COLUMNS)
+    in_query = (heads < GROUP)[:, None] & (columns < DIM)[None, :]
+    of_heads = (kv_head * GROUP + heads)[:, None] * DIM + columns[None, :]
+    q = tl.load(query + row * query_stride + of_heads, mask=in_query, other=0.0)
+    q = q.to(keys.dtype.element_ty)
+
+    table = tables + number.to(tl.int64) * table_stride
+    head_offset = kv_head.to(tl.int64) * head_stride
+    largest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    sums = tl.zeros([GROUP_PADDED, COLUMNS], tl.float32)
+    for begin in range(first, last, TILE):
+        positions = begin + tl.arange(0, TILE)
+        seen = positions < last
+        offsets = _offsets(positions, seen, table, page_stride, token_stride, PAGE) + head_offset
+        loaded = seen[:, None] & (columns < DIM)[None, :]
+        k = tl.load(keys + offsets[:, None] + columns[None, :], mask=loaded, other=0.0)
+        scores = _scores(q, k, scale)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        largest, total, decay, weights = _softmax_step(largest, total, scores)
+        v = tl.load(values + offsets[:, None] + columns[None, :], mask=loaded, other=0.0)
+        weighted = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        sums = sums * decay[:, None] + weighted
+
+    empty = end <= first
+    total = tl.where(empty, 1.0, total)
+    result = sums / total[:, None]
+    if SPLITS == 1:
+        target = out + row * out_stride + of_heads
+        tl.store(target, result.to(out.dtype.element_ty), mask=in_query)
+    else:
+        head = number.to(tl.int64) * HEADS + kv_head * GROUP + heads
+        index = head * SPLITS + split
+        target = partial + index[:, None] * DIM + columns[None, :]
+        tl.store(target, result, mask=in_query)
+        log_sum = tl.where(empty, float("-inf"), largest + tl.log2(total))
+        tl.store(log_sums + index, log_sum, mask=heads < GROUP)
+
+
+@triton.jit
+def reduce_kernel(
+    out,
+    partial,
+    log_sums,
+    rows,
+    out_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+):
+    """Combine the parts of one head of one row that `decode_kernel` has written."""
+    number = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.load(rows + number).to(tl.int64)
+    splits = tl.arange(0, SPLITS_PADDED)
+    columns = tl.arange(0, COLUMNS)
+    first = (number * HEADS + head) * SPLITS
+    exists = splits < SPLITS
+    parts = tl.load(log_sums + first + splits, mask=exists, other=float("-inf"))
+    largest = tl.max(parts, 0)
+    # A row without context has no part, and a difference of infinities would be NaN.
+    weights = tl.where(parts == float("-inf"), 0.0, tl.exp2(parts - largest))
+    total = tl.sum(weights, 0)
+    source = partial + (first + splits)[:, None] * DIM + columns[None, :]
+    inside = exists[:, None] & (columns < DIM)[None, :]
+    sums = tl.sum(tl.load(source, mask=inside, other=0.0) * weights[:, None], 0)
+    result = sums / tl.where(total == 0.0, 1.0, total)
+    target = out + row * out_stride + head * DIM + columns
+    tl.store(target, result.to(out.dtype.element_ty), mask=columns < DIM)
+
+
+@triton.jit
+def prefill_kernel(
+    out,
+    query,
+    keys,
+    values,
+    tiles,
+    tables,
+    scale,
+    out_stride,
+    query_stride,
+    table_stride,
+    page_stride,
+    head_stride,
+    token_stride,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Attend up to ROWS rows of one chunk by one query head, TILE positions at a time.
+
+    tiles: [n, 4] int32: first row, number of rows, position of the first row, line of `tables`.
+    """
+    tile = tiles + tl.program_id(0) * 4
+    head = tl.program_id(1)
+    first_row = tl.load(tile).to(tl.int64)
+    count = tl.load(tile + 1)
+    start = tl.load(tile + 2)
+    table = tables + tl.load(tile + 3).to(tl.int64) * table_stride
+    end = start + count
+
+    offsets_in_tile = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    in_query = (offsets_in_tile < count)[:, None] & (columns < DIM)[None, :]
+    row = first_row + offsets_in_tile
+    of_rows = row[:, None] * query_stride + head * DIM + columns[None, :]
+    q = tl.load(query + of_rows, mask=in_query, other=0.0).to(keys.dtype.element_ty)
+
+    head_offset = (head // GROUP).to(tl.int64) * head_stride
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # All rows see the positions before `diagonal`; no mask is needed there.
+    diagonal = (start + 1) // TILE * TILE
+    in_columns = (columns < DIM)[None, :]
+    for begin in range(0, diagonal, TILE):
+        positions = begin + tl.arange(0, TILE)
+        seen = positions < end
+        offsets = _offsets(positions, seen, table, page_stride, token_stride, PAGE) + head_offset
+        k = tl.load(keys + offsets[:, None] + columns[None, :], mask=in_columns, other=0.0)
+        scores = _scores(q, k, scale)
+        largest, total, decay, weights = _softmax_step(largest, total, scores)
+        v = tl.load(values + offsets[:, None] + columns[None, :], mask=in_columns, other=0.0)
+        weighted = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        sums = sums * decay[:, None] + weighted
+
+    faulty = tl.zeros([ROWS], tl.int32)
+    for begin in range(diagonal, end, TILE):
+        positions = begin + tl.arange(0, TILE)
+        exists = positions < end
+        offsets = _offsets(positions, exists, table, page_stride, token_stride, PAGE) + head_offset
+        loaded = exists[:, None] & in_columns
+        k = tl.load(keys + offsets[:, None] + columns[None, :], mask=loaded, other=0.0)
+        seen = positions[None, :] <= (start + offsets_in_tile)[:, None]
+        scores = _scores(q, k, scale)
+        scores = tl.where(seen & exists[None, :], scores, float("-inf"))
+        largest, total, decay, weights = _softmax_step(largest, total, scores)
+        v = tl.load(values + offsets[:, None] + columns[None, :], mask=loaded, other=0.0)
+        # Zero times a value that is not finite is NaN, even for a row that does not see the value.
+        is_faulty = tl.sum(v.to(tl.float32) * 0.0, 1) != 0.0
+        v = tl.where(is_faulty[:, None], 0.0, v).to(v.dtype)
+        sees_fault = seen & is_faulty[None, :]
+        faulty += tl.sum(sees_fault.to(tl.int32), 1)
+        weighted = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        sums = sums * decay[:, None] + weighted
+
+    result = tl.where((faulty > 0)[:, None], float("nan"), sums / total[:, None])
+    target = out + row[:, None] * out_stride + head * DIM + columns[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=in_query)

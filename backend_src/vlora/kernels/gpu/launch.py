@@ -1,0 +1,283 @@
+"""Launches of the GPU kernels of layers. Each function does what its twin in plain torch does.
+
+The functions check nothing, because `ops`, `norms` and `AttentionPlan` check the shapes. All
+tensors are on one device. Rows, keys and values are fp32, fp16 or bf16. `hidden` and norm weights
+are fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from vlora.kernels.gpu import attention, rows
+
+MAX_COLUMNS = 1024
+"""Maximum number of columns of a row per program of the gate and the embedding."""
+
+HEADS_PER_PROGRAM = 4
+"""Number of heads per program of the rotary kernel."""
+
+MIN_DOT = 16
+"""Minimum size of each dimension of a product on tensor cores."""
+
+PREFILL_ROWS = {4: 16, 2: 64}
+"""Number of rows per tile of the prefill kernel, by bytes per element of the keys.
+
+Products in fp32 use no tensor cores, and both operands are in registers, so tiles are smaller.
+"""
+
+DECODE_TILE = {4: 16, 2: 64}
+PREFILL_TILE = {4: 16, 2: 64}
+"""Number of positions per iteration of the attention kernels, by bytes per element."""
+
+LOG2_E = math.log2(math.e)
+
+
+def add_norm(
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> None:
+    """Do what `norms.add_norm` does, with the result in `out`."""
+    count, width = hidden.shape
+    if count:
+        columns = triton.next_power_of_2(width)
+        rows.add_norm_kernel[(count,)](
+            out,
+            hidden,
+            hidden if delta is None else delta,
+            weight,
+            eps,
+            width,
+            HAS_DELTA=delta is not None,
+            COLUMNS=columns,
+            num_warps=min(max(columns // 512, 1), 16),
+        )
+
+
+def head_norm(
+    qkv: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> None:
+    """Do what `norms.head_norm` does."""
+    dim = len(query_weight)
+    if len(qkv):
+        rows.head_norm_kernel[(len(qkv), heads + kv_heads)](
+            qkv,
+            query_weight,
+            key_weight,
+            eps,
+            qkv.stride(0),
+            heads,
+            dim,
+            COLUMNS=triton.next_power_of_2(dim),
+            num_warps=1,
+        )
+
+
+def gate(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Do what `ops.gate` does, with the result in `out`."""
+    count, width = out.shape
+    if count:
+        columns = min(triton.next_power_of_2(width), MAX_COLUMNS)
+        grid = (count, triton.cdiv(width, columns))
+        rows.gate_kernel[grid](out, x, width, COLUMNS=columns)
+
+
+def embed(
+    out: torch.Tensor,
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    feature_rows: torch.Tensor | None,
+    features: torch.Tensor | None,
+) -> None:
+    """Write the embedding of each token, or the image feature that replaces it, to `out`.
+
+    tokens: [T] integers.
+    feature_rows: [T], row of `features`, or negative for a token; None without images.
+    """
+    count, width = out.shape
+    if count:
+        columns = min(triton.next_power_of_2(width), MAX_COLUMNS)
+        rows.embed_kernel[(count, triton.cdiv(width, columns))](
+            out,
+            tokens,
+            table,
+            tokens if feature_rows is None else feature_rows,
+            out if features is None else features,
+            len(table),
+            width,
+            HAS_IMAGES=features is not None,
+            COLUMNS=columns,
+        )
+
+
+def rotate(
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    slots: torch.Tensor,
+    heads: int,
+    dim: int,
+) -> None:
+    """Rotate the queries in place, and write the rotated keys and the values to their pages.
+
+    keys, values: [pages, kv heads, tokens per page, ≥ dim].
+    slots: [T], page · tokens per page + position in the page; a negative one writes nothing.
+    """
+    _, kv_heads, page, _ = keys.shape
+    if len(qkv):
+        rows.rotate_kernel[(len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM))](
+            qkv,
+            keys,
+            values,
+            cosines,
+            sines,
+            slots,
+            qkv.stride(0),
+            *keys.stride()[:3],
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            PAGE=page,
+            GROUP=HEADS_PER_PROGRAM,
+            COLUMNS=triton.next_power_of_2(dim // 2),
+            num_warps=2,
+        )
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Rows of a step that are alone in their chunk, with their contexts.
+
+    rows: [n] row of the step.
+    ends: [n] number of positions; 0 for a padding row, whose attention is zero.
+    tables: [n, pages].
+    splits: number of parts into which each context is divided.
+    """
+
+    rows: torch.Tensor
+    ends: torch.Tensor
+    tables: torch.Tensor
+    splits: int
+
+
+def decode(
+    out: torch.Tensor,
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    contexts: DecodeRows,
+    heads: int,
+    dim: int,
+) -> None:
+    """Write the attention of these rows to `out`, [T, heads · dim]. The queries must be rotated."""
+    kv_heads, page = keys.shape[1:3]
+    group, count, splits = heads // kv_heads, len(contexts.rows), contexts.splits
+    if not count:
+        return
+    partial, log_sums = out, out
+    if splits > 1:
+        partial = torch.empty(count, heads, splits, dim, device=out.device)
+        log_sums = torch.empty(count, heads, splits, device=out.device)
+    columns = max(triton.next_power_of_2(dim), MIN_DOT)
+    attention.decode_kernel[(count, kv_heads, splits)](
+        out,
+        partial,
+        log_sums,
+        qkv,
+        keys,
+        values,
+        contexts.rows,
+        contexts.ends,
+        contexts.tables,
+        dim**-0.5 * LOG2_E,
+        out.stride(0),
+        qkv.stride(0),
+        contexts.tables.stride(0),
+        *keys.stride()[:3],
+        HEADS=heads,
+        GROUP=group,
+        GROUP_PADDED=max(triton.next_power_of_2(group), MIN_DOT),
+        DIM=dim,
+        COLUMNS=columns,
+        PAGE=page,
+        SPLITS=splits,
+        TILE=DECODE_TILE[keys.itemsize],
+        num_warps=4,
+        num_stages=_stages(keys.dtype, columns),
+    )
+    if splits > 1:
+        attention.reduce_kernel[(count, heads)](
+            out,
+            partial,
+            log_sums,
+            contexts.rows,
+            out.stride(0),
+            HEADS=heads,
+            DIM=dim,
+            COLUMNS=columns,
+            SPLITS=splits,
+            SPLITS_PADDED=triton.next_power_of_2(splits),
+        )
+
+
+def prefill(
+    out: torch.Tensor,
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tiles: torch.Tensor,
+    tables: torch.Tensor,
+    heads: int,
+    dim: int,
+) -> None:
+    """Write the attention of the rows of `tiles` to `out`. The queries must be rotated.
+
+    tiles: [n, 4] int32: first row, number of rows (at most PREFILL_ROWS), position of the first
+        row, line of `tables`.
+    """
+    kv_heads, page = keys.shape[1:3]
+    if not len(tiles):
+        return
+    columns = max(triton.next_power_of_2(dim), MIN_DOT)
+    attention.prefill_kernel[(len(tiles), heads)](
+        out,
+        qkv,
+        keys,
+        values,
+        tiles,
+        tables,
+        dim**-0.5 * LOG2_E,
+        out.stride(0),
+        qkv.stride(0),
+        tables.stride(0),
+        *keys.stride()[:3],
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        COLUMNS=columns,
+        PAGE=page,
+        ROWS=PREFILL_ROWS[keys.itemsize],
+        TILE=PREFILL_TILE[keys.itemsize],
+        num_warps=4,
+        num_stages=_stages(keys.dtype, columns),
+    )
+
+
+def _stages(dtype: torch.dtype, columns: int) -> int:
+    """Return the number of tiles of keys in flight; fewer for wide heads, which fill shared
+    memory.
+    """
+    return 2 if dtype.itemsize * columns > 128 else 3

@@ -1,0 +1,90 @@
+"""The step's operations on a GPU: products by torch, and the kernels of `vlora.kernels.gpu`.
+
+The functions do what those with the same names in `ops` and `norms` do, with one difference. Rows
+have the type of the weights, where `ops` has fp32 rows. The residual stream, norm weights and
+logits are fp32. Arguments are checked only if the kernel would otherwise fail badly.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@cache
+def launches() -> Any:
+    """Return `vlora.kernels.gpu.launch`. Raise ImportError if `triton` is not installed."""
+    return importlib.import_module("vlora.kernels.gpu.launch")
+
+
+@cache
+def draws() -> Any:
+    """Return `vlora.kernels.gpu.draws`. Raise ImportError if `triton` is not installed."""
+    return importlib.import_module("vlora.kernels.gpu.draws")
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Return x weightᵀ + bias in the type of x, rounded once to that of the weight."""
+    rows = x.to(weight.dtype)
+    bias = None if bias is None else bias.to(weight.dtype)
+    if out is None or out.dtype != weight.dtype:
+        product = F.linear(rows, weight, bias)
+        return product.to(x.dtype) if out is None else out.copy_(product)
+    if bias is None:
+        return torch.mm(rows, weight.T, out=out)
+    return torch.addmm(bias, rows, weight.T, out=out)
+
+
+def gate(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Do what `ops.gate` does."""
+    if out is None:
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    launches().gate(out, x)
+    return out
+
+
+def add_norm(
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Do what `norms.add_norm` does. Without `out`, the result has the type of `delta`."""
+    if out is None:
+        out = torch.empty_like(hidden if delta is None else delta)
+    launches().add_norm(out, hidden, delta, weight, eps)
+    return out
+
+
+def embed(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    images: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Do what `ops.embed` does. The row of a token that is not in the table becomes NaN.
+
+    images: as in `ops.embed`, in host memory or on the device. The features of each image are
+        copied in one transfer.
+    """
+    if out is None:
+        out = torch.empty(len(tokens), table.shape[1], device=table.device)
+    feature_rows = features = None
+    if images:
+        numbers, parts, count = torch.full((len(tokens),), -1, dtype=torch.int32), [], 0
+        for first_row, of_rows, of_image in images:
+            shown = torch.where(of_rows >= 0, of_rows + count, -1)
+            numbers[first_row : first_row + len(of_rows)] = shown.int()
+            parts.append(of_image.to(table.device, non_blocking=True))
+            count += len(of_image)
+        feature_rows, features = numbers.to(table.device, non_blocking=True), torch.cat(parts)
+    launches().embed(out, tokens, table, feature_rows, features)
+    return out

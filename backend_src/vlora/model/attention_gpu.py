@@ -1,0 +1,112 @@
+"""Paged attention of a step on a GPU: the tables that its kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vlora.kernels import on_gpu
+from vlora.memory.kv_cache import KVCache
+from vlora.model.chunk import Chunk
+from vlora.model.rotary import Rotary
+
+SPLIT_POSITIONS = 512
+"""Minimum number of positions of a part of a context, if it is split among programs."""
+
+MAX_SPLITS = 32
+"""Maximum number of parts of a context."""
+
+PROGRAMS = 264
+"""Number of programs of a decode, from which contexts are not split: twice an H100's processors."""
+
+
+class GpuPlan:
+    """Tables of a step: rows of one token are decoded, longer chunks are cut into tiles.
+
+    Raises ValueError for a chunk whose pages do not cover it or are not in the cache.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
+        single = [chunk for chunk in chunks if chunk.length == 1]
+        longer = [chunk for chunk in chunks if chunk.length > 1]
+        ends = [chunk.end for chunk in single]
+        self._splits = splits(len(single), kv_cache.kv_heads, max(ends, default=0))
+        self.inputs = [
+            _int32([slot for chunk in chunks for slot in self._slots(chunk)]),
+            _int32([chunk.row for chunk in single]),
+            _int32(ends),
+            self._tables(single),
+            _int32(self._tiles(longer)).view(-1, 4),
+            self._tables(longer),
+        ]
+        """Tables in host memory, all int32."""
+        self._placed = self.inputs
+
+    def place(self, uploaded: Sequence[torch.Tensor]) -> None:
+        """Set the copies of `inputs` on the device."""
+        self._placed = list(uploaded)
+
+    def attend(
+        self, layer: int, heads: int, qkv: torch.Tensor, rotary: Rotary, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Do what `AttentionPlan.attend` does; rows have the type of the weights."""
+        kv_cache, launches = self._kv_cache, on_gpu.launches()
+        dim = kv_cache.head_dim
+        keys, values = kv_cache.rows(layer)
+        if out is None:
+            out = qkv.new_empty(len(qkv), heads * dim)
+        slots, rows, ends, tables, tiles, tile_tables = self._placed
+        launches.rotate(qkv, keys, values, rotary.cosines, rotary.sines, slots, heads, dim)
+        contexts = launches.DecodeRows(rows, ends, tables, self._splits)
+        launches.decode(out, qkv, keys, values, contexts, heads, dim)
+        launches.prefill(out, qkv, keys, values, tiles, tile_tables, heads, dim)
+        return out
+
+    def _slots(self, chunk: Chunk) -> list[int]:
+        """Return where the keys of a chunk's rows go: page · block + offset."""
+        block, pages = self._kv_cache.block, chunk.pages
+        needed = pages[: -(-chunk.end // block)]
+        if len(needed) * block < chunk.end:
+            raise ValueError(f"{len(pages)} pages of {block} positions do not cover {chunk.end}")
+        total = len(self._kv_cache.cache)
+        if needed and not 0 <= min(needed) <= max(needed) < total:
+            raise ValueError(f"page {max(needed)} is not among the {total} pages of the cache")
+        return [
+            pages[position // block] * block + position % block
+            for position in range(chunk.start, chunk.end)
+        ]
+
+    def _tables(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Return the pages of each chunk, [chunks, longest]; shorter lines end with page 0."""
+        counts = [-(-chunk.end // self._kv_cache.block) for chunk in chunks]
+        longest = max(counts, default=0)
+        lines = [
+            [*chunk.pages[:count], *[0] * (longest - count)]
+            for chunk, count in zip(chunks, counts, strict=True)
+        ]
+        return _int32(lines).view(len(chunks), longest)
+
+    def _tiles(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        """Return the tiles of chunks, as `launch.prefill` takes them."""
+        rows = on_gpu.launches().PREFILL_ROWS[self._kv_cache.cache.itemsize]
+        return [
+            [chunk.row + first, min(rows, chunk.length - first), chunk.start + first, line]
+            for line, chunk in enumerate(chunks)
+            for first in range(0, chunk.length, rows)
+        ]
+
+
+def splits(rows: int, kv_heads: int, longest: int) -> int:
+    """Return into how many parts to cut contexts: so many that the programs fill a GPU, unless the
+    parts would be short. A power of two, so that few variants of the kernel are compiled.
+
+    rows: number of rows that decode. longest: number of positions of the longest context.
+    """
+    wanted = min(PROGRAMS // max(rows * kv_heads, 1), longest // SPLIT_POSITIONS, MAX_SPLITS)
+    return 1 << max(wanted.bit_length() - 1, 0)
+
+
+def _int32(values: Sequence[object]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)

@@ -1,0 +1,66 @@
+"""Count of GPU launches: GPU kernels, and operations of torch other than views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NO_LAUNCH = {
+    "T",
+    "alias",
+    "as_strided",
+    "detach",
+    "empty",
+    "expand",
+    "numpy_T",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "t",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+}
+"""Operations that launch nothing on a GPU."""
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.in_kernel = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        # A conversion returns the tensor itself if it has the type already.
+        converts = name != "to" or result is not args[0]
+        if converts and name not in NO_LAUNCH and not self.in_kernel:
+            self.names.append(name)
+        return result
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[str]]:
+    """Yield the names of all launches in this context, in order. Kernels are interpreted."""
+    from triton.runtime.interpreter import GridExecutor
+
+    recorder, run = _Recorder(), GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.names.append(self.fn.__name__.removesuffix("_kernel"))
+        recorder.in_kernel = True
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            recorder.in_kernel = False
+
+    with patch.object(GridExecutor, "__call__", call), recorder:
+        yield recorder.names

@@ -1,0 +1,206 @@
+"""Tests of the GPU kernels of paged attention, interpreted, against double precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
+
+DTYPES = [torch.float32, torch.float16]
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 2e-3}
+
+
+@dataclass
+class Case:
+    """Random queries, and contexts over random pages with slots that hold NaN.
+
+    ends: number of positions of each sequence. distinct: number of pages that they share; long
+    contexts repeat pages, which keeps them small.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page: int
+    dtype: torch.dtype
+    ends: list[int]
+    distinct: int = 12
+    cache: torch.Tensor = field(init=False)
+    tables: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = self.distinct + 1, 2, self.kv_heads, self.page, self.dim + 4
+        self.cache = torch.randn(shape).to(self.dtype)
+        self.cache[-1] = torch.nan  # A page that no sequence has.
+        self.cache[..., self.dim :] = torch.nan
+        pages = [-(-end // self.page) for end in self.ends]
+        self.tables = torch.full((len(self.ends), max(pages) + 2), self.distinct)
+        for line, count in zip(self.tables, pages, strict=True):
+            line[:count] = torch.randint(0, self.distinct, (count,))
+        self.tables = self.tables.to(torch.int32)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.cache[:, 0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.cache[:, 1]
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Return random rows of queries, keys and values; only the queries are read."""
+        qkv = torch.randn(count, (self.heads + 2 * self.kv_heads) * self.dim)
+        qkv[:, self.heads * self.dim :] = torch.nan
+        return qkv.to(self.dtype)
+
+    def expected(self, sequence: int, start: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Return the attention of a sequence's rows from position `start`, [rows, …] fp64."""
+        end = start + len(qkv)
+        positions = torch.arange(end)
+        pages = self.tables[sequence].long()[positions // self.page]
+        keys, values = (
+            part[pages, :, positions % self.page, : self.dim].transpose(0, 1).double()
+            for part in (self.keys, self.values)
+        )
+        query = qkv[:, : self.heads * self.dim].unflatten(1, (self.heads, self.dim))
+        mask = positions[None] <= torch.arange(start, end)[:, None]
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1).double(), keys, values, attn_mask=mask, enable_gqa=True
+        )
+        return attended.transpose(0, 1).flatten(1)
+
+    def decode(self, launch: ModuleType, qkv: torch.Tensor, splits: int) -> torch.Tensor:
+        """Return the attention of one row of each sequence; the rows are in reverse order."""
+        count = len(self.ends)
+        rows = torch.arange(count - 1, -1, -1, dtype=torch.int32)
+        ends = torch.tensor(self.ends, dtype=torch.int32)
+        out = torch.full((count, self.heads * self.dim), torch.nan, dtype=self.dtype)
+        contexts = launch.DecodeRows(rows, ends, self.tables, splits)
+        launch.decode(out, qkv, self.keys, self.values, contexts, self.heads, self.dim)
+        return out.flip(0)
+
+    def prefill(
+        self, launch: ModuleType, qkv: torch.Tensor, ranges: list[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        """Return the attention of the chunks (sequence, start, rows), one after another."""
+        tiles, row = [], 0
+        tile = launch.PREFILL_ROWS[self.dtype.itemsize]
+        for sequence, start, rows in ranges:
+            for first in range(0, rows, tile):
+                count = min(rows - first, tile)
+                tiles.append((row + first, count, start + first, sequence))
+            row += rows
+        out = torch.full((row, self.heads * self.dim), torch.nan, dtype=self.dtype)
+        table = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 4)
+        launch.prefill(out, qkv, self.keys, self.values, table, self.tables, self.heads, self.dim)
+        return out
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=TOLERANCE[actual.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page"), [(4, 2, 16, 16), (2, 2, 8, 3), (5, 1, 80, 16)]
+)
+def test_rows_that_decode_equal_double_precision(
+    launch: ModuleType,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    splits: int,
+    dtype: torch.dtype,
+) -> None:
+    case = Case(heads, kv_heads, dim, page, dtype, [1, 64, 130])
+    qkv = case.rows(3)
+    attended = case.decode(launch, qkv, splits)
+    for i, end in enumerate(case.ends):
+        _close(attended[[i]], case.expected(i, end - 1, qkv[[2 - i]]))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_row_of_padding_gets_zeros(launch: ModuleType, splits: int) -> None:
+    case = Case(4, 2, 16, 16, torch.float32, [0, 40])
+    qkv = case.rows(2)
+    attended = case.decode(launch, qkv, splits)
+    assert torch.equal(attended[0], torch.zeros(64))
+    _close(attended[[1]], case.expected(1, 39, qkv[[0]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contexts_of_a_hundred_thousand_positions(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    # The interpreter takes as long for a turn of any number of positions.
+    monkeypatch.setattr(launch, "DECODE_TILE", {2: 4096, 4: 4096})
+    case = Case(2, 1, 16, 16, dtype, [100_003], distinct=40)
+    qkv = case.rows(1)
+    _close(case.decode(launch, qkv, 7), case.expected(0, 100_002, qkv))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page"), [(4, 2, 16, 16), (2, 2, 24, 3), (3, 1, 80, 16)]
+)
+def test_chunks_of_a_prefill_equal_double_precision(
+    launch: ModuleType, heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype
+) -> None:
+    case = Case(heads, kv_heads, dim, page, dtype, [70, 140, 64, 30])
+    ranges = [(0, 0, 70), (1, 131, 9), (2, 63, 1), (3, 5, 25)]
+    qkv = case.rows(105)
+    attended, row = case.prefill(launch, qkv, ranges), 0
+    for sequence, start, rows in ranges:
+        part = slice(row, row + rows)
+        _close(attended[part], case.expected(sequence, start, qkv[part]))
+        row += rows
+
+
+def test_no_chunk_and_no_row_launch_nothing(launch: ModuleType) -> None:
+    case = Case(4, 2, 16, 16, torch.float32, [5])
+    case.prefill(launch, case.rows(0), [])
+    case.ends = []
+    assert case.decode(launch, case.rows(0), 1).shape == (0, 64)
+
+
+def test_scores_may_grow_and_fall_along_a_context(launch: ModuleType) -> None:
+    case = Case(4, 2, 16, 16, torch.float32, [90])
+    case.keys.mul_(torch.linspace(0.1, 30, 13)[:, None, None, None])
+    qkv = case.rows(90)
+    _close(case.decode(launch, qkv[:1], 3), case.expected(0, 89, qkv[:1]))
+    _close(case.prefill(launch, qkv, [(0, 0, 90)]), case.expected(0, 0, qkv))
+
+
+@pytest.mark.parametrize(
+    ("part", "number"), [(1, math.nan), (1, -math.inf), (0, math.inf), (0, -math.inf)]
+)
+@pytest.mark.parametrize("position", [3, 36])
+def test_a_number_that_is_not_finite_changes_no_bit_of_rows_that_do_not_see_it(
+    launch: ModuleType, part: int, number: float, position: int
+) -> None:
+    case = Case(4, 2, 16, 16, torch.float32, [60])
+    case.tables[0, :4] = torch.arange(4)
+    qkv = case.rows(60)
+    rows, single = [(0, 0, 60)], qkv[:1]
+    healthy = case.prefill(launch, qkv, rows)
+    case.cache[position // 16, part, 1, position % 16, 7] = number
+    attended = case.prefill(launch, qkv, rows)
+    assert torch.equal(attended[:position], healthy[:position])
+    assert torch.equal(attended[:, :32], healthy[:, :32]), "heads of other keys"
+    assert not attended[position:, 32:].isfinite().any(1).all()
+    for head in attended[position:, 32:].split(16, 1):
+        assert not head.isfinite().all(1).any()
+    for splits in (1, 3):
+        decoded = case.decode(launch, single, splits)
+        assert decoded[0, :32].isfinite().all()
+        assert not decoded[0, 32:48].isfinite().all()
+        assert not decoded[0, 48:].isfinite().all()

@@ -1,0 +1,121 @@
+"""Tests that an engine on a fake GPU, with interpreted GPU kernels, gives the CPU's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.atmm_problems import emulation
+from tests.support.count_launches import recorded_launches
+from tests.support.engine_client import answers
+from tests.support.fake_device import fake_gpu
+from tools.gpu import step_costs
+from vlora import backends
+from vlora.atmm.cuda.operator import Operator, using
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.model.decoder import DecoderLayer
+from vlora.request import Request
+from vlora.sampling import SamplingParams
+
+# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
+
+PARAMS = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.8, "seed": 2},
+    {"temperature": 1.5, "top_k": 20, "min_p": 0.01, "seed": 4},
+    {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.4, "logprobs": 1},
+)
+
+
+def _requests(engine: Engine) -> list[Request]:
+    """Return requests of the base model and of adapters, sampled in every way that steps are."""
+    names = (None, *engine.adapters.names()[:2])
+    return [
+        Request(
+            id=f"r{index}",
+            prompt=f"<s>what is {'on the left of it ' * index}?",
+            sampling=SamplingParams.parse({"max_tokens": 4, "ignore_eos": True, **params}),
+            adapter=names[index % len(names)],
+        )
+        for index, params in enumerate(PARAMS)
+    ]
+
+
+@pytest.fixture
+def cuda_operator() -> Iterator[Operator]:
+    """Let the emulated CUDA library serve the LoRA operator; skip where it cannot be built."""
+    operator = Operator(emulation(), torch.device("cpu"))
+    with backends.override("atmm", "cuda"), using(operator):
+        yield operator
+        operator.check()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize("policy", ["unmerge_only", "credit"])
+def test_answers_equal_those_of_the_cpu(
+    checkpoint: Path, adapters_dir: Path, request: pytest.FixtureRequest, policy: str
+) -> None:
+    torch.set_num_threads(1)
+    # A prompt is cut into chunks, pages are partly filled, and rows of both kinds share a step.
+    options = Options(
+        model=checkpoint,
+        adapters=adapters_dir,
+        max_num_seqs=4,
+        max_num_batched_tokens=17,
+        block_size=8,
+        kv_cache_tokens=1024,
+        policy=policy,
+    )
+    on_cpu = Engine(options)
+    expected = answers(on_cpu, _requests(on_cpu))
+    request.getfixturevalue("cuda_operator")
+    with fake_gpu() as device:
+        engine = Engine(options)
+        assert answers(engine, _requests(engine)) == expected
+    assert engine.stats().steps == device.uploads, "a step's inputs cross in one copy"
+    assert len({tuple(tokens) for tokens, _ in expected.values()}) == len(PARAMS)
+
+
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_layer_of_a_decoding_step_launches_what_the_costs_on_paper_say(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    monkeypatch.setattr("vlora.model.attention_gpu.splits", lambda *sizes: parts)
+    paper = [
+        {"qkv": "mm", "o": "mm", "gate_up": "mm", "down": "mm"}.get(kernel.name, kernel.name)
+        for kernel in step_costs.layer(step_costs.Model(), 64 // parts**2, 2048)
+    ]
+    assert ("reduce" in paper) == (parts > 1)
+    assert len(paper) <= 12
+    layers: list[list[str]] = []
+
+    def recording(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: Any) -> torch.Tensor:
+            with recorded_launches() as names:
+                result = method(*args)
+            layers.append(names)
+            return result
+
+        return call
+
+    with fake_gpu():
+        engine = Engine(Options(model=checkpoint, kv_cache_tokens=512))
+        prompt = Request(
+            id="r", prompt="<s>red", sampling=SamplingParams(temperature=0.0, max_tokens=2)
+        )
+        engine.add(engine.prepare(prompt), arrival=0.0)
+        engine.step()
+        for name in ("attend", "finish"):
+            monkeypatch.setattr(DecoderLayer, name, recording(getattr(DecoderLayer, name)))
+        engine.step()
+    assert len(layers) == 2 * engine.config.layers
+    for attend, finish in zip(layers[::2], layers[1::2], strict=True):
+        assert attend + finish == paper

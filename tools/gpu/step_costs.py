@@ -1,0 +1,137 @@
+"""Print the calculated launches and bytes of a decode step on a GPU.
+
+usage: python -m tools.gpu.step_costs
+
+For a 7B model in bf16 without adapters, it adds up what each kernel of a step reads and writes. It
+compares the sum with what every implementation must read: the weights once, and the keys and
+values. `tests/unit/gpu/test_engine.py` counts the launches of a real step. No GPU is needed or
+used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlora.model.attention_gpu import splits
+
+BANDWIDTH = 3.35e12
+"""Bytes per second of an H100 SXM, from its data sheet."""
+
+GAP_SECONDS = 1.5e-6
+"""Predicted time between two launches of a captured graph."""
+
+FP32, BF16 = 4, 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder. The defaults are those of Qwen2-VL-7B."""
+
+    layers: int = 28
+    hidden: int = 3584
+    inner: int = 18944
+    heads: int = 28
+    kv_heads: int = 4
+    dim: int = 128
+    vocabulary: int = 152064
+
+    @property
+    def query(self) -> int:
+        """Number of values in all query heads of a row."""
+        return self.heads * self.dim
+
+    @property
+    def qkv(self) -> int:
+        """Number of values in all heads of a row: queries, keys and values."""
+        return self.query + 2 * self.kv_heads * self.dim
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: bytes of weights or pages that it must read, and bytes of rows that it moves."""
+
+    name: str
+    needed: int
+    rows: int
+
+
+def product(name: str, d_in: int, d_out: int, rows: int) -> Kernel:
+    """Return the product of bf16 rows with a weight [d_out, d_in]."""
+    return Kernel(name, BF16 * d_in * d_out, BF16 * rows * (d_in + d_out))
+
+
+def add_norm(model: Model, rows: int) -> Kernel:
+    """Return a norm that also adds to the residual, which is read and written in fp32."""
+    return Kernel("add_norm", FP32 * model.hidden, (2 * FP32 + 2 * BF16) * rows * model.hidden)
+
+
+def layer(model: Model, rows: int, context: int) -> list[Kernel]:
+    """Return the launches of a layer for `rows` decoding rows with `context` positions each."""
+    parts = splits(rows, model.kv_heads, context)
+    pages = BF16 * 2 * model.kv_heads * model.dim * context * rows
+    partial = FP32 * parts * rows * model.query
+    attended = BF16 * rows * model.query
+    attention = [Kernel("decode", pages, 2 * attended)]
+    if parts > 1:
+        attention = [Kernel("decode", pages, attended + partial)]
+        attention.append(Kernel("reduce", 0, partial + attended))
+    return [
+        add_norm(model, rows),
+        product("qkv", model.hidden, model.qkv, rows),
+        Kernel("rotate", 0, 2 * BF16 * rows * model.qkv),
+        *attention,
+        product("o", model.query, model.hidden, rows),
+        add_norm(model, rows),
+        product("gate_up", model.hidden, 2 * model.inner, rows),
+        Kernel("gate", 0, 3 * BF16 * rows * model.inner),
+        product("down", model.inner, model.hidden, rows),
+    ]
+
+
+def around_layers(model: Model, rows: int) -> list[Kernel]:
+    """Return the launches of a greedy step that belong to no layer."""
+    logits = rows * model.vocabulary
+    angles = FP32 * rows * model.dim // 2
+    return [
+        Kernel("upload", 0, 0),
+        Kernel("embed", 0, (BF16 + FP32) * rows * model.hidden),
+        Kernel("cosines", 0, 2 * angles),
+        Kernel("sines", 0, 2 * angles),
+        add_norm(model, rows),
+        product("lm_head", model.hidden, model.vocabulary, rows),
+        Kernel("logits in fp32", 0, (BF16 + FP32) * logits),
+        Kernel("chunk_max", 0, FP32 * logits),
+        Kernel("argmax", 0, 0),
+    ]
+
+
+def step(model: Model, rows: int, context: int) -> list[Kernel]:
+    """Return all launches of a greedy decoding step."""
+    return layer(model, rows, context) * model.layers + around_layers(model, rows)
+
+
+def table(model: Model) -> str:
+    """Return a table in Markdown: bytes and times of steps by batch and context."""
+    lines = [
+        "| rows | context | needed GB | moved GB | moved / needed | needed ms | launches"
+        " (a layer) | gaps ms | moved + gaps / needed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for rows in (1, 16, 64):
+        for context in (1024, 8192):
+            kernels = step(model, rows, context)
+            needed = sum(kernel.needed for kernel in kernels)
+            moved = needed + sum(kernel.rows for kernel in kernels)
+            gaps = len(kernels) * GAP_SECONDS
+            least = needed / BANDWIDTH
+            lines.append(
+                f"| {rows} | {context} | {needed / 1e9:.2f} | {moved / 1e9:.2f}"
+                f" | {moved / needed:.3f} | {1e3 * least:.2f}"
+                f" | {len(kernels)} ({len(layer(model, rows, context))}) | {1e3 * gaps:.2f}"
+                f" | {(moved / BANDWIDTH + gaps) / least:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(Model()))
