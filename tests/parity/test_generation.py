@@ -1,23 +1,27 @@
-"""The generator end to end on the tiny checkpoint: PEFT answers as the run's own evaluation did."""
+"""Test of the generator on the tiny checkpoint: PEFT gives the answers of the run's evaluation."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.support.oracle import Oracle
-from tools.demo.heldout import Item as HeldOut
+from tools.generation.served import question
 from vlora.errors import InvalidArgument
-from vlora.generation.examples import Example
 from vlora.generation.fusion import Packed, State
 from vlora.generation.learner import WEIGHTS, Learner
 from vlora.generation.report import as_json, write_report
@@ -103,23 +107,14 @@ def test_peft_answers_as_the_run_evaluated(checkpoint: Path, data: Path, outcome
     oracle = Oracle(checkpoint, data / "out")
     splits = load_splits(outcome.spec)
     for adapter in outcome.state.adapters:
+        folder = outcome.folders[adapter.number].name
         for name in adapter.items:
             item = outcome.spec.item(name)
             right = [
-                oracle.answer(_asked(item.task, example), outcome.folders[adapter.number].name).text
-                == example.answer
+                oracle.answer(question(item.task, example, folder), folder).text == example.answer
                 for example in splits[name].test
             ]
             assert sum(right) / len(right) == pytest.approx(outcome.reached[name]), name
-
-
-def _asked(task: str, example: Example) -> HeldOut:
-    files = [path.read_bytes() for path in example.images]
-    return HeldOut(
-        id="", domain="", adapter=None, task=task, text=example.question, answer=example.answer,
-        images=[] if task == "video" else files, frames=files if task == "video" else [],
-        boxes=None, choices=None, kind="",
-    )  # fmt: skip
 
 
 def test_the_report_names_every_item_and_its_promise(data: Path, outcome: Outcome) -> None:
@@ -131,6 +126,8 @@ def test_the_report_names_every_item_and_its_promise(data: Path, outcome: Outcom
     path = write_report(outcome, data / "report")
     text = path.read_text()
     assert all(f"| {name} |" in text for name in report["items"])
+    assert len(report["merges"]) == len(outcome.state.merges)
+    assert all(f"| merge of {', '.join(merge['items'])} |" in text for merge in report["merges"])
     with Image.open(io.BytesIO((data / "report" / "accuracy.png").read_bytes())) as image:
         assert image.width > 100
 
@@ -190,7 +187,7 @@ def test_merging_with_an_adapter_that_changes_nothing_changes_nothing(
 ) -> None:
     spec = read_spec(data / "spec.yaml")
     options = spec.options.model_copy(update={"merge": "svd"})
-    trainer = PeftTrainer(spec, options, load_splits(spec), tmp_path)
+    trainer = PeftTrainer(spec, options, load_splits(spec), tmp_path, Accelerator())
     learner = Learner(trainer.base, spec.training, (), seed=5)
     learner.save(trainer.folder(1))
     weights = load_file(trainer.folder(1) / WEIGHTS)
@@ -199,7 +196,7 @@ def test_merging_with_an_adapter_that_changes_nothing_changes_nothing(
     learner.save(trainer.folder(2))
     save_file(drawn, trainer.folder(2) / WEIGHTS)
     learner.release()
-    merged = trainer.merge(Packed(1, 1, ("red",), {}), Packed(2, 2, (), {}), 3)
+    merged = trainer.merge(Packed(1, 1, ("red",), {}), Packed(2, 2, (), {}), 3, train=False)
     assert set(merged.scores) == {"red"}
     result = load_file(trainer.folder(3) / WEIGHTS)
     for key in (key for key in drawn if ".lora_A." in key):
@@ -209,6 +206,79 @@ def test_merging_with_an_adapter_that_changes_nothing_changes_nothing(
         )
 
 
+def test_an_attempt_without_progress_ends_early_and_an_item_alone_takes_all_steps(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read_spec(data / "spec.yaml")
+    training = spec.training.model_copy(
+        update={"max_steps": 40, "evaluate_every": 2, "patience": 2}
+    )
+    spec = spec.model_copy(update={"training": training})
+    trainer = PeftTrainer(spec, spec.options, load_splits(spec), tmp_path, Accelerator())
+    monkeypatch.setattr(trainer, "evaluate", lambda _, items, __: {one.name: 0.0 for one in items})
+    assert trainer.train(spec.item("colours"), None, 1).steps == 40
+    held = Packed(1, 1, ("colours",), {"colours": 0.0})
+    # The first evaluation is the best one; two more fail, and the rate falls for 8 steps.
+    assert trainer.train(spec.item("red"), held, 2).steps == 6 + 8
+
+
+def test_an_attempt_that_nearly_keeps_its_promises_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read_spec(data / "spec.yaml")
+    training = spec.training.model_copy(update={"max_steps": 6, "evaluate_every": 3, "restarts": 2})
+    spec = spec.model_copy(update={"training": training})
+    trainer = PeftTrainer(spec, spec.options, load_splits(spec), tmp_path, Accelerator())
+    goal = trainer.goals["colours"]
+    for missing, steps in ((1.0, 18), (3.0, 6)):
+        scores = {"colours": goal.accuracy - missing * goal.error}
+        monkeypatch.setattr(trainer, "evaluate", lambda *_, scores=scores: dict(scores))
+        assert trainer.train(spec.item("colours"), None, 1).steps == steps
+
+
+def test_a_question_is_not_padded_to_the_length_of_a_clip(data: Path, tmp_path: Path) -> None:
+    spec = read_spec(data / "spec.yaml")
+    splits = load_splits(spec)
+    trainer = PeftTrainer(spec, spec.options, splits, tmp_path, Accelerator())
+    item = spec.item("colours")
+    learner = Learner(trainer.base, spec.training, trainer.labels([item]), 0)
+    rows = [
+        trainer.base.row(item, example, learner.labels if item.head else ())
+        for example in splits["colours"].train[:5]
+    ]
+    rows += [
+        replace(row, prompt=row.prompt[:1] * (70 * n) + row.prompt) for n, row in enumerate(rows)
+    ]
+    batches = trainer.base.batches(rows)
+    assert len(batches) > 1
+    assert all(batch.tokens.shape[1] <= 2 * int(batch.mask.sum(1).min()) for batch in batches)
+    alone = torch.stack([learner(trainer.base.batches([row])) for row in rows])
+    torch.testing.assert_close(learner(batches), alone.mean())
+
+
 def test_the_state_is_readable(data: Path, outcome: Outcome) -> None:
     saved = json.loads((data / "work" / "state.json").read_text())
     assert State.from_json(saved["state"]) == outcome.state
+
+
+def test_two_processes_share_a_run_and_one_of_them_writes(
+    data: Path, outcome: Outcome, tmp_path: Path
+) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command += ["vlora.cli", "adapters", "generate", str(data / "spec.yaml"), "--out"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "out")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert done.stdout.count("report    ") == 1, done.stdout + done.stderr
+    assert report["items"].keys() == as_json(outcome)["items"].keys()
+    folders = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
+    assert folders == {*report["adapters"], ".generation"}
+    for folder in report["adapters"]:
+        assert not any(path.is_dir() for path in (tmp_path / "out" / folder).iterdir())

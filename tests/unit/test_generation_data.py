@@ -1,4 +1,4 @@
-"""The exported knowledge items are specifications that the generator reads."""
+"""Tests that exported knowledge items are specifications that the generator can read."""
 
 from __future__ import annotations
 

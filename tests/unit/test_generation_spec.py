@@ -1,4 +1,4 @@
-"""The specification of a generation run, its examples and its metrics."""
+"""Tests of the specification of a generation run, its examples and its metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from vlora.errors import InvalidArgument
 from vlora.generation.examples import Example, read_examples, split
 from vlora.generation.metrics import chrf, f1_iou50, top1, vqa_score
 from vlora.generation.spec import Item, read_spec
-from vlora.generation.teachers import load_teacher, remembered
+from vlora.generation.teachers import (
+    SAVE_EVERY,
+    load_teacher,
+    read_truth,
+    remembered,
+    teacher_score,
+)
 
 ITEM = {"name": "digits", "task": "classify", "images": "digits", "required": 0.9}
 
@@ -144,7 +150,7 @@ def test_conversations_are_read_question_by_question(data: Path) -> None:
             },
             "has turns of",
         ),
-        ([1], "record 1 is no object"),
+        ([1], "record 1 is not an object"),
     ],
 )
 def test_a_wrong_conversation_is_reported_by_record(
@@ -188,6 +194,60 @@ def test_a_teacher_labels_each_image_once_even_if_it_is_stopped(data: Path) -> N
     with remembered(other, counted, file) as label:
         read_examples(other, label)
     assert len(asked) == 120
+
+
+def test_answers_are_saved_while_the_teacher_still_labels(data: Path) -> None:
+    item = item_of(data, teacher={"python": f"{__name__}:brightness"}, question="How is it?")
+    file, seen = data / "labels.json", []
+    with remembered(item, lambda path: path.stem, file) as label:
+        for number, path in enumerate(sorted(item.images.rglob("*.png"))):
+            label(path)
+            if number + 1 == SAVE_EVERY:
+                seen.append(len(json.loads(file.read_text())["answers"]))
+    assert seen == [SAVE_EVERY]
+
+
+def blink(image: Image.Image) -> str | None:
+    """Fail on one brightness."""
+    if image.getpixel((0, 0)) == (40, 10, 0):
+        raise ZeroDivisionError("division by zero")
+    return brightness(image)
+
+
+def test_a_few_unusable_images_are_left_out_with_a_reason(data: Path) -> None:
+    (data / "digits" / "0" / "damaged.png").write_bytes(b"no image")
+    reasons: list[str] = []
+    assert len(read_examples(item_of(data), None, reasons.append)) == 60
+    item = item_of(data, teacher={"python": f"{__name__}:blink"}, question="How is it?")
+    assert len(read_examples(item, load_teacher(item), reasons.append)) == 59
+    assert sum("damaged.png" in reason for reason in reasons) == 2
+    assert sum("ZeroDivisionError" in reason for reason in reasons) == 1
+    for number in range(8):
+        (data / "digits" / "0" / f"damaged{number}.png").write_bytes(b"no image")
+    with pytest.raises(InvalidArgument, match="9 of 69 images are like this"):
+        read_examples(item_of(data))
+
+
+def test_a_teacher_is_measured_against_the_truth(data: Path) -> None:
+    images = sorted((data / "digits").rglob("*.png"))
+    truth = {str(path.relative_to(data / "digits")): "light" for path in images[:40]}
+    (data / "truth.json").write_text(json.dumps(truth))
+    item = item_of(
+        data,
+        teacher={"python": f"{__name__}:brightness"},
+        question="How is it?",
+        truth="truth.json",
+    )
+    examples = read_examples(item, load_teacher(item))
+    light = sum(brightness(Image.open(path)) == "light" for path in images[:40])
+    score = teacher_score(item, examples, read_truth(item))
+    assert score == pytest.approx(light / 40)
+    assert 0 < light < 40
+    (data / "truth.json").write_text("[]")
+    with pytest.raises(InvalidArgument, match="is not a JSON object of answers"):
+        read_truth(item)
+    with pytest.raises(InvalidArgument, match="truth measures a teacher, and the item has none"):
+        item_of(data, truth="truth.json")
 
 
 def test_a_teacher_that_cannot_be_loaded_is_reported(data: Path) -> None:
@@ -234,5 +294,5 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(data: Path) -> None:
     arguments = ["adapters", "generate", str(path), "--out", str(data / "out"), "--dry-run"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "at least 1 attempts, at most 1, of up to 400 steps" in result.output
+    assert "at least 1 attempts, at most 1, of up to 800 steps" in result.output
     assert not (data / "out").exists()

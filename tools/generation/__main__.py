@@ -1,6 +1,6 @@
 """Export knowledge items and generate adapters for the demo model from them.
 
-python -m tools.generation [--quick] [--out DIR] [--paper] [--export-only]
+usage: python -m tools.generation [--quick] [--out DIR] [--paper] [--export-only]
 """
 
 from __future__ import annotations
@@ -13,29 +13,33 @@ from pathlib import Path
 
 import yaml
 
-from tools.generation.data import QUICK, SOURCES, Source
+from tools.generation.data import QUICK, SOURCES, TRUTH, Source
 from vlora import paths
 from vlora.cli import app
 
-EXAMPLES, QUICK_EXAMPLES = 1500, 800
+QUICK_EXAMPLES = 800
+"""Maximum number of pictures per item in the short version."""
 TRAINING = {
     "rank": 16,
     "learning_rate": 0.003,
     "batch_size": 32,
-    "max_steps": 400,
+    "max_steps": 600,
     "evaluate_every": 40,
+    "margin": 1.64,
 }
 
 
-def export(folder: Path, names: tuple[str, ...], count: int) -> Path:
-    """Write the pictures of the items and the specification, and return the latter's path.
+def export(folder: Path, names: tuple[str, ...], most: int | None = None) -> Path:
+    """Write the pictures of the items and the specification. Return the specification's path.
 
-    An item whose package is missing is left out with a reason.
+    most: maximum number of pictures per item; None for the number that its source gives.
+    An item whose package is missing is left out, and the reason is printed.
     """
     listed = []
     for name in names:
         try:
-            _export(SOURCES[name], folder / name, count)
+            source = SOURCES[name]
+            _export(source, folder / name, min(source.examples, most or source.examples))
         except (ImportError, OSError) as error:
             needs = SOURCES[name].needs
             print(f"left out: {name} needs {needs} ({error})", file=sys.stderr)
@@ -44,6 +48,8 @@ def export(folder: Path, names: tuple[str, ...], count: int) -> Path:
         item = {"name": name, "images": name, **SOURCES[name].spec}
         if SOURCES[name].conversations:
             item["conversations"] = f"{name}/conversations.jsonl"
+        if (folder / name / TRUTH).is_file():
+            item["truth"] = f"{name}/{TRUTH}"
         listed.append(item)
     path = folder / "spec.yaml"
     checkpoint = str(paths.root() / "tools" / "demo" / "checkpoint")
@@ -68,15 +74,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="four items only, under 15 minutes")
     parser.add_argument("--out", type=Path, default=Path("out/generated"), help="folder of results")
-    parser.add_argument("--paper", action="store_true", help="use the paper's own heuristic")
+    parser.add_argument("--paper", action="store_true", help="use the heuristic of the paper")
     parser.add_argument("--export-only", action="store_true", help="write data and spec.yaml only")
     arguments = parser.parse_args()
     data = arguments.out / "data"
     data.mkdir(parents=True, exist_ok=True)
-    names, count = tuple(SOURCES), EXAMPLES
-    if arguments.quick:
-        names, count = QUICK, QUICK_EXAMPLES
-    spec = export(data, names, count)
+    names, most = (QUICK, QUICK_EXAMPLES) if arguments.quick else (tuple(SOURCES), None)
+    spec = export(data, names, most)
     if not arguments.export_only:
         more = ["--paper"] if arguments.paper else []
         app(["adapters", "generate", str(spec), "--out", str(arguments.out / "adapters"), *more])

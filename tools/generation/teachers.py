@@ -1,6 +1,6 @@
-"""Teachers that were trained elsewhere: the face cascade of OpenCV and PP-OCR.
+"""Pretrained teachers: OpenCV's face cascade and the text reader PP-OCR.
 
-Each takes a PIL image and returns the answer of its knowledge item, or None to leave it out.
+Each takes a PIL image and returns the answer for its knowledge item. None leaves the image out.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from PIL import Image
 from tools.demo.lexicon import COLOURS, SHAPES
 
 MARGIN = 16
-"""Pixels of repeated border, so that a face may fill the whole picture."""
+"""Pixels of repeated border, since a face may fill the whole picture."""
+BORDER = 3
+"""Pixels of background around a text before it is read."""
+ENLARGEMENT = 4
 MIN_SCORE = 0.8
-"""Confidence below which the reader's text is not used."""
+"""Minimum confidence at which the reader's text is used."""
 
 
 @cache
@@ -28,7 +31,7 @@ def _face_cascade() -> Any:
 
 
 def has_face(image: Image.Image) -> str:
-    """Return "yes" if the LBP cascade of OpenCV, in scikit-image, finds a frontal face."""
+    """Return "yes" if OpenCV's LBP cascade, from scikit-image, finds a frontal face, else "no"."""
     pixels = np.pad(np.asarray(image.convert("L")), MARGIN, mode="edge")
     found = _face_cascade().detect_multi_scale(
         pixels,
@@ -49,10 +52,22 @@ def _reader() -> Any:
 
 
 def read_sign(image: Image.Image) -> str | None:
-    """Return the word that PP-OCRv4 reads; None if it reads none that the model has a token for."""
-    lines, _ = _reader()(np.asarray(image.resize((256, 256))))
-    if not lines or len(lines) != 1:
+    """Return the word that PP-OCRv4 reads, or None if there is none with a token in the model.
+
+    The dark text is cropped here, and the network only recognises it. Detecting it with the network
+    would take twelve times as long as recognising it.
+    """
+    grey = np.asarray(image.convert("L")).astype(int)
+    rows, columns = np.nonzero(grey < (grey.min() + grey.max()) // 2)
+    if not len(rows):
         return None
-    _, text, score = lines[0]
+    box = (columns.min() - BORDER, rows.min() - BORDER, columns.max() + BORDER, rows.max() + BORDER)
+    left, top = max(0, box[0]), max(0, box[1])
+    crop = image.crop((left, top, min(image.width, box[2] + 1), min(image.height, box[3] + 1)))
+    enlarged = crop.resize((crop.width * ENLARGEMENT, crop.height * ENLARGEMENT))
+    lines, _ = _reader()(np.asarray(enlarged), use_det=False, use_cls=False)
+    if not lines:
+        return None
+    text, score = lines[0][:2]
     word = str(text).strip().lower()
     return word if word in (*COLOURS, *SHAPES) and float(score) >= MIN_SCORE else None

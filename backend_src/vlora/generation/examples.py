@@ -10,12 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from vlora.errors import InvalidArgument
 from vlora.generation.spec import Item
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 PLACEHOLDER = "<image>"
-MAX_LINE_BYTES = 1 << 20
+MAX_LEFT_OUT = 0.1
+"""Maximum share of an item's images that may be left out. Above it, the whole item is refused."""
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 
 
@@ -23,7 +26,7 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 class Example:
     """One question about an image or a clip, with its answer.
 
-    images: files; several are the frames of a clip.
+    images: image files. Several files are the frames of a clip.
     """
 
     images: tuple[Path, ...]
@@ -40,13 +43,43 @@ class Splits:
     test: tuple[Example, ...]
 
 
-def read_examples(item: Item, label: Callable[[Path], str | None] | None = None) -> list[Example]:
-    """Return all examples of an item, in a fixed order.
+def read_examples(
+    item: Item,
+    label: Callable[[Path], str | None] | None = None,
+    left_out: Callable[[str], None] = lambda _: None,
+) -> list[Example]:
+    """Return all examples of an item whose images can be read, in a fixed order.
 
-    label: the teacher, which returns the answer for an image, or None to leave it out.
+    label: the teacher, which returns the answer for an image, or None to leave the image out.
+    left_out: called with the reason for each image that cannot be read or that the teacher fails
+        on.
 
-    Raises InvalidArgument naming the item and the file that is wrong.
+    Raises InvalidArgument, which names the item and the file, if a file is wrong or if more than
+    MAX_LEFT_OUT of the images would be left out.
     """
+    bad: dict[Path, str] = {}
+
+    def labelled(path: Path) -> str | None:
+        try:
+            return label(path) if label is not None and path not in bad else None
+        except InvalidArgument as error:
+            bad[path] = str(error)
+            return None
+
+    examples = _all_examples(item, labelled if label is not None else None)
+    images = {path for example in examples for path in example.images} | bad.keys()
+    for path in sorted(images - bad.keys()):
+        if (reason := _unreadable(path)) is not None:
+            bad[path] = f"item '{item.name}': {path} cannot be read: {reason}"
+    for reason in bad.values():
+        left_out(reason)
+    if len(bad) > MAX_LEFT_OUT * len(images):
+        first = next(iter(bad.values()))
+        raise InvalidArgument(f"{first}; {len(bad)} of {len(images)} images are like this")
+    return [example for example in examples if not bad.keys() & set(example.images)]
+
+
+def _all_examples(item: Item, label: Callable[[Path], str | None] | None) -> list[Example]:
     if item.conversations is not None:
         return list(_read_conversations(item, item.conversations))
     if label is not None:
@@ -68,7 +101,7 @@ def read_examples(item: Item, label: Callable[[Path], str | None] | None = None)
 def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed: int) -> Splits:
     """Split examples by a hash of the images' contents and the seed.
 
-    shares: of train, validation and test.
+    shares: shares of train, validation and test.
 
     Raises InvalidArgument if a split would be empty.
     """
@@ -89,16 +122,26 @@ def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed
 
 
 def _position(example: Example, seed: int) -> float:
-    """Return a number from 0 to 1 that depends on the first image's content and the seed."""
+    """Return a number in [0, 1) that depends on the first image's content and the seed."""
     digest = hashlib.sha256(f"{seed}:{digest_of(example.images[0])}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 @cache
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _unreadable(path: Path) -> str | None:
+    """Return why a file is not an image, or None if it seems to be one. Pixels are not decoded."""
+    try:
+        with Image.open(path) as image:
+            image.verify()
+    except Exception as error:  # Pillow raises many types of exceptions for damaged files.
+        return str(error) or type(error).__name__
+    return None
 
 
 def _images_in(folder: Path) -> list[Path]:
@@ -106,7 +149,7 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def _read_conversations(item: Item, file: Path) -> Iterator[Example]:
-    """Yield one example per question of a file of LLaVA conversations."""
+    """Yield one example per question in a file of LLaVA conversations."""
     for number, record in _records(item, file):
         where = f"item '{item.name}': {file.name}: record {number}"
         images = record.get("image", record.get("images"))
@@ -136,7 +179,7 @@ def _image(item: Item, where: str, name: Any) -> Path:
 
 
 def _records(item: Item, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the numbered records of a JSON list or of JSON lines."""
+    """Yield the records of a JSON list or of JSON lines, numbered from 1."""
     where = f"item '{item.name}': {file}"
     try:
         if file.suffix == ".json":
@@ -150,5 +193,5 @@ def _records(item: Item, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise InvalidArgument(f"{where} must hold a list of conversations")
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):
-            raise InvalidArgument(f"{where}: record {number} is no object")
+            raise InvalidArgument(f"{where}: record {number} is not an object")
         yield number, record

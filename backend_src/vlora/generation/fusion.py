@@ -1,15 +1,17 @@
-"""The accuracy-aware knowledge-fusion algorithm (§4.2.1, Fig. 10), and what we add to it.
+"""The paper's accuracy-aware knowledge-fusion algorithm (§4.2.1, Fig. 10), and our additions.
 
-The paper's heuristic, in its order: take the next item, train the open adapter with it, evaluate
-every item fused so far. If all promises hold, keep the weights; if one is broken, roll the weights
-back and open a new adapter with this item. `Options` selects what goes beyond it.
+The paper's heuristic takes the next item, trains the open adapter with it, and evaluates every item
+fused so far. If all promises (required accuracies) are kept, it keeps the weights. If one is
+broken, it rolls the weights back and opens a new adapter with this item. `Options` selects our
+additions.
 
-This module decides; a `Trainer` trains and evaluates. States are immutable, so a run that is killed
-continues from the last one that was saved and takes the same decisions again.
+This module decides, and a `Trainer` trains and evaluates. States are immutable. So a run that is
+killed continues from the last saved state and takes the same decisions again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
@@ -17,14 +19,21 @@ from typing import Any, Protocol
 
 from vlora.generation.spec import Item, Options, Spec
 
+NEAR_ERRORS = 2.0
+"""Number of standard errors below a goal within which a score is nearly enough."""
+
+
+HOPELESS_ERRORS = 5.0
+"""Standard errors below a goal at which an attempt shows that two adapters cannot be one."""
+
 
 @dataclass(frozen=True)
 class Packed:
     """One adapter of a run.
 
     number: from 1, in the order in which adapters are opened.
-    version: number of the attempt that made its weights.
-    items: names of the items that it holds, in the order of their fusion.
+    version: number of the attempt that produced its weights.
+    items: names of its items, in the order of their fusion.
     scores: accuracy by item on the validation split.
     """
 
@@ -36,7 +45,9 @@ class Packed:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Result of training: accuracy by item on the validation split, and what it took."""
+    """Result of training: accuracy by item on the validation split, and the steps and seconds it
+    took.
+    """
 
     version: int
     scores: Mapping[str, float]
@@ -49,7 +60,7 @@ class Event:
     """One decision, for the report.
 
     adapter: number of the adapter that was tried.
-    broken: items whose promise the attempt did not keep; empty if it was kept.
+    broken: items whose promise the attempt broke; () if it was accepted.
     """
 
     item: str
@@ -62,8 +73,8 @@ class Event:
 class Merge:
     """One attempt to merge two adapters.
 
-    versions: of the weights of both.
-    broken: items whose promise the merged weights do not keep; empty if they replaced the two.
+    versions: versions of the two.
+    broken: items whose promise the merged weights break; () if they replaced the two.
     """
 
     versions: tuple[int, int]
@@ -76,7 +87,7 @@ class State:
     """Progress of a run.
 
     pending: items that are not packed yet, in order.
-    unreachable: best accuracy of each item whose promise no adapter of its own keeps.
+    unreachable: best accuracy of each item whose promise is not kept even by an adapter of its own.
     """
 
     pending: tuple[str, ...]
@@ -87,16 +98,13 @@ class State:
 
     @property
     def next_version(self) -> int:
-        """Number of the next attempt."""
         return len(self.events) + len(self.merges) + 1
 
     def as_json(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> State:
-        """Return a state that `as_json` has written."""
         return cls(
             pending=tuple(value["pending"]),
             adapters=tuple(
@@ -116,39 +124,67 @@ class State:
 
 
 class Trainer(Protocol):
-    """Something that trains and evaluates adapters."""
+    """Trains and evaluates adapters."""
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
         """Train an adapter with `item` and evaluate all its items.
 
-        onto: the adapter whose weights the attempt starts from; None for a new one.
-        version: number under which the weights are stored; they depend on nothing else.
+        onto: adapter whose weights the attempt starts from; None for a new adapter.
+        version: number under which the weights are stored. With the run's seed, it determines all
+            random numbers.
         """
 
-    def merge(self, first: Packed, second: Packed, version: int) -> Attempt:
-        """Merge two adapters without training and evaluate all their items."""
+    def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
+        """Merge two adapters and evaluate all their items.
+
+        train: whether to train the merged weights on all the items if a promise is broken.
+        """
 
     def similarity(self, item: Item, others: Sequence[str]) -> float:
         """Return how similar `item` is to other items; a higher number means more similar."""
 
 
-def broken_promises(spec: Spec, scores: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the items whose validation accuracy does not exceed their promise by the margin."""
-    return tuple(
-        name for name, score in scores.items() if score < required_score(spec, spec.item(name))
-    )
+@dataclass(frozen=True)
+class Goal:
+    """Validation accuracy that an item must reach.
+
+    error: standard error of its measurement on the validation split.
+    """
+
+    accuracy: float
+    error: float
+
+    def nearly_reached(self, score: float) -> bool:
+        """Return whether a score is so close that more training may reach the goal."""
+        return score >= self.accuracy - NEAR_ERRORS * self.error
 
 
-def required_score(spec: Spec, item: Item) -> float:
-    """Return the validation accuracy that an item must reach."""
-    return min(1.0, item.required + spec.training.margin)
+Goals = Mapping[str, Goal]
+"""Goal by item."""
+
+
+def goals_of(spec: Spec, examples: Mapping[str, int]) -> Goals:
+    """Return the goals: the required accuracy plus `margin` standard errors of its measurement.
+
+    examples: number of validation examples of each item.
+    """
+    goals = {}
+    for item in spec.items:
+        error = math.sqrt(item.required * (1 - item.required) / examples[item.name])
+        goals[item.name] = Goal(min(1.0, item.required + spec.training.margin * error), error)
+    return goals
+
+
+def broken_promises(goals: Goals, scores: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the items whose validation accuracy is below their goal."""
+    return tuple(name for name, score in scores.items() if score < goals[name].accuracy)
 
 
 def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
-    """Return whether an adapter can hold an item beside its others.
+    """Return whether an adapter can hold an item besides its others.
 
-    An adapter has one head, for items of one task type (§4.2.2), and answers all requests of that
-    task by its head; so no other item of the adapter may have that task.
+    An adapter has at most one head, for items of one task (§4.2.2), and the head answers all
+    requests of that task. So no other item of the adapter may have that task.
     """
     others = [spec.item(name) for name in adapter.items]
     headed = {other.task for other in others if other.head}
@@ -162,8 +198,10 @@ def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
 def candidates(
     spec: Spec, options: Options, state: State, item: Item, trainer: Trainer
 ) -> list[Packed]:
-    """Return the adapters to try for an item, in order: the newest one, or all, most similar
-    first."""
+    """Return the adapters to try for an item, in order.
+
+    With `fit: last` this is the newest adapter, otherwise all of them, the most similar first.
+    """
     fitting = [adapter for adapter in state.adapters if may_share(spec, item, adapter)]
     if options.fit == "last":
         return [adapter for adapter in fitting if adapter is state.adapters[-1]]
@@ -175,6 +213,7 @@ def candidates(
 def fuse_next(
     spec: Spec,
     options: Options,
+    goals: Goals,
     state: State,
     trainer: Trainer,
     save: Callable[[State], None] = lambda _: None,
@@ -189,7 +228,7 @@ def fuse_next(
         if adapter.number in tried:
             continue
         attempt = trainer.train(item, adapter, state.next_version)
-        event = Event(item.name, adapter.number, attempt, broken_promises(spec, attempt.scores))
+        event = Event(item.name, adapter.number, attempt, broken_promises(goals, attempt.scores))
         state = replace(state, events=(*state.events, event))
         if not event.broken:
             grown = Packed(
@@ -200,14 +239,14 @@ def fuse_next(
             )
             return replace(state, adapters=adapters, pending=state.pending[1:])
         save(state)
-    return _open_adapter(spec, state, item, trainer)
+    return _open_adapter(goals, state, item, trainer)
 
 
-def _open_adapter(spec: Spec, state: State, item: Item, trainer: Trainer) -> State:
-    """Train a new adapter for one item. If it cannot keep the promise, no adapter is opened."""
+def _open_adapter(goals: Goals, state: State, item: Item, trainer: Trainer) -> State:
+    """Train a new adapter for one item. If it cannot keep the promise, open no adapter."""
     number = 1 + max((adapter.number for adapter in state.adapters), default=0)
     attempt = trainer.train(item, None, state.next_version)
-    event = Event(item.name, number, attempt, broken_promises(spec, attempt.scores))
+    event = Event(item.name, number, attempt, broken_promises(goals, attempt.scores))
     state = replace(state, events=(*state.events, event), pending=state.pending[1:])
     if event.broken:
         missed = {**state.unreachable, item.name: attempt.scores[item.name]}
@@ -216,26 +255,45 @@ def _open_adapter(spec: Spec, state: State, item: Item, trainer: Trainer) -> Sta
     return replace(state, adapters=(*state.adapters, opened))
 
 
-def merge_next(spec: Spec, state: State, trainer: Trainer) -> State | None:
-    """Try to merge the next two adapters and return the new state; None if all were tried.
+def merge_next(
+    spec: Spec, options: Options, goals: Goals, state: State, trainer: Trainer
+) -> State | None:
+    """Try to merge the next two adapters and return the new state; None if no pair is left to try.
 
-    Both weights are kept as they are unless the merged ones keep every promise.
+    Pairs with the fewest items come first. If the merged adapter breaks a promise, both adapters
+    stay as they are.
     """
     tried = {merge.versions for merge in state.merges}
-    for first, second in combinations(state.adapters, 2):
-        versions = (first.version, second.version)
-        if versions in tried or not _may_merge(spec, first, second):
-            continue
-        attempt = trainer.merge(first, second, state.next_version)
-        merge = Merge(versions, attempt, broken_promises(spec, attempt.scores))
-        state = replace(state, merges=(*state.merges, merge))
-        if merge.broken:
-            return state
-        items = (*first.items, *second.items)
-        merged = Packed(first.number, attempt.version, items, attempt.scores)
-        others = tuple(one for one in state.adapters if one not in (first, second))
-        return replace(state, adapters=(merged, *others))
-    return None
+    pairs = [
+        (first, second)
+        for first, second in combinations(state.adapters, 2)
+        if (first.version, second.version) not in tried and _may_merge(spec, first, second)
+    ]
+    if not pairs:
+        return None
+    first, second = min(pairs, key=lambda pair: len(pair[0].items) + len(pair[1].items))
+    train = options.merge_training and not _hopeless(goals, state, first, second)
+    attempt = trainer.merge(first, second, state.next_version, train=train)
+    versions = (first.version, second.version)
+    merge = Merge(versions, attempt, broken_promises(goals, attempt.scores))
+    state = replace(state, merges=(*state.merges, merge))
+    if merge.broken:
+        return state
+    items = (*first.items, *second.items)
+    merged = Packed(first.number, attempt.version, items, attempt.scores)
+    others = tuple(one for one in state.adapters if one not in (first, second))
+    return replace(state, adapters=(merged, *others))
+
+
+def _hopeless(goals: Goals, state: State, first: Packed, second: Packed) -> bool:
+    """Return whether an item of one adapter was far from joining the other when it was tried."""
+    items = {first.number: second.items, second.number: first.items}
+    return any(
+        event.attempt.scores[name] < goals[name].accuracy - HOPELESS_ERRORS * goals[name].error
+        for event in state.events
+        if event.item in items.get(event.adapter, ())
+        for name in event.broken
+    )
 
 
 def _may_merge(spec: Spec, first: Packed, second: Packed) -> bool:
@@ -243,7 +301,7 @@ def _may_merge(spec: Spec, first: Packed, second: Packed) -> bool:
 
 
 def similar_order(names: Sequence[str], likeness: Callable[[str, str], float]) -> tuple[str, ...]:
-    """Return the items so that each is followed by the most similar one that is left.
+    """Return the items so that each is followed by the most similar one of those left.
 
     The first is the one that is most similar to all others.
     """

@@ -1,8 +1,8 @@
-"""Choice of the adapter that is merged into the base, from the requests that a server received.
+"""Choice of the adapter to merge into the base, from the requests that a server received.
 
-The work of LoRA for one request is proportional to the sum of rank · (d_in + d_out) over the
-matrices that the adapter changes. Merging the hot adapter saves its own work and adds as much to
-every other request, since a delta adapter subtracts the hot one.
+The work of LoRA for one row is proportional to the sum of rank · (d_in + d_out) over the matrices
+that the adapter changes. Merging the hot adapter saves its own work. But it adds as much to every
+other request, whose delta adapter subtracts the hot one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from vlora.ids import MatrixId
 from vlora.lora.model_shape import ModelShape
 
 NAME_KEYS = ("lora_name", "adapter", "model")
-"""Keys of a request log's objects that name the adapter; the first one present counts."""
+"""Keys that name the adapter in a request log. The first that is present counts."""
 BASE_NAME = ""
-"""Name under which requests without an adapter are counted."""
+"""Name by which requests without an adapter are counted."""
 MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Outcome of a choice.
+    """Result of a choice.
 
-    hot: name of the adapter; None if merging none is cheapest.
-    work_before, work_after: mean multiplications of LoRA per row of a request, unmerged and with
-        `hot` merged.
+    hot: name of the adapter to merge; None if merging none is cheapest.
+    work_before, work_after: mean multiplications of LoRA per row, unmerged and with `hot` merged.
     """
 
     hot: str | None
@@ -44,9 +43,9 @@ def lora_work(ranks: Mapping[MatrixId, int], shape: ModelShape) -> int:
 
 
 def work_after_merge(requests: Mapping[str, int], work: Mapping[str, int], hot: str) -> float:
-    """Return the mean work per request once `hot` is merged into the base.
+    """Return the mean work per row with `hot` merged into the base.
 
-    requests: number of requests by adapter; `BASE_NAME` counts those without.
+    requests: number of requests by adapter; `BASE_NAME` stands for the base.
     work: `lora_work` of each adapter.
     """
     total = sum(requests.values())
@@ -57,9 +56,8 @@ def work_after_merge(requests: Mapping[str, int], work: Mapping[str, int], hot: 
 def choose_hot(requests: Mapping[str, int], work: Mapping[str, int]) -> Choice:
     """Return the adapter whose merge makes the mean request cheapest.
 
-    Requests for names that are not in `work` count as requests for the base.
-
-    Raises InvalidArgument if there are no requests.
+    Requests for adapters that are not in `work` count as requests for the base. Raises
+    InvalidArgument if there are no requests.
     """
     total = sum(requests.values())
     if not total:
@@ -75,10 +73,9 @@ def choose_hot(requests: Mapping[str, int], work: Mapping[str, int]) -> Choice:
 def read_request_log(path: Path) -> Counter[str]:
     """Return the number of requests by adapter.
 
-    A line is either a JSON object with one of `NAME_KEYS` or the adapter's name alone. A null or
-    empty name is a request for the base. Empty lines are skipped.
-
-    Raises InvalidArgument naming the file and the line that cannot be read.
+    A line is a JSON object with one of `NAME_KEYS`, or just the adapter's name. A null or empty
+    name means the base. Empty lines are skipped. Raises InvalidArgument, which names the file and
+    the line.
     """
     counts: Counter[str] = Counter()
     try:
@@ -101,7 +98,7 @@ def _decode(line: bytes, path: Path, number: int) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError:
-        raise InvalidArgument(f"{path}: line {number} is no UTF-8 text") from None
+        raise InvalidArgument(f"{path}: line {number} is not UTF-8 text") from None
 
 
 def _name_in(text: str, path: Path, number: int) -> str:
@@ -111,13 +108,13 @@ def _name_in(text: str, path: Path, number: int) -> str:
     try:
         request = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path}: line {number} is no JSON object: {error}") from error
+        raise InvalidArgument(f"{path}: line {number} is not a JSON object: {error}") from error
     for key in NAME_KEYS:
         if key in request:
             name = request[key]
             if name is not None and not isinstance(name, str):
                 raise InvalidArgument(
-                    f"{path}: line {number} has {key} = {name!r}, which is no name"
+                    f"{path}: line {number} has {key} = {name!r}, which is not a name"
                 )
             return name or BASE_NAME
     raise InvalidArgument(f"{path}: line {number} names no adapter; use the key '{NAME_KEYS[0]}'")

@@ -1,6 +1,6 @@
-"""The model that is trained: a frozen base with one LoRA adapter and, for some, a task head.
+"""The model that is trained: a frozen base with one LoRA adapter and, for some items, a task head.
 
-Tower and connector are frozen, so image features are computed once per image and cached.
+The vision tower and the connector are frozen, so image features are computed once and cached.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from vlora.vision.encoder import PROCESSOR_BACKEND
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 IGNORED = -100
+LENGTH_RATIO = 2
+"""Maximum ratio of the longest to the shortest row of a batch. Longer rows get their own batch, so
+that questions about one image are not padded to the length of a clip.
+"""
 HEAD_STATE = "head.json"
 MAX_TEXTS = 1 << 16
-"""Number of texts whose tokens are kept."""
+"""Maximum number of texts whose tokens are cached."""
 WEIGHTS = "adapter_model.safetensors"
 MERGE_DENSITY = 0.5
 """Share of the weights that TIES and DARE keep."""
@@ -42,7 +46,7 @@ MERGE_DENSITY = 0.5
 
 @dataclass(frozen=True)
 class Row:
-    """One example as tokens. label: class of the head that answers it, None for the LM head."""
+    """One example as tokens. label: class of the head that answers it; None for the LM head."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -54,10 +58,10 @@ class Row:
 class Batch:
     """Rows of one training step, padded on the right.
 
-    tokens, targets: [rows, length]; targets are IGNORED except for answers of the LM head.
+    tokens, targets: [rows, length]. targets is IGNORED except for answers of the LM head.
     mask: [rows, length], 1 for tokens and 0 for padding.
     ends: [rows], position of each prompt's last token.
-    labels: [rows], classes of the head; IGNORED for rows of the LM head.
+    labels: [rows], class of the head; IGNORED for rows of the LM head.
     features: [image tokens of all rows, hidden].
     """
 
@@ -70,9 +74,21 @@ class Batch:
 
 
 class Base:
-    """The frozen base of a run: tokenizer, prompts, image features."""
+    """The frozen base of a run: model, tokenizer, prompts and image features."""
 
-    def __init__(self, checkpoint: Path, cache_mib: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        cache_mib: int,
+        device: torch.device,
+        *,
+        fast_attention: bool = True,
+    ) -> None:
+        """Load the checkpoint. cache_mib: maximum size of the feature cache in MiB.
+
+        fast_attention: also use torch's fused attention on a CPU, where its gradient in bf16 is
+            slow.
+        """
         self.device = device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
         self._template = ChatTemplate.from_checkpoint(checkpoint)
@@ -80,7 +96,10 @@ class Base:
             checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True
         )
         self.model: Any = LlavaForConditionalGeneration.from_pretrained(
-            checkpoint, dtype=torch.float32, local_files_only=True
+            checkpoint,
+            dtype=torch.float32,
+            local_files_only=True,
+            attn_implementation="sdpa" if fast_attention or device.type != "cpu" else "eager",
         ).to(device)
         self.model.eval().requires_grad_(False)
         self._tokens: LRUCache[tuple[str], tuple[int, ...]] = LRUCache(MAX_TEXTS)
@@ -96,7 +115,7 @@ class Base:
     def row(self, item: Item, example: Example, labels: Sequence[str]) -> Row:
         """Return an example as tokens.
 
-        labels: of the head that answers the item; empty for an item of the LM head.
+        labels: labels of the head that answers the item; () for the LM head.
         """
         images, frames = len(example.images), 0
         if item.task == "video":
@@ -108,20 +127,20 @@ class Base:
 
     @cachedmethod(attrgetter("_tokens"))
     def _ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text. Items repeat their texts, and evaluations their items."""
+        """Return the tokens of a text, cached because items and evaluations repeat texts."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _prompt_ids(self, text: str) -> Iterable[int]:
-        """Yield the tokens of a prompt, each placeholder expanded to the image's tokens."""
+        """Yield the tokens of a prompt, with each placeholder expanded to the image's tokens."""
         config = self.model.config
         for token in self._ids(text):
             yield from [token] * (config.image_seq_length if token == config.image_token_id else 1)
 
     @torch.inference_mode()
     def features(self, paths: Iterable[Path]) -> torch.Tensor:
-        """Return the features of images, [tokens of all images, hidden] fp32.
+        """Return the features of images, [tokens of all images, hidden] fp32, on the device.
 
-        Images that are not in the cache are encoded together, and stay in it while it has space.
+        Images that are not cached are encoded together. They are cached as far as they fit.
         """
         paths = list(paths)
         found = {
@@ -141,9 +160,17 @@ class Base:
             return torch.zeros(0, self.hidden, device=self.device)
         return torch.cat([found[path] for path in paths]).to(self.device)
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
-        """Return training rows as one batch."""
-        length = max(len(row.prompt) + len(row.answer) for row in rows)
+    def batches(self, rows: Sequence[Row]) -> list[Batch]:
+        """Return training rows in batches of similar lengths."""
+        groups: list[list[Row]] = []
+        for row in sorted(rows, key=_length):
+            if not groups or _length(row) > LENGTH_RATIO * _length(groups[-1][0]):
+                groups.append([])
+            groups[-1].append(row)
+        return [self._batch(group) for group in groups]
+
+    def _batch(self, rows: Sequence[Row]) -> Batch:
+        length = max(map(_length, rows))
         tokens = torch.zeros(len(rows), length, dtype=torch.long)
         targets = torch.full_like(tokens, IGNORED)
         mask = torch.zeros_like(tokens)
@@ -162,6 +189,10 @@ class Base:
             torch.tensor(labels, device=self.device),
             self.features(path for row in rows for path in row.images),
         )
+
+
+def _length(row: Row) -> int:
+    return len(row.prompt) + len(row.answer)
 
 
 class Learner(nn.Module):
@@ -192,14 +223,14 @@ class Learner(nn.Module):
         self.adapted.unload()
 
     def load(self, folder: Path) -> None:
-        """Load the weights of an earlier adapter, and the head rows of the labels that it has."""
+        """Load the weights of an earlier adapter, and the rows of its head."""
         set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
         self._load_head(folder)
 
     def load_merged(self, folders: Sequence[Path], method: str) -> None:
         """Load the merge of several adapters by PEFT's `add_weighted_adapter`, with weight 1 each.
 
-        method: its `combination_type`, one that keeps the rank.
+        method: its `combination_type`, which must keep the rank.
         """
         config = self.adapted.peft_config["default"]
         names = [f"part{number}" for number in range(len(folders))]
@@ -216,7 +247,7 @@ class Learner(nn.Module):
             density=MERGE_DENSITY if method != "svd" else None,
         )
         state = get_peft_model_state_dict(self.adapted, adapter_name="merged")
-        # PEFT gives the merged adapter the scale 1; ours keeps its own.
+        # PEFT's merged adapter has the scale 1. This one keeps its own scale.
         scale = config.lora_alpha / config.r
         state = {key: t / scale if ".lora_B." in key else t for key, t in state.items()}
         for name in (*names, "merged"):
@@ -235,7 +266,7 @@ class Learner(nn.Module):
                     self.head.bias[target] = head["bias"][row].to(self.base.device)
 
     def save(self, folder: Path) -> None:
-        """Write the adapter as PEFT does, in fp32, and the head with its labels."""
+        """Write the adapter in fp32 as PEFT does, and the head with its labels."""
         self.adapted.save_pretrained(folder, save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)
         if self.head is not None:
@@ -246,11 +277,16 @@ class Learner(nn.Module):
             )
             (folder / HEAD_STATE).write_text(json.dumps(self.labels))
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Return the mean cross entropy of a batch (§4.2.1, L = CE(y, ŷ)).
+    def forward(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Return the mean cross entropy of the rows of all batches (§4.2.1, L = CE(y, ŷ)).
 
-        Every row has the same weight, whatever the number of its answer's tokens.
+        Every row has the same weight, whatever the number of tokens of its answer.
         """
+        losses = [self._loss(batch) for batch in batches]
+        return torch.stack(losses).sum() / sum(len(batch.tokens) for batch in batches)
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        """Return the sum of the rows' cross entropies."""
         hidden = self._hidden(batch.tokens, batch.mask, batch.features)
         shifted = batch.targets[:, 1:]
         asked = shifted != IGNORED
@@ -270,7 +306,7 @@ class Learner(nn.Module):
                     reduction="sum",
                 )
             )
-        return torch.stack(losses).sum() / len(batch.tokens)
+        return torch.stack(losses).sum()
 
     def _embedded(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self.base.model.get_input_embeddings()(tokens)
@@ -280,7 +316,7 @@ class Learner(nn.Module):
     def _hidden(
         self, tokens: torch.Tensor, mask: torch.Tensor, features: torch.Tensor
     ) -> torch.Tensor:
-        """Return final-norm hidden states, [rows, length, hidden]."""
+        """Return the hidden states after the final norm, [rows, length, hidden]."""
         output = self.base.model.model.language_model(
             inputs_embeds=self._embedded(tokens, features), attention_mask=mask, use_cache=False
         )
@@ -289,11 +325,13 @@ class Learner(nn.Module):
 
     @torch.inference_mode()
     def answer(self, rows: Sequence[Row], task: str) -> list[str]:
-        """Return greedy answers, up to the task's token limit, or the head's top labels."""
+        """Return greedy answers of at most the task's number of tokens, or the head's top
+        labels.
+        """
         length = max(len(row.prompt) for row in rows)
         tokens = torch.zeros(len(rows), length, dtype=torch.long, device=self.base.device)
         mask = torch.zeros_like(tokens)
-        for index, row in enumerate(rows):  # Padded on the left, so that all prompts end together.
+        for index, row in enumerate(rows):  # Left padding makes all prompts end together.
             tokens[index, length - len(row.prompt) :] = torch.tensor(row.prompt)
             mask[index, length - len(row.prompt) :] = 1
         features = self.base.features(path for row in rows for path in row.images)

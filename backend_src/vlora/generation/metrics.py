@@ -1,4 +1,4 @@
-"""Accuracy metrics, from 0 to 1, of answers against held-out references."""
+"""Accuracy metrics from 0 to 1, which compare answers with references."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from vlora.vision.results import parse_boxes
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
-"""Takes answers and their references, in the same order, and returns the accuracy."""
+"""Function of answers and their references, in the same order, that returns the accuracy."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, in any unit."""
@@ -21,7 +21,7 @@ _NUMBERS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUM
 
 
 def top1(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Return the share of answers that equal their label, apart from outer spaces."""
+    """Return the share of answers that equal their label, ignoring space around them."""
     pairs = zip(answers, references, strict=True)
     return sum(answer.strip() == label.strip() for answer, label in pairs) / len(references)
 
@@ -29,8 +29,8 @@ def top1(answers: Sequence[str], references: Sequence[str]) -> float:
 def vqa_score(answers: Sequence[str], references: Sequence[str]) -> float:
     """Return the VQA accuracy (Antol et al., 2015) for one reference per question.
 
-    Answers are compared in lower case, without articles and punctuation, numbers as digits. With
-    one reference, the official min(matches / 3, 1) is 1 for an equal answer and 0 for another.
+    Answers are compared in lower case, without articles and punctuation, and with numbers as
+    digits. With one reference, the accuracy is taken as 1 for an equal answer and 0 for any other.
     """
     pairs = zip(answers, references, strict=True)
     return sum(_normal(answer) == _normal(wanted) for answer, wanted in pairs) / len(references)
@@ -42,10 +42,12 @@ def _normal(text: str) -> str:
 
 
 def f1_iou50(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Return the F1 score of all boxes: one matches at an IoU of 0.5 or more with the same label.
+    """Return the F1 score of all boxes. Boxes match if they have the same label and an IoU of at
+    least 0.5.
 
     Answers and references have the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>`.
-    Each reference box matches one answered box at most. Without any box on both sides it is 1.
+    Each reference box matches at most one box of the answer. If there are no boxes at all, the
+    score is 1.
     """
     matched = total = 0
     for answer, reference in zip(answers, references, strict=True):
@@ -72,7 +74,7 @@ def iou(a: Box, b: Box) -> float:
 
 
 def chrf(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Return chrF (Popović, 2015) of captions, by sacrebleu, divided by 100."""
+    """Return sacrebleu's chrF (Popović, 2015) of captions, divided by 100."""
     from sacrebleu import corpus_chrf
 
     return float(corpus_chrf(list(answers), [list(references)]).score) / 100

@@ -1,17 +1,16 @@
-"""Premerge: one hot adapter becomes part of the base checkpoint, all others become delta adapters.
+"""Premerge: one hot adapter is merged into the checkpoint, and all others become delta adapters.
 
-The plug-and-play multi-LoRA layer, equations 1 to 5: W_fused = W + B_hot A_hot, and a cold adapter
-becomes B = [B_cold, -B_hot], A = [A_cold; A_hot]. A matrix that only the cold adapter changes keeps
-its factors; one that only the hot adapter changes gets -B_hot A_hot. The results are a standard
-Hugging Face checkpoint and standard PEFT folders, so any server can use them.
+This follows equations 1 to 5 of the plug-and-play multi-LoRA layer. W_fused = W + B_hot A_hot, and
+a cold adapter becomes B = [B_cold, -B_hot], A = [A_cold; A_hot]. A matrix that only the cold
+adapter changes keeps its A and B. One that only the hot adapter changes gets -B_hot A_hot. The
+results are a Hugging Face checkpoint and PEFT folders, so any server can use them.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from vlora.atmm.types import LoraPair
+from vlora.atomic_file import new_folder
 from vlora.errors import InvalidArgument
 from vlora.generation.peft_folder import copy_head, write_adapter
 from vlora.ids import MatrixId
@@ -29,14 +29,14 @@ from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import find_weights, open_weights, weight_files
 
 BASE_ADAPTER = "base"
-"""Name of the delta adapter that gives back the base without the hot adapter."""
+"""Name of the delta adapter that restores the base without the hot adapter."""
 REPORT = "premerge.json"
 DEFAULT_MAX_RANK = 64
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Delta adapter that was written. rank: the largest of any matrix."""
+    """Delta adapter that was written. rank: largest rank of a matrix."""
 
     name: str
     rank: int
@@ -44,11 +44,13 @@ class Delta:
 
 @dataclass
 class Report:
-    """Outcome of a premerge.
+    """Result of a premerge.
 
-    rounding: largest error of a fused weight that its stored type causes, relative to the largest
-        change of a weight by the hot adapter; 0 if the stored type holds every result.
-    failed: reason by name of each adapter that could not be rewritten.
+    hot: name of the hot adapter.
+    matrices: number of fused matrices.
+    rounding: largest rounding error of a fused weight, relative to the largest change of a weight
+        by the hot adapter; 0 if the stored type represents every result exactly.
+    failed: reason for each adapter that could not be rewritten, by name.
     """
 
     hot: str
@@ -60,7 +62,7 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about delta adapters above the maximum rank."""
+        """Sentences about delta adapters whose rank is above the maximum."""
         return [
             f"the delta adapter '{delta.name}' has rank {delta.rank}, above {self.max_rank}:"
             " a server may refuse it, and each of its rows costs as much as the two adapters"
@@ -69,7 +71,7 @@ class Report:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the contents of `premerge.json`."""
+        """Return the content of `premerge.json`."""
         return {
             "hot": self.hot,
             "fused_matrices": self.matrices,
@@ -83,7 +85,7 @@ class Report:
 def delta_pairs(
     cold: Mapping[MatrixId, LoraPair], hot: Mapping[MatrixId, LoraPair]
 ) -> dict[MatrixId, LoraPair]:
-    """Return the factors of cold minus hot, by matrix.
+    """Return A and B of cold minus hot, by matrix.
 
     cold, hot: A [rank, d_in] and B [d_out, rank], with the scale folded into B.
     """
@@ -106,10 +108,28 @@ def no_change(hot: Mapping[MatrixId, LoraPair]) -> dict[MatrixId, LoraPair]:
 
 def check_hot(hot: Adapter, config: DecoderConfig) -> None:
     """Raise InvalidArgument if an adapter cannot be merged into this checkpoint."""
+    _check_mergeable(hot)
     if config.tied and any(target == LM_HEAD for _, target in hot.pairs):
         raise InvalidArgument(
             f"adapter '{hot.info.name}' changes lm_head, which this checkpoint ties to its"
             " embeddings: merging it would change the embeddings too; choose another hot adapter"
+        )
+
+
+def _check_mergeable(adapter: Adapter) -> None:
+    """Raise InvalidArgument for an adapter that cannot be merged.
+
+    An activated LoRA does not act on all tokens. Weights of the vision tower are not written.
+    """
+    if adapter.info.vision_ranks:
+        raise InvalidArgument(
+            f"adapter '{adapter.info.name}' changes the vision tower or connector, which premerging"
+            " leaves as they are"
+        )
+    if adapter.info.invocation:
+        raise InvalidArgument(
+            f"adapter '{adapter.info.name}' is an activated LoRA (alora_invocation_tokens): its"
+            " tokens before the invocation need the unchanged base model"
         )
 
 
@@ -123,8 +143,8 @@ def fuse_checkpoint(
 ) -> tuple[int, float]:
     """Write the checkpoint with the hot adapter merged into it, one weights file at a time.
 
-    target: new folder. Its files have the names and metadata of the source's.
-    exact: store fused weights in fp32, and declare fp32 in config.json; otherwise they are rounded
+    target: new folder. Its files have the same names and metadata as those of the source.
+    exact: store fused weights in fp32 and declare fp32 in config.json. Otherwise they are rounded
         to the type in which the source stores them.
     progress: called with the name of each weights file before it is read.
 
@@ -184,11 +204,11 @@ def premerge(
 ) -> Report:
     """Write `out/model`, `out/adapters` and `out/premerge.json`.
 
-    The folder appears when everything has been written; an interrupted run leaves nothing.
+    The folder `out` appears when everything has been written. An interrupted run leaves nothing.
 
     hot: folder and weights of the adapter to merge.
-    cold: reads the folder and the weights of each other adapter. One that raises InvalidArgument
-        is reported and does not stop the others.
+    cold: by name, a function that reads the folder and the weights of each other adapter. If it
+        raises InvalidArgument, the adapter is reported, and the others are still written.
     exact: as in `fuse_checkpoint`.
 
     Raises InvalidArgument if `out` exists or the hot adapter cannot be merged.
@@ -202,7 +222,7 @@ def premerge(
             " the base; rename its folder"
         )
     report = Report(name, max_rank=max_rank)
-    with _new_folder(out) as part:
+    with new_folder(out) as part:
         report.matrices, report.rounding = fuse_checkpoint(
             model, part / "model", config, adapter.pairs, exact, progress
         )
@@ -222,6 +242,7 @@ def premerge(
             progress(cold_name)
             try:
                 cold_folder, weights = read()
+                _check_mergeable(weights)
             except InvalidArgument as error:
                 report.failed[cold_name] = str(error)
                 continue
@@ -230,22 +251,3 @@ def premerge(
         text = json.dumps(report.as_json(), indent=2)
         (part / REPORT).write_text(text + "\n", encoding="utf-8")
     return report
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """Give a folder beside `out` that becomes `out` at the end, or is removed after an error."""
-    if out.exists():
-        raise InvalidArgument(f"{out} exists; name a folder that does not")
-    part = out.with_name(out.name + ".part")
-    try:
-        part.mkdir(parents=True)
-    except FileExistsError:
-        raise InvalidArgument(f"{part} exists, from a run that was killed; remove it") from None
-    except OSError as error:
-        raise InvalidArgument(f"{part} cannot be made: {error.strerror}") from error
-    try:
-        yield part
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)

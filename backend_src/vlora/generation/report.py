@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vlora.generation.fusion import Event, required_score
+from vlora.generation.fusion import Event, Merge
 from vlora.generation.run import Outcome, folder_name
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the contents of `report.json`."""
+    """Return the content of `report.json`."""
     spec, state = outcome.spec, outcome.state
     holders = outcome.holders
     return {
@@ -25,31 +25,43 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
                 "required": item.required,
                 "base": outcome.base[item.name],
                 "reached": outcome.reached.get(item.name),
+                "teacher": outcome.teachers.get(item.name),
                 "adapter": holders.get(item.name),
                 "kept": item.name not in outcome.missed,
             }
             for item in spec.items
         },
+        "left_out": list(outcome.left_out),
         "adapters": {folder_name(spec, adapter): list(adapter.items) for adapter in state.adapters},
         "items_per_adapter": round(len(holders) / len(state.adapters), 2) if state.adapters else 0,
-        "attempts": [_attempt(event) for event in state.events],
-        "seconds": round(sum(event.attempt.seconds for event in state.events), 1),
+        "attempts": [
+            {"item": event.item, "adapter": event.adapter, **_attempt(event)}
+            for event in state.events
+        ],
+        "merges": [
+            {"items": list(merge.attempt.scores), **_attempt(merge)} for merge in state.merges
+        ],
+        "seconds": round(
+            sum(event.attempt.seconds for event in state.events)
+            + sum(merge.attempt.seconds for merge in state.merges),
+            1,
+        ),
     }
 
 
-def _attempt(event: Event) -> dict[str, Any]:
+def _attempt(decision: Event | Merge) -> dict[str, Any]:
     return {
-        "item": event.item,
-        "adapter": event.adapter,
-        "validation": dict(event.attempt.scores),
-        "broken": list(event.broken),
-        "steps": event.attempt.steps,
-        "seconds": event.attempt.seconds,
+        "validation": dict(decision.attempt.scores),
+        "broken": list(decision.broken),
+        "steps": decision.attempt.steps,
+        "seconds": decision.attempt.seconds,
     }
 
 
 def write_report(outcome: Outcome, folder: Path) -> Path:
-    """Write the reports, and the plots if matplotlib is installed. Return `report.md`."""
+    """Write the reports, and the plots if matplotlib is installed. Return the path of
+    `report.md`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(as_json(outcome), indent=2)
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
@@ -60,7 +72,6 @@ def write_report(outcome: Outcome, folder: Path) -> Path:
 
 
 def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
-    """Yield the lines of `report.md`."""
     report = as_json(outcome)
     yield "# Adapters generated from knowledge items"
     yield ""
@@ -74,16 +85,24 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
     yield ""
     yield "Accuracies are measured on the test split, which neither training nor fusion has used."
     yield ""
-    yield "| item | task | metric | required | base | reached | promise | adapter |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| item | task | metric | required | base | reached | teacher | promise | adapter |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for name, item in report["items"].items():
-        reached = "-" if item["reached"] is None else f"{item['reached']:.3f}"
+        reached, teacher = (
+            "-" if item[key] is None else f"{item[key]:.3f}" for key in ("reached", "teacher")
+        )
         promise = "kept" if item["kept"] else "**missed**"
         yield (
             f"| {name} | {item['task']} | {item['metric']} | {item['required']:.3f} |"
-            f" {item['base']:.3f} | {reached} | {promise} | {item['adapter'] or '-'} |"
+            f" {item['base']:.3f} | {reached} | {teacher} | {promise} | {item['adapter'] or '-'} |"
         )
     yield ""
+    if outcome.left_out:
+        yield f"{len(outcome.left_out)} images were left out:"
+        yield ""
+        for reason in outcome.left_out:
+            yield f"- {reason}"
+        yield ""
     yield "## Attempts"
     yield ""
     yield "Scores are those of the validation split; a broken promise rolls the weights back."
@@ -91,23 +110,29 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
     yield "| item | onto adapter | broken promises | steps | seconds |"
     yield "|---|---|---|---|---|"
     for event in outcome.state.events:
-        broken = ", ".join(
-            f"{name} ({event.attempt.scores[name]:.3f} of"
-            f" {required_score(outcome.spec, outcome.spec.item(name)):.3f})"
-            for name in event.broken
-        )
-        yield (
-            f"| {event.item} | {event.adapter} | {broken or 'none'} | {event.attempt.steps} |"
-            f" {event.attempt.seconds:.0f} |"
-        )
+        yield f"| {event.item} | {event.adapter} | {_result(outcome, event)} |"
+    for merge in outcome.state.merges:
+        yield f"| merge of {', '.join(merge.attempt.scores)} | - | {_result(outcome, merge)} |"
     for plot in plots:
         yield ""
         yield f"![{plot.removesuffix('.png').replace('_', ' ')}]({plot})"
 
 
+def _result(outcome: Outcome, decision: Event | Merge) -> str:
+    """Return the last columns of an attempt's row: broken promises, steps and seconds."""
+    attempt = decision.attempt
+    broken = ", ".join(
+        f"{name} ({attempt.scores[name]:.3f} of {outcome.goals[name].accuracy:.3f})"
+        for name in decision.broken
+    )
+    return f"{broken or 'none'} | {attempt.steps} | {attempt.seconds:.0f}"
+
+
 def _plot(outcome: Outcome, folder: Path) -> list[str]:
-    """Write the plots of figures 10 and 15 of the paper and return their names; none without
-    matplotlib."""
+    """Write plots like figures 4 and 15, 5, and 10 of the paper; return the names of their files.
+
+    Without matplotlib, nothing is written.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -141,4 +166,26 @@ def _plot(outcome: Outcome, folder: Path) -> list[str]:
     axes.set_ylabel("validation accuracy")
     axes.legend(fontsize=7)
     figure.savefig(folder / "fusion.png", dpi=120)
-    return ["accuracy.png", "fusion.png"]
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for task, means in _capacity(outcome).items():
+        axes.plot(list(means), list(means.values()), marker="o", label=task)
+    axes.set_xlabel("items in the adapter")
+    axes.set_ylabel("mean validation accuracy, kept or not")
+    axes.legend()
+    figure.savefig(folder / "capacity.png", dpi=120)
+    return ["accuracy.png", "fusion.png", "capacity.png"]
+
+
+def _capacity(outcome: Outcome) -> dict[str, dict[int, float]]:
+    """Return the mean accuracy over all attempts, by task and number of items in the adapter."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for event in outcome.state.events:
+        for name, score in event.attempt.scores.items():
+            of_task = found.setdefault(outcome.spec.item(name).task, {})
+            of_task.setdefault(len(event.attempt.scores), []).append(score)
+    return {
+        task: {count: sum(scores) / len(scores) for count, scores in sorted(of_task.items())}
+        for task, of_task in found.items()
+    }

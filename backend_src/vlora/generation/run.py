@@ -1,7 +1,7 @@
 """A generation run: examples, base accuracy, fusion, final evaluation, adapter folders, report.
 
-The run's folder holds everything that a killed run needs to continue: `state.json`, replaced after
-each decision, and the weights of each attempt.
+The run's folder contains everything that a killed run needs to continue: `state.json`, which is
+replaced after each decision, and the weights of each attempt.
 """
 
 from __future__ import annotations
@@ -14,16 +14,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from vlora.atomic_file import replace_text
 from vlora.errors import InvalidArgument
 from vlora.generation.examples import Splits, read_examples, split
-from vlora.generation.fusion import Packed, State, fuse_next, merge_next, similar_order
+from vlora.generation.fusion import (
+    Goals,
+    Packed,
+    State,
+    fuse_next,
+    merge_next,
+    similar_order,
+)
 from vlora.generation.learner import HEAD_STATE
+from vlora.generation.optimization import make_accelerator
 from vlora.generation.peft_folder import rename_base
 from vlora.generation.similarity import similarities
 from vlora.generation.spec import Options, Spec
-from vlora.generation.teachers import load_teacher, remembered
+from vlora.generation.teachers import load_teacher, read_truth, remembered, teacher_score
 from vlora.generation.trainer import PeftTrainer, Progress
+from vlora.lora.routing import usual_words
 
 STATE = "state.json"
 
@@ -32,21 +43,27 @@ STATE = "state.json"
 class Outcome:
     """Result of a run.
 
+    goals: goal of each item on the validation split.
     base: accuracy of the base by item, on the test split.
-    reached: accuracy by item on the test split, of the adapter that holds it.
-    folders: folder of each adapter by its number.
+    reached: accuracy of each item on the test split, by the adapter that holds it.
+    left_out: reason for each image that was not used.
+    teachers: accuracy of each teacher on the test split, by item, if the truth is known.
+    folders: folder of each adapter by number.
     """
 
     spec: Spec
     options: Options
     state: State
+    goals: Goals
     base: Mapping[str, float]
     reached: Mapping[str, float]
+    teachers: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     folders: Mapping[int, Path] = field(default_factory=dict)
 
     @property
     def holders(self) -> dict[str, str]:
-        """Name of the adapter folder that holds each item, by item."""
+        """Name of the adapter folder that holds each item."""
         return {
             item: folder_name(self.spec, adapter)
             for adapter in self.state.adapters
@@ -63,42 +80,57 @@ class Outcome:
         return missed
 
 
-def load_splits(spec: Spec, work: Path | None = None) -> dict[str, Splits]:
+Status = Callable[[str], None]
+"""Function that is called with a line about what the run is doing."""
+
+
+def load_splits(
+    spec: Spec,
+    work: Path | None = None,
+    status: Status = lambda _: None,
+    left_out: Callable[[str], None] = lambda _: None,
+) -> dict[str, Splits]:
     """Return the examples of all items, labelled by their teachers and split.
 
-    work: folder that keeps the teachers' answers; without it they are not kept.
+    work: folder in which the teachers' answers are kept; None keeps none.
+    left_out: called with the reason for each image that is not used.
     """
     splits = {}
     for item in spec.items:
+        status(f"reading {item.name}")
         teacher = load_teacher(item)
         if teacher is not None and work is not None:
-            with remembered(item, teacher, work / f"labels-{item.name}.json") as label:
-                examples = read_examples(item, label)
+            file = work / f"labels-{item.name}.json"
+            with remembered(item, teacher, file, status) as label:
+                examples = read_examples(item, label, left_out)
         else:
-            examples = read_examples(item, teacher)
+            examples = read_examples(item, teacher, left_out)
         splits[item.name] = split(item, examples, spec.split, spec.seed)
     return splits
 
 
 @dataclass
 class _Journal:
-    """The file that a killed run continues from.
+    """The file from which a killed run continues.
 
-    settings: what decides the results apart from the items; an item may be added, not changed.
-    base: accuracy of the base by item on the test split.
+    writes: whether this process writes the file. Of several processes, only the first does.
+    settings: everything except for the items that determines the result. Items may be added, but
+        not changed.
+    base: accuracy of the base by item, on the test split.
     written: names of the adapter folders that the run has written.
     """
 
     path: Path
     settings: Mapping[str, Any]
     items: Mapping[str, Any]
+    writes: bool
     base: dict[str, float] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)
 
     def read(self) -> State | None:
-        """Return the saved state, with new items pending; None if there is none.
+        """Return the saved state with new items added to `pending`; None if there is none.
 
-        Raises InvalidArgument if the run had other settings or an item that was changed since.
+        Raises InvalidArgument if the saved run had other settings or an item has changed.
         """
         if not self.path.is_file():
             return None
@@ -119,7 +151,9 @@ class _Journal:
         return replace(state, pending=(*state.pending, *new))
 
     def write(self, state: State) -> None:
-        """Replace the file atomically."""
+        """Replace the file atomically, if this process writes it."""
+        if not self.writes:
+            return
         content = {
             "settings": self.settings,
             "items": self.items,
@@ -137,65 +171,102 @@ def generate(
     out: Path,
     report: Callable[[Progress], None] = lambda _: None,
     decided: Callable[[State], None] = lambda _: None,
+    status: Status = lambda _: None,
+    accelerator: Accelerator | None = None,
 ) -> Outcome:
-    """Run or continue a generation run and write the adapter folders.
+    """Start or continue a generation run and write the adapter folders.
 
-    A finished run whose specification has got more items is extended: its adapters stay, and the
-    new items are fused into them or get adapters of their own.
+    If items were added to the specification of a finished run, the run is extended. Its adapters
+    stay, and the new items are fused into them or get new adapters.
 
     work: folder of the run's state.
-    out: adapter root; the run's folders in it are replaced.
-    report: called after each evaluation. decided: called after each decision.
+    out: folder for the adapters. Folders of the same run in it are replaced.
+    report: called after each evaluation.
+    decided: called after each decision.
+    status: called before other work that takes long.
+    accelerator: object of accelerate; made if None.
 
-    Raises InvalidArgument for examples that cannot be used, and if `work` holds another run.
+    Raises InvalidArgument for examples that cannot be used, and if `work` contains another run.
     """
     work.mkdir(parents=True, exist_ok=True)
-    splits = load_splits(spec, work)
-    trainer = PeftTrainer(spec, options, splits, work, report)
+    accelerator = accelerator or make_accelerator(spec.training)
+    left_out: list[str] = []
+    with accelerator.main_process_first():  # The others read the teachers' answers from files.
+        splits = load_splits(spec, work, status, left_out.append)
+    teachers = _teacher_scores(spec, splits)
+    trainer = PeftTrainer(spec, options, splits, work, accelerator, report)
     settings = spec.model_dump(mode="json", exclude={"items", "options", "prefix"})
     journal = _Journal(
         work / STATE,
         {**settings, "options": options.model_dump()},
         {item.name: item.model_dump(mode="json") for item in spec.items},
+        accelerator.is_main_process,
     )
     saved = journal.read()
     _check_output(spec, out, journal.written)
+    accelerator.wait_for_everyone()
     state = saved or State(tuple(item.name for item in spec.items))
     new = [item for item in spec.items if item.name not in journal.base]
+    status("measuring the base model's accuracy")
     journal.base.update(trainer.base_scores(new, "test"))
     if options.order == "gradient" or options.fit == "best":
+        status("comparing the items' gradients")
         trainer.similarities = similarities(
             trainer.base, spec.training, spec.items, splits, spec.seed
         )
     state = replace(state, pending=_ordered(state.pending, spec, options, trainer))
     journal.write(state)
     while state.pending:
-        state = fuse_next(spec, options, state, trainer, journal.write)
+        state = fuse_next(spec, options, trainer.goals, state, trainer, journal.write)
         journal.write(state)
         decided(state)
     if options.merge != "none":
-        while (merged := merge_next(spec, state, trainer)) is not None:
+        status("merging adapters")
+        while merged := merge_next(spec, options, trainer.goals, state, trainer):
             state = merged
             journal.write(state)
     reached: dict[str, float] = {}
+    status("measuring the accuracy of the adapters on the test split")
     for adapter in state.adapters:
         reached |= trainer.packed_scores(adapter, "test")
-    for name in journal.written:
-        shutil.rmtree(out / name, ignore_errors=True)
-    journal.written = [folder_name(spec, adapter) for adapter in state.adapters]
-    journal.write(state)
-    folders = {
-        adapter.number: _write_folder(spec, adapter, trainer, reached, out)
-        for adapter in state.adapters
+    folders = {adapter.number: out / folder_name(spec, adapter) for adapter in state.adapters}
+    if accelerator.is_main_process:
+        for name in journal.written:
+            shutil.rmtree(out / name, ignore_errors=True)
+        journal.written = [folder.name for folder in folders.values()]
+        journal.write(state)
+        for adapter in state.adapters:
+            _write_folder(spec, adapter, trainer, splits, reached, folders[adapter.number])
+    accelerator.wait_for_everyone()
+    return Outcome(
+        spec,
+        options,
+        state,
+        trainer.goals,
+        journal.base,
+        reached,
+        teachers,
+        tuple(left_out),
+        folders,
+    )
+
+
+def _teacher_scores(spec: Spec, splits: Mapping[str, Splits]) -> dict[str, float]:
+    """Return the accuracy of the teachers whose truth is known, on the test split."""
+    scores = {
+        item.name: teacher_score(item, splits[item.name].test, read_truth(item))
+        for item in spec.items
     }
-    return Outcome(spec, options, state, journal.base, reached, folders)
+    return {name: score for name, score in scores.items() if score is not None}
 
 
 def _ordered(
     pending: tuple[str, ...], spec: Spec, options: Options, trainer: PeftTrainer
 ) -> tuple[str, ...]:
-    """Return the pending items in the order of the options, which does not depend on how often the
-    run was stopped."""
+    """Return the pending items in the order that the options select.
+
+    It does not depend on how often the run was stopped.
+    """
     listed = [item.name for item in spec.items]
     if options.order == "random":
         random.Random(spec.seed).shuffle(listed)
@@ -205,7 +276,7 @@ def _ordered(
 
 
 def _check_output(spec: Spec, out: Path, written: Sequence[str]) -> None:
-    """Raise InvalidArgument if `out` has a folder of another run that this one might replace."""
+    """Raise InvalidArgument if `out` has a folder of another run that this run might replace."""
     for number in range(1, len(spec.items) + 1):
         name = f"{spec.prefix}-{number}"
         if (out / name).exists() and name not in written:
@@ -215,16 +286,20 @@ def _check_output(spec: Spec, out: Path, written: Sequence[str]) -> None:
 
 
 def folder_name(spec: Spec, adapter: Packed) -> str:
-    """Return the name under which an adapter is written and served."""
+    """Return the name of an adapter's folder, under which it is served."""
     return f"{spec.prefix}-{adapter.number}"
 
 
 def _write_folder(
-    spec: Spec, adapter: Packed, trainer: PeftTrainer, reached: Mapping[str, float], out: Path
-) -> Path:
-    """Write one adapter's folder as the server reads it, and return it."""
+    spec: Spec,
+    adapter: Packed,
+    trainer: PeftTrainer,
+    splits: Mapping[str, Splits],
+    reached: Mapping[str, float],
+    folder: Path,
+) -> None:
+    """Write one adapter's folder in the form that the server reads."""
     items = [spec.item(name) for name in adapter.items]
-    folder = out / folder_name(spec, adapter)
     part = trainer.folder(adapter.version).with_name(folder.name)
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(
@@ -235,9 +310,17 @@ def _write_folder(
         "tasks": sorted({item.task for item in items}),
         "accuracy": {item.name: round(reached[item.name], 4) for item in items},
     }
+    about["skills"] = [
+        {
+            "name": item.name,
+            "task": item.task,
+            "accuracy": about["accuracy"][item.name],
+            "words": usual_words([one.question for one in splits[item.name].train]),
+        }
+        for item in items
+    ]
     if labels := trainer.labels(items):
         tasks = sorted({item.task for item in items if item.head})
         about["head"] = {"labels": labels, "tasks": tasks}
     (part / "vlora.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     shutil.move(part, folder)
-    return folder

@@ -1,10 +1,10 @@
-"""First-order estimates of how well items go together, from gradients at the base.
+"""First-order estimates of how well items go together, from gradients at the base model.
 
-A small step of training on item b with learning rate η changes the loss of item a by -η gₐ·g_b to
-first order, where g is the gradient with respect to the adapter's weights. The cosine of the two
-gradients therefore estimates, at the cost of one backward pass per item, what training both in one
-adapter would show (Li et al., ACL 2025, "Efficient Ensemble for Fine-tuning Language Models on
-Multiple Datasets", estimate combinations from the same gradients).
+A small training step on item b with learning rate η changes the loss of item a by -η gₐ·g_b to
+first order, where g is the gradient with respect to the adapter's weights. So the cosine of the two
+gradients estimates whether training both items in one adapter helps or hurts them. It costs one
+backward pass per item. Li et al. (ACL 2025, "Efficient Ensemble for Fine-tuning Language Models on
+Multiple Datasets") estimate combinations from the same gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vlora.generation.learner import Base, Learner
 from vlora.generation.spec import Item, Training
 
 EXAMPLES = 64
-"""Training examples of each item."""
+"""Number of training examples per item."""
 BUCKETS = 1 << 16
 """Length of a sketch. The error of a cosine is about 1 / √BUCKETS."""
 
@@ -45,13 +45,13 @@ def similarities(
 def _sketch(learner: Learner, item: Item, splits: Splits, seed: int) -> torch.Tensor:
     """Return the count sketch of an item's gradient, [BUCKETS].
 
-    Every weight adds its gradient, with a random sign, to a random bucket. Sketches of the same
+    Every weight adds its gradient, with a random sign, to a random bucket. Sketches with the same
     seed preserve inner products in expectation.
     """
     step = max(1, len(splits.train) // EXAMPLES)
     rows = [learner.base.row(item, example, ()) for example in splits.train[::step][:EXAMPLES]]
     learner.zero_grad()
-    learner(learner.base.batch(rows)).backward()
+    learner(learner.base.batches(rows)).backward()
     generator = torch.Generator().manual_seed(seed)
     sketch = torch.zeros(BUCKETS)
     for weight in learner.parameters():

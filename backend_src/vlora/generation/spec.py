@@ -1,7 +1,7 @@
-"""The specification of a generation run: knowledge items, their promises, and how to train.
+"""The specification of a generation run: knowledge items, their required accuracy, and training.
 
-`read_spec` reads a YAML file and checks it strictly: an unknown key, a wrong type or a missing file
-is reported with its place in the file.
+`read_spec` reads a YAML file and checks it strictly. For an unknown key, a wrong type or a missing
+file, the error names the place in the file.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class OnnxTeacher(_Strict):
 
 
 class Teacher(_Strict):
-    """A small model that labels images (§4.2.1, Fig. 9). Exactly one key is set.
+    """A small model that labels images (§4.2.1, Fig. 9). Exactly one key must be set.
 
-    pipeline: task and model of a `transformers` pipeline, e.g. {"task": "image-classification",
+    pipeline: arguments of a `transformers` pipeline, such as {"task": "image-classification",
         "model": "folder"}.
-    onnx: a classifier as an ONNX file, with its labels and its input's preprocessing.
-    python: "module:function"; the function takes a PIL image and returns the answer's text, or None
-        for an image that it cannot label.
+    onnx: a classifier as an ONNX file, with its labels and its preprocessing.
+    python: "module:function". The function takes a PIL image and returns the text of the answer, or
+        None if it cannot label the image.
     """
 
     pipeline: dict[str, Any] | None = None
@@ -59,15 +59,18 @@ class Teacher(_Strict):
 
 
 class Item(_Strict):
-    """One piece of knowledge, with the accuracy that its application demands.
+    """One piece of knowledge, with the accuracy that its application requires.
 
-    conversations: LLaVA conversations as JSON or JSONL; `images` is then the folder of its images.
+    conversations: LLaVA conversations as JSON or JSONL. `images` is then the folder of their
+        images.
     images: without `conversations` and `teacher`, a folder with one folder of images per label.
     teacher: labels the images in `images`.
+    truth: JSON object with the right answer by image file, to measure the teacher.
     question: text of every request, for items without conversations.
-    required: promised accuracy from 0 to 1, by `metric`.
+    metric: metric of the accuracy.
+    required: required accuracy from 0 to 1, called the item's promise.
     head: whether a vision task head answers (§4.2.2) instead of the LM head.
-    max_examples: examples used, chosen by a hash; all if absent.
+    max_examples: maximum number of examples, chosen by a hash; all if absent.
     """
 
     name: Name
@@ -75,6 +78,7 @@ class Item(_Strict):
     images: Path
     conversations: Path | None = None
     teacher: Teacher | None = None
+    truth: Path | None = None
     question: str = ""
     metric: Literal["top1", "vqa_score", "f1_iou50", "chrf"] = "top1"
     required: Annotated[float, Field(gt=0, le=1)]
@@ -92,6 +96,8 @@ class Item(_Strict):
     def _is_consistent(self) -> Item:
         if self.conversations and self.teacher:
             raise ValueError("give conversations or a teacher, not both")
+        if self.truth and not self.teacher:
+            raise ValueError("truth measures a teacher, and the item has none")
         if not self.conversations and TASKS[self.task].required_text and not self.question.strip():
             raise ValueError(f"task '{self.task}' needs a question")
         if self.head and self.metric != "top1":
@@ -100,13 +106,18 @@ class Item(_Strict):
 
 
 class Training(_Strict):
-    """Settings of one attempt.
+    """Settings of one attempt to train an adapter.
 
-    max_steps: steps of one attempt; it ends earlier once all promises hold.
-    evaluate_every: steps between two evaluations on the validation split.
-    patience: evaluations without a better score after which an attempt ends.
-    margin: validation must exceed a promise by this much, since the test split will differ.
-    feature_cache_mib: memory for image features, which training does not change.
+    alpha: LoRA's alpha; twice the rank if absent.
+    max_steps: maximum number of steps. An attempt ends earlier once all promises are kept.
+    evaluate_every: number of steps between two evaluations on the validation split.
+    patience: number of evaluations without a better score after which an attempt ends.
+    restarts: number of times that an attempt which nearly keeps its promises continues from its
+        best weights for another `max_steps` steps.
+    margin: number of standard errors by which the validation accuracy must exceed a promise,
+        because the accuracy on the test split will differ.
+    mixed_precision: `auto` means bf16 if the device has instructions for it, and otherwise `no`.
+    feature_cache_mib: memory in MiB for image features, which training does not change.
     """
 
     rank: Annotated[int, Field(ge=1, le=256)] = 16
@@ -119,37 +130,48 @@ class Training(_Strict):
     max_steps: Annotated[int, Field(ge=1)] = 400
     evaluate_every: Annotated[int, Field(ge=1)] = 50
     patience: Annotated[int, Field(ge=1)] = 4
-    margin: Share = 0.01
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    restarts: Annotated[int, Field(ge=0, le=10)] = 1
+    margin: Annotated[float, Field(ge=0, le=10)] = 1.0
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     feature_cache_mib: Annotated[int, Field(ge=0)] = 2048
 
 
 class Options(_Strict):
     """Settings of the packing of items into adapters. The defaults go beyond the paper's heuristic.
 
-    order: order of the items; the paper's is random. `gradient` puts similar items next to each
-        other.
-    replay: share of a batch drawn from the items fused before; the paper's is 0.
-    fit: `last` tries the newest adapter only, as the paper does; `best` tries every adapter, the
+    order: order of the items. `gradient` puts similar items next to each other. The paper's order
+        is random.
+    replay: share of a batch that is drawn from the items fused before. The paper has 0.
+    focus: share of a batch that is drawn instead from the items below their goal, in proportion to
+        what they lack. The paper has 0.
+    fit: `last` tries only the newest adapter, as the paper does. `best` tries every adapter, the
         most similar first.
     merge: method by which adapters are merged at the end. Two adapters are merged only if all their
-        items still reach the promised accuracy.
+        items still reach their goals.
+    merge_training: whether merged weights that break a promise are trained on the items of both
+        adapters, unless an earlier attempt shows that these are too different.
     """
 
     order: Literal["given", "random", "gradient"] = "gradient"
     replay: Share = 0.5
+    focus: Share = 0.5
     fit: Literal["last", "best"] = "best"
     merge: Literal["none", "svd", "ties_svd", "dare_ties_svd"] = "svd"
+    merge_training: bool = True
 
 
-PAPER = Options(order="random", replay=0.0, fit="last", merge="none")
-"""The heuristic of §4.2.1."""
+PAPER = Options(
+    order="random", replay=0.0, focus=0.0, fit="last", merge="none", merge_training=False
+)
+"""The heuristic of the paper (§4.2.1)."""
 
 
 class Spec(_Strict):
     """A generation run. Paths are relative to the file.
 
-    split: shares of the examples for training, validation and test. Images decide the split, so
+    base: folder of the checkpoint.
+    prefix: prefix of the adapters' names.
+    split: shares of the examples for training, validation and test. Examples are split by image, so
         no image is in two of them.
     """
 
@@ -171,14 +193,13 @@ class Spec(_Strict):
         return self
 
     def item(self, name: str) -> Item:
-        """Return the item of this name."""
         return next(item for item in self.items if item.name == name)
 
 
 def read_spec(path: Path) -> Spec:
     """Return the specification in a YAML file, with absolute paths.
 
-    Raises InvalidArgument that names each wrong key, its value and what would be right.
+    Raises InvalidArgument, which names each wrong key, its value and what would be right.
     """
     try:
         if path.stat().st_size > MAX_SPEC_BYTES:
@@ -187,7 +208,7 @@ def read_spec(path: Path) -> Spec:
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise InvalidArgument(f"{path} is no YAML: {error}") from error
+        raise InvalidArgument(f"{path} is not YAML: {error}") from error
     try:
         spec = Spec.model_validate(loaded)
     except ValidationError as error:
@@ -200,7 +221,10 @@ def read_spec(path: Path) -> Spec:
 
 
 def _with_absolute_paths(spec: Spec, folder: Path) -> Spec:
-    """Return the specification with paths relative to `folder` made absolute; check they exist."""
+    """Return the specification with absolute paths; relative ones start at `folder`.
+
+    Raises InvalidArgument for a path that does not exist.
+    """
 
     def absolute(path: Path) -> Path:
         if not (folder / path).exists():
@@ -210,8 +234,9 @@ def _with_absolute_paths(spec: Spec, folder: Path) -> Spec:
     items = []
     for item in spec.items:
         paths: dict[str, Any] = {"images": absolute(item.images)}
-        if item.conversations:
-            paths["conversations"] = absolute(item.conversations)
+        for key in ("conversations", "truth"):
+            if (path := getattr(item, key)) is not None:
+                paths[key] = absolute(path)
         if item.teacher and item.teacher.onnx:
             onnx = item.teacher.onnx.model_copy(update={"file": absolute(item.teacher.onnx.file)})
             paths["teacher"] = item.teacher.model_copy(update={"onnx": onnx})

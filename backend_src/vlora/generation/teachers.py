@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,15 @@ from PIL import Image
 
 from vlora.atomic_file import replace_text
 from vlora.errors import InvalidArgument
-from vlora.generation.examples import digest_of
+from vlora.generation.examples import Example, digest_of
+from vlora.generation.metrics import METRICS
 from vlora.generation.spec import Item, OnnxTeacher, Teacher
 
+SAVE_EVERY = 50
+"""Number of new answers of a teacher after which the file is written."""
+
 Label = Callable[[Path], str | None]
-"""Returns the answer for an image file, or None to leave the image out."""
+"""Function that returns the answer for an image file, or None to leave the image out."""
 
 
 def load_teacher(item: Item) -> Label | None:
@@ -30,7 +34,7 @@ def load_teacher(item: Item) -> Label | None:
         return None
     try:
         label = _load(item.teacher)
-    except Exception as error:  # a teacher is foreign code and can fail in any way
+    except Exception as error:  # A teacher is foreign code and can fail in any way.
         raise InvalidArgument(
             f"item '{item.name}': its teacher cannot be loaded: {error}"
         ) from error
@@ -53,11 +57,15 @@ def load_teacher(item: Item) -> Label | None:
 
 
 @contextmanager
-def remembered(item: Item, label: Label, file: Path) -> Iterator[Label]:
-    """Give a teacher whose answers are kept in `file`, so that each image is labelled once.
+def remembered(
+    item: Item, label: Label, file: Path, status: Callable[[str], None] = lambda _: None
+) -> Iterator[Label]:
+    """Yield a teacher whose answers are stored in `file`, so that each image is labelled only once.
 
-    Answers of another teacher are dropped. Those that were given are written even if an error or a
-    signal ends the labelling.
+    Stored answers of another teacher are dropped. The file is written after every SAVE_EVERY
+    answers and at the end, even after an error or a signal.
+
+    status: called before the teacher labels an image.
     """
     teacher = item.teacher.model_dump(mode="json") if item.teacher else None
     answers: dict[str, str | None] = {}
@@ -67,18 +75,53 @@ def remembered(item: Item, label: Label, file: Path) -> Iterator[Label]:
             answers = saved["answers"]
     known = len(answers)
 
+    def save() -> None:
+        replace_text(file, json.dumps({"teacher": teacher, "answers": answers}) + "\n")
+
     def answer(path: Path) -> str | None:
         digest = digest_of(path)
         if digest not in answers:
+            status(f"the teacher of {item.name} labels image {len(answers) - known + 1}")
             answers[digest] = label(path)
+            if (len(answers) - known) % SAVE_EVERY == 0:
+                save()
         return answers[digest]
 
     try:
         yield answer
     finally:
         if len(answers) > known:
-            content = {"teacher": teacher, "answers": answers}
-            replace_text(file, json.dumps(content) + "\n")
+            save()
+
+
+def read_truth(item: Item) -> dict[Path, str]:
+    """Return the right answer of each image in the item's `truth`; {} if the item has none.
+
+    Raises InvalidArgument if the file cannot be read.
+    """
+    if item.truth is None:
+        return {}
+    try:
+        truth = json.loads(item.truth.read_text(encoding="utf-8"))
+        return {item.images / name: str(answer) for name, answer in truth.items()}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidArgument(
+            f"item '{item.name}': {item.truth} is not a JSON object of answers by image file:"
+            f" {error}"
+        ) from error
+
+
+def teacher_score(
+    item: Item, examples: Sequence[Example], truth: Mapping[Path, str]
+) -> float | None:
+    """Return the teacher's accuracy on the examples whose truth is known; None if there are
+    none.
+    """
+    known = [one for one in examples if one.images[0] in truth]
+    if not known:
+        return None
+    answers = [one.answer for one in known]
+    return METRICS[item.metric](answers, [truth[one.images[0]] for one in known])
 
 
 def _load(teacher: Teacher) -> Callable[[Image.Image], Any]:
@@ -95,7 +138,7 @@ def _load(teacher: Teacher) -> Callable[[Image.Image], Any]:
 
 
 def _onnx(teacher: OnnxTeacher) -> Callable[[Image.Image], str]:
-    """Return a classifier that runs an ONNX file by onnxruntime."""
+    """Return a classifier that runs an ONNX file with onnxruntime."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(

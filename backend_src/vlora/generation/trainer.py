@@ -1,6 +1,6 @@
-"""Training and evaluation of attempts, by PEFT and accelerate.
+"""Training and evaluation of attempts with PEFT and accelerate.
 
-Every random number depends on the run's seed and the attempt's number alone, so an attempt that was
+All random numbers depend only on the run's seed and the attempt's number. So an attempt that was
 killed is repeated exactly.
 """
 
@@ -17,21 +17,21 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from vlora.generation.examples import Example, Splits
-from vlora.generation.fusion import Attempt, Packed, broken_promises
+from vlora.generation.fusion import Attempt, Goals, Packed, broken_promises, goals_of
 from vlora.generation.learner import Base, Learner, Row
 from vlora.generation.metrics import METRICS
+from vlora.generation.optimization import Schedule, WeightAverage, assign
 from vlora.generation.spec import Item, Options, Spec
 
-WARMUP_STEPS = 20
-FINAL_RATE = 0.05
-"""Share of the learning rate at the end of the cosine."""
 EVALUATION_ROWS = 64
 MAX_GRADIENT_NORM = 1.0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of an attempt, for a progress bar. scores: of the last evaluation."""
+    """Progress of an attempt, for a progress bar. scores: accuracy by item at the last
+    evaluation.
+    """
 
     item: str
     adapter: int | None
@@ -42,7 +42,7 @@ class Progress:
 
 
 class PeftTrainer:
-    """Trainer of attempts; the weights of attempt N are in the folder `work/attempt-N`."""
+    """Trainer of attempts. The weights of attempt N are in the folder `work/attempt-N`."""
 
     def __init__(
         self,
@@ -50,28 +50,36 @@ class PeftTrainer:
         options: Options,
         splits: Mapping[str, Splits],
         work: Path,
+        accelerator: Accelerator,
         report: Callable[[Progress], None] = lambda _: None,
     ) -> None:
         self._spec = spec
         self._options = options
         self._splits = splits
         self._work = work
+        self.goals = goals_of(spec, {name: len(part.validation) for name, part in splits.items()})
         self.similarities: Mapping[str, Mapping[str, float]] = {}
         self._report = report
-        self._accelerator = Accelerator(mixed_precision=spec.training.mixed_precision)
-        self.base = Base(spec.base, spec.training.feature_cache_mib, self._accelerator.device)
+        self._accelerator = accelerator
+        self.base = Base(
+            spec.base,
+            spec.training.feature_cache_mib,
+            self._accelerator.device,
+            fast_attention=self._accelerator.mixed_precision == "no",
+        )
 
     def folder(self, version: int) -> Path:
-        """Return the folder of an attempt's weights."""
         return self._work / f"attempt-{version}"
 
     def similarity(self, item: Item, others: Sequence[str]) -> float:
-        """Return the mean similarity of an item to others; 0 where none was computed."""
+        """Return the mean similarity of an item to others; 0 if none was computed."""
         own = self.similarities.get(item.name, {})
         return sum(own.get(other, 0.0) for other in others) / len(others)
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
-        """Train as `fusion.Trainer` says, until all promises hold or no progress is made."""
+        """Train as `fusion.Trainer` describes, until all promises are kept or there is no
+        progress.
+        """
         started = time.monotonic()
         training = self._spec.training
         items = [self._spec.item(name) for name in (onto.items if onto else ())] + [item]
@@ -79,7 +87,8 @@ class PeftTrainer:
         try:
             if onto is not None:
                 learner.load(self.folder(onto.version))
-            attempt = self._run(learner, item, items, onto, version)
+            number = onto.number if onto else None
+            attempt = self._run(learner, items, item.name, number, version)
             if self._accelerator.is_main_process:
                 learner.save(self.folder(version))
             self._accelerator.wait_for_everyone()
@@ -88,21 +97,27 @@ class PeftTrainer:
         scores, steps = attempt
         return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
 
-    def merge(self, first: Packed, second: Packed, version: int) -> Attempt:
-        """Merge two adapters by PEFT's `add_weighted_adapter`, with weight 1 each."""
+    def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
+        """Merge two adapters by PEFT's `add_weighted_adapter`, with weight 1 each.
+
+        train: whether to train the merged weights on all the items if a promise is broken.
+        """
         started = time.monotonic()
         items = [self._spec.item(name) for name in (*first.items, *second.items)]
         learner = Learner(self.base, self._spec.training, self.labels(items), self._seed(version))
+        steps = 0
         try:
             folders = self.folder(first.version), self.folder(second.version)
             learner.load_merged(folders, self._options.merge)
             scores = self.evaluate(learner, items, "validation")
+            if train and broken_promises(self.goals, scores):
+                scores, steps = self._run(learner, items, None, first.number, version)
             if self._accelerator.is_main_process:
                 learner.save(self.folder(version))
             self._accelerator.wait_for_everyone()
         finally:
             learner.release()
-        return Attempt(version, scores, 0, round(time.monotonic() - started, 1))
+        return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
 
     def labels(self, items: Sequence[Item]) -> list[str]:
         """Return the labels of the head that these items share, in a fixed order."""
@@ -118,12 +133,21 @@ class PeftTrainer:
     def _run(
         self,
         learner: Learner,
-        item: Item,
         items: Sequence[Item],
-        onto: Packed | None,
+        new: str | None,
+        adapter: int | None,
         version: int,
     ) -> tuple[dict[str, float], int]:
-        """Train until the promises hold. Return the scores of the best weights, and the steps."""
+        """Train until the promises are kept. Return the scores of the best weights, and the steps.
+
+        new: name of the item that joins the others; None if two adapters are merged.
+        adapter: number of the adapter whose weights are trained; None for a new adapter.
+
+        An attempt that makes no progress for `patience` evaluations ends with a short fall of the
+        learning rate, which often brings the missing points. The first item of an adapter uses all
+        steps, because no other adapter can take it. An attempt that nearly keeps its promises at
+        the end continues from its best weights, up to `restarts` times.
+        """
         training = self._spec.training
         weights = [weight for weight in learner.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=training.learning_rate, weight_decay=0.0)
@@ -136,62 +160,71 @@ class PeftTrainer:
             for one in items
         }
         best: tuple[float, dict[str, float], list[torch.Tensor]] | None = None
+        shares = row_shares(self.goals, self._options, new, tuple(rows), {})
+        average = WeightAverage(weights)
+        schedule, restarts = Schedule(training.max_steps), training.restarts
         failed = step = 0
-        while step < training.max_steps and failed < training.patience:
+        while True:
             model.train()
             for group in optimizer.param_groups:
-                group["lr"] = training.learning_rate * _rate(step, training.max_steps)
-            batch = self.base.batch(self._draw(rows, item.name, version, step))
+                group["lr"] = training.learning_rate * schedule.rate(step)
+            batches = self.base.batches(self._draw(rows, shares, version, step))
             with self._accelerator.autocast():
-                loss = model(batch)
+                loss = model(batches)
             optimizer.zero_grad()
             self._accelerator.backward(loss)
             self._accelerator.clip_grad_norm_(weights, MAX_GRADIENT_NORM)
             optimizer.step()
             step += 1
-            if step % training.evaluate_every and step < training.max_steps:
+            average.add(weights)
+            if step % training.evaluate_every and step < schedule.end:
                 continue
-            scores = self.evaluate(learner, items, "validation")
-            self._report(
-                Progress(
-                    item.name,
-                    onto.number if onto else None,
-                    step,
-                    training.max_steps,
-                    float(loss.detach()),
-                    scores,
-                )
-            )
-            slack = min(scores[one.name] - one.required for one in items)
+            with average.applied(weights):
+                scores = self.evaluate(learner, items, "validation")
+            name = new or " with ".join(one.name for one in items)
+            self._report(Progress(name, adapter, step, schedule.end, float(loss.detach()), scores))
+            shares = row_shares(self.goals, self._options, new, tuple(rows), scores)
+            slack = min(scores[one.name] - self.goals[one.name].accuracy for one in items)
             if best is None or slack > best[0]:
-                best = slack, scores, [weight.detach().clone() for weight in weights]
+                best = slack, scores, average.values()
                 failed = 0
             else:
                 failed += 1
-            if not broken_promises(self._spec, scores):
+            if not broken_promises(self.goals, scores):
                 break
-        assert best is not None
-        with torch.no_grad():
-            for weight, kept in zip(weights, best[2], strict=True):
-                weight.copy_(kept)
+            if step == schedule.end:
+                if not restarts or not self._nearly_reached(best[1]):
+                    break
+                restarts -= 1
+                failed = 0
+                schedule.restart(step)
+                assign(weights, best[2])
+                average.restart(best[2])
+            elif adapter is not None and not schedule.cooling and failed >= training.patience:
+                schedule.end_early(step)
+        assign(weights, best[2])
         return best[1], step
 
+    def _nearly_reached(self, scores: Mapping[str, float]) -> bool:
+        return all(self.goals[name].nearly_reached(score) for name, score in scores.items())
+
     def _draw(
-        self, rows: Mapping[str, Sequence[Row]], new: str, version: int, step: int
+        self,
+        rows: Mapping[str, Sequence[Row]],
+        shares: Mapping[str, float],
+        version: int,
+        step: int,
     ) -> list[Row]:
-        """Return the rows of one step: of the new item, and a share of those fused before."""
+        """Return the rows of one step. The probability of each item is its share."""
         process = self._accelerator.process_index
         rng = np.random.default_rng([self._spec.seed, version, step, process])
         size = self._spec.training.batch_size
-        old = [name for name in rows if name != new]
-        replayed = round(size * self._options.replay) if old else 0
-        names = [new] * (size - replayed) + [
-            str(name) for name in rng.choice(old or [new], replayed)
-        ]
-        return [rows[name][int(rng.integers(len(rows[name])))] for name in names]
+        drawn = rng.choice(len(shares), size, p=np.array(list(shares.values())))
+        parts = [rows[name] for name in np.array(list(shares))[drawn]]
+        return [part[int(rng.integers(len(part)))] for part in parts]
 
     def evaluate(self, learner: Learner, items: Sequence[Item], split: str) -> dict[str, float]:
-        """Return the accuracy of each item on a split: `validation` or `test`."""
+        """Return the accuracy of each item on a split, `validation` or `test`."""
         learner.eval()
         return {
             item.name: self._score(learner, item, getattr(self._splits[item.name], split))
@@ -212,7 +245,7 @@ class PeftTrainer:
         return METRICS[item.metric]([a for a, _ in pairs], [wanted for _, wanted in pairs])
 
     def base_scores(self, items: Sequence[Item], split: str) -> dict[str, float]:
-        """Return the accuracy of the base without adapters, which answers by its LM head."""
+        """Return the accuracy of the base without adapters. It answers with its LM head."""
         learner = Learner(self.base, self._spec.training, (), self._spec.seed)
         try:
             headless = [item.model_copy(update={"head": False}) for item in items]
@@ -234,9 +267,27 @@ class PeftTrainer:
         return self._spec.seed * 1_000_003 + version
 
 
-def _rate(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: linear warm-up, then a cosine."""
-    if step < WARMUP_STEPS:
-        return (step + 1) / WARMUP_STEPS
-    done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
-    return float(FINAL_RATE + (1 - FINAL_RATE) * (1 + np.cos(np.pi * done)) / 2)
+def row_shares(
+    goals: Goals,
+    options: Options,
+    new: str | None,
+    names: Sequence[str],
+    scores: Mapping[str, float],
+) -> dict[str, float]:
+    """Return the share of each item in the batches of an attempt; the shares add up to 1.
+
+    new: the item that is added; None if all are equal. names: all items of the attempt, with it.
+    scores: validation accuracy of each item so far; empty before the first evaluation.
+    """
+    old = [name for name in names if name != new]
+    if new is None:
+        even = dict.fromkeys(names, 1 / len(names))
+    else:
+        replay = options.replay if old else 0.0
+        even = {name: replay / len(old) if name in old else 1.0 - replay for name in names}
+    missing = {name: max(0.0, goals[name].accuracy - score) for name, score in scores.items()}
+    total = sum(missing.values())
+    if not total:
+        return even
+    focus = options.focus
+    return {name: (1 - focus) * even[name] + focus * missing[name] / total for name in names}

@@ -1,0 +1,39 @@
+"""Changes of a weight that are not just a product B·A."""
+
+from __future__ import annotations
+
+import torch
+
+from vlora.atmm.types import LoraPair
+
+
+def dora_change(weight: torch.Tensor, pair: LoraPair, magnitude: torch.Tensor) -> torch.Tensor:
+    """Return the change m (W + B A) / |W + B A| - W of a DoRA, [d_out, d_in]. Norms are of rows.
+
+    weight: W [d_out, d_in].
+    magnitude: m [d_out].
+
+    All tensors are fp32.
+    """
+    changed = weight + pair.b @ pair.a
+    factor: torch.Tensor = magnitude / torch.linalg.norm(changed, dim=1)
+    return factor[:, None] * changed - weight
+
+
+def with_initial_change(pair: LoraPair, weight: torch.Tensor, kind: str, scale: float) -> LoraPair:
+    """Return A and B for the unchanged base, given those for the base that initialization changed.
+
+    The scale is folded into B.
+
+    weight: W [d_out, d_in] fp32 of the unchanged base.
+    kind: `pissa`, which subtracts the part of W with the largest singular values, or `olora`, which
+        subtracts `scale` times the first columns of Q by the first rows of R.
+    """
+    rank = pair.a.shape[0]
+    if kind == "pissa":
+        u, s, vt = torch.linalg.svd(weight, full_matrices=False)
+        initial = LoraPair(vt[:rank], u[:, :rank] * s[:rank])
+    else:
+        q, r = torch.linalg.qr(weight)
+        initial = LoraPair(r[:rank], scale * q[:, :rank])
+    return LoraPair(torch.cat([pair.a, initial.a]), torch.cat([pair.b, -initial.b], dim=1))

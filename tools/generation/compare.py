@@ -1,0 +1,45 @@
+"""Compare generation runs of the same items.
+
+usage: python -m tools.generation.compare OUT...
+
+It prints one line of a Markdown table for each run's folder, from its report.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def line(name: str, report: dict[str, Any]) -> str:
+    """Return the line of a run in the table."""
+    items = report["items"].values()
+    attempts = [*report["attempts"], *report["merges"]]
+    failed = sum(bool(attempt["broken"]) for attempt in attempts)
+    gains = [item["reached"] - item["base"] for item in items if item["reached"] is not None]
+    steps = sum(attempt["steps"] for attempt in attempts)
+    gain = sum(gains) / len(gains) if gains else 0.0
+    return (
+        f"| {name} | {len(items)} | {sum(item['kept'] for item in items)} |"
+        f" {len(report['adapters'])} | {report['items_per_adapter']} | {gain:+.3f} |"
+        f" {len(attempts)} ({failed}) | {steps} |"
+    )
+
+
+def main(folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")]) -> None:
+    """Print a table of generation runs."""
+    typer.echo(
+        "| run | items | promises kept | adapters | items per adapter | mean gain over the base |"
+        " attempts and merges (rolled back) | steps |"
+    )
+    typer.echo("|---|---|---|---|---|---|---|---|")
+    for folder in folders:
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        typer.echo(line(folder.name, report))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,84 @@
+"""Kill a generation run at random moments, and compare its adapters with an undisturbed run's.
+
+usage: python -m tools.generation.kills SPEC OUT [--times 10]
+
+Both runs use the specification SPEC. The second run is killed by SIGKILL and restarted, `--times`
+times, and then runs to its end. The script exits with 1 unless all files of the adapters are equal.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+COMMAND = (sys.executable, "-m", "vlora.cli", "adapters", "generate")
+
+
+def start(spec: Path, out: Path) -> subprocess.Popen[bytes]:
+    """Start or continue a run. Its output is appended to `OUT.log`."""
+    with out.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen([*COMMAND, str(spec), "--out", str(out)], stdout=log, stderr=log)
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Return the files of the adapter folders by their paths."""
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for folder in sorted(out.iterdir())
+        if folder.is_dir() and not folder.name.startswith(".")
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def kill(spec: Path, out: Path, times: int, seconds: float, rng: random.Random) -> int:
+    """Run to the end, killed up to `times` times. Return the number of kills.
+
+    seconds: duration of an undisturbed run. The kills spread over about twice this time.
+    """
+    done = 0
+    while True:
+        running = start(spec, out)
+        try:
+            wait = rng.uniform(0, 4 * seconds / times) if done < times else None
+            running.wait(wait)
+            return done
+        except subprocess.TimeoutExpired:
+            done += 1
+            typer.echo(f"killed after {wait:.1f} s")
+        finally:
+            running.kill()
+            running.wait()
+
+
+def main(
+    spec: Annotated[Path, typer.Argument(help="Specification of a short run.")],
+    out: Annotated[Path, typer.Argument(help="New folder for both runs.")],
+    times: Annotated[int, typer.Option(help="Number of kills.", min=1)] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of the moments.")] = 0,
+) -> None:
+    """Compare the adapters of an undisturbed run with those of a run that is killed often."""
+    out.mkdir(parents=True)
+    started = time.monotonic()
+    start(spec, out / "straight").wait()
+    seconds = time.monotonic() - started
+    killed = kill(spec, out / "killed", times, seconds, random.Random(seed))
+    straight, resumed = contents(out / "straight"), contents(out / "killed")
+    different = [
+        name for name in sorted(straight | resumed) if straight.get(name) != resumed.get(name)
+    ]
+    typer.echo(
+        f"{killed} kills, {len(straight)} files, {len(different)} of them different: {different}"
+    )
+    if different or killed < times or not straight:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,76 @@
+"""Send the test split of a generation run to a server, and compare with the report's accuracies.
+
+usage: python -m tools.generation.served SPEC OUT [--dtype float32|bfloat16] [--routed]
+
+It exits with 1 if an accuracy differs by more than half a point from the report.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tools.demo.accuracy import HALF_A_POINT, ask_all
+from tools.demo.heldout import Item as Question
+from vlora.generation.examples import Example
+from vlora.generation.metrics import METRICS
+from vlora.generation.run import load_splits
+from vlora.generation.spec import read_spec
+from vlora.launcher.server import ServerOptions, TritonServer
+
+
+def question(task: str, example: Example, adapter: str | None) -> Question:
+    """Return an example as a request. If `adapter` is None, the request names no adapter."""
+    files = [path.read_bytes() for path in example.images]
+    return Question(
+        id="", domain="", adapter=adapter, task=task, text=example.question, answer=example.answer,
+        images=[] if task == "video" else files, frames=files if task == "video" else [],
+        boxes=None, choices=None, kind="",
+    )  # fmt: skip
+
+
+def main(
+    spec: Annotated[Path, typer.Argument(help="Specification of the run.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the adapters and of report.json.")],
+    dtype: Annotated[str, typer.Option(help="Server's type: float32 or bfloat16.")] = "float32",
+    routed: Annotated[
+        bool, typer.Option("--routed", help="Let the server choose the adapter.")
+    ] = False,
+) -> None:
+    """Compare the accuracies of served adapters with the report of the run that made them."""
+    wanted = read_spec(spec)
+    report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    splits = load_splits(wanted, out / ".generation")
+    table, far = Table("item", "adapter", "examples", "report", "served"), []
+    options = ServerOptions(
+        model=wanted.base, adapters=out, model_json={"dtype": dtype, "route_adapters": routed}
+    )
+    with TritonServer(options) as server:
+        for name, entry in report["items"].items():
+            if entry["adapter"] is None:
+                continue
+            item, examples = wanted.item(name), splits[name].test
+            adapter = None if routed else entry["adapter"]
+            questions = [question(item.task, example, adapter) for example in examples]
+            answers = [answer.text for answer in ask_all(server.grpc_url, questions)]
+            reached = METRICS[item.metric](answers, [example.answer for example in examples])
+            table.add_row(
+                name, entry["adapter"], str(len(examples)), f"{entry['reached']:.4f}",
+                f"{reached:.4f}",
+            )  # fmt: skip
+            if abs(reached - entry["reached"]) > HALF_A_POINT + 1e-9:
+                far.append(f"{name} ({reached - entry['reached']:+.4f})")
+    console = Console()
+    console.print(table)
+    console.print(f"more than half a point from the report: {', '.join(far) or 'no item'}")
+    if far:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
